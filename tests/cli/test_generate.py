@@ -129,6 +129,23 @@ def test_batch_answers_as_alone_and_in_order(tmp_path: Path) -> None:
     assert [r["tokens"] for r in together] == [r["tokens"] for r in alone]
 
 
+def test_lines_name_methods_and_limits_of_their_own(tmp_path: Path) -> None:
+    text = "abcabcabc"
+    file = prompts(
+        tmp_path, text, {"prompt": text, "method": "pld"}, {"prompt": text, "method": "layer_skip", "max_drafts": 1},
+        {"prompt": text, "max_drafts": 0, "priority": -1}, {"prompt": text, "method": "draft_model"},
+    )  # fmt: skip
+    config = '{"method": "suffix", "num_speculative_tokens": 3}'
+    found = records("--prompts", file, "--max-new-tokens", "16", "--speculative-config", config, status=1)
+    assert [r["method"] for r in found] == ["suffix", "ngram", "layer_skip", "suffix"]
+    assert all(r["tokens"] == found[0]["tokens"] for r in found)
+    assert found[3]["target_passes"] == 16
+    file = prompts(tmp_path, {"prompt": text, "method": "sufix"}, {"prompt": text, "max_drafts": -1})
+    result = run_foretell("generate", "--prompts", file, "--model", tiny_target())
+    assert result.exit_code == 1 and "line 1" in result.stderr and "suffix" in result.stderr
+    assert "line 2" in result.stderr and "max_drafts" in result.stderr
+
+
 def test_turns_follow_the_earlier_answers(tmp_path: Path) -> None:
     file = prompts(tmp_path, {"turns": ["one", "two"]}, {"prompt": "three"})
     first, second, third = records("--prompts", file, "--max-new-tokens", "6")

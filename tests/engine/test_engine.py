@@ -278,7 +278,7 @@ def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) 
     one.submit(request)
     one.step()
     for shape in (method.tree, DynamicTree(2, 2, 4)):
-        with pytest.raises(ValueError, match="serves another engine, which is busy: build a method for every engine"):
+        with pytest.raises(ValueError, match="serves another engine or another method, which is busy: build parts"):
             engine_for(replace(method, tree=shape))
     rest = [t for u in one.run() for t in u.tokens]
     two = engine_for(method)

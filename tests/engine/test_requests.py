@@ -15,6 +15,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import CrossTokenizerDrafter, DraftModel, NoDrafter, Retriever
 from foretell.draft.base import Continuation
 from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
+from foretell.engine.groups import MethodGroups
 from foretell.engine.method import AnyMethod, Method
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
@@ -46,8 +47,10 @@ PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 class RaisingEngine(Engine):
     """Raises the exception of a step."""
 
-    def _observe(self, step: StepResult) -> None:
-        self.method.observe(step)
+    def _observe(self, groups: MethodGroups, step: StepResult) -> dict[int, Exception]:
+        for group in groups.groups:
+            group.method.observe(groups.result_of(group, step))
+        return {}
 
     def step(self) -> list[Update]:
         with torch.inference_mode():

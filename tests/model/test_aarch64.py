@@ -14,9 +14,10 @@ from test_kernels import SHAPES, cache_of, chain, stack_of, tokens
 from test_quantized_kernels import QUANTIZED, random_blocks
 from torch import Tensor
 
-from foretell.model.kernels import NativeLinear, Precision, available, build, packaged, structures
+from foretell.model.kernels import NativeLinear, Precision, available, structures
 from foretell.model.kernels.instruction_sets import InstructionSet, of_machine
 from foretell.model.layout import Layout
+from kernel_builds import compile_driver
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 LAYER_ARRAYS = (
@@ -78,9 +79,8 @@ def stack_case(shape: str, precision: Precision, where: Layout, count: int) -> t
         out += integers(layer.window, layer.store)
     out += array(x) + integers(count, where.extra_slots.shape[1])
     out += b"".join(map(array, (where.row, where.slot, where.position, where.visible_prefix, where.extra_slots)))
-    out += b"".join(map(array, (cache.k, cache.v, cache.k_scale, cache.v_scale))) + integers(
-        cache.k.shape[1], cache.k.shape[3]
-    )
+    out += b"".join(map(array, (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.table)))
+    out += integers(cache.k.shape[2], *cache.table.shape)
     return out, stack(x, where, cache, 0, len(stack.layers))
 
 
@@ -100,13 +100,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]
 
 
 @pytest.mark.parametrize("entry", of_machine("aarch64"), ids=lambda entry: entry.name)
-def test_the_bits_are_those_of_this_processor(
-    entry: InstructionSet, cases: tuple[Path, list[Tensor]], tmp_path: Path
-) -> None:
-    driver, source = tmp_path / "driver", Path(__file__).with_name("kernel_driver.cpp")
-    flags = [*packaged.FLAGS, "-O0", *entry.flags, "-static", f"-I{build.SOURCE.parent}"]
-    subprocess.run([COMPILER, *flags, str(source), "-o", str(driver)], check=True)
-    emulated = [EMULATOR, "-cpu", "max", str(driver)]
+def test_the_bits_are_those_of_this_processor(entry: InstructionSet, cases: tuple[Path, list[Tensor]]) -> None:
+    emulated = [EMULATOR, "-cpu", "max", str(compile_driver(COMPILER, ["-O0", *entry.flags]))]
     instructions = subprocess.run(emulated, check=True, capture_output=True, text=True).stdout.strip()
     assert instructions == {"neon": "neon", "neon_dotprod": "neon+dotprod", "neon_bf16": "neon+bf16+i8mm"}[entry.name]
     path, expected = cases

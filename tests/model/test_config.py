@@ -45,39 +45,45 @@ def windowed(theirs: Any) -> tuple[int, ...]:
     """Layers that have a window in transformers: by type where the class says types, else all."""
     window, layers = getattr(theirs, "sliding_window", None), theirs.num_hidden_layers
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * layers
-    return tuple(i for i in range(layers) if window and types[i] == "sliding_attention")
+    window = window or getattr(theirs, "attention_chunk_size", None)
+    return tuple(i for i in range(layers) if window and types[i] in ("sliding_attention", "chunked_attention"))
 
 
 def agree(ours: ModelConfig, theirs: Any) -> None:
     """Every size and number of both is the same."""
     said = theirs.to_dict()
     head_dim = said.get("qk_head_dim") or said.get("head_dim") or theirs.hidden_size // theirs.num_attention_heads
-    assert (ours.vocab, ours.hidden, ours.layers, ours.heads, ours.kv_heads, ours.head_dim, ours.context) == (
+    kv_heads, our_dim = ours.local_kv_heads or ours.kv_heads, ours.local_head_dim or ours.head_dim
+    assert (ours.vocab, ours.hidden, ours.layers, ours.heads, kv_heads, our_dim, ours.context) == (
         theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads,
         theirs.num_attention_heads if ours.latent else theirs.num_key_value_heads, head_dim,
         theirs.max_position_embeddings,
     )  # fmt: skip
     hybrid = said.get("shared_intermediate_size") if ours.architecture == "granitemoehybrid" else None
     assert (ours.ffn, ours.norm_eps, ours.tied) == (
-        hybrid or theirs.intermediate_size,
+        said.get("intermediate_size_mlp", hybrid or theirs.intermediate_size),
         said.get("rms_norm_eps", said.get("norm_eps", said.get("layer_norm_epsilon"))),
         theirs.tie_word_embeddings,
     )
-    granite = said.get("attention_multiplier")
+    granite = said.get("attention_multiplier") or (1.0 if ours.layer_scales else None)
     assert ours.scale == pytest.approx(granite or (said.get("query_pre_attn_scalar") or head_dim) ** -0.5)
     assert (ours.attention_softcap, ours.logit_softcap) == (
         said.get("attn_logit_softcapping") or 0,
         said.get("final_logit_softcapping") or 0,
     )
     assert ours.window_layers == windowed(theirs)
-    assert not ours.window_layers or ours.window == theirs.sliding_window
+    assert not ours.window_layers or ours.window == (said.get("attention_chunk_size") or theirs.sliding_window)
+    if ours.layer_scales:
+        full = theirs.per_layer_config[ours.layers - 1]
+        assert (ours.head_dim, ours.kv_heads) == (full.head_dim, full.num_key_value_heads)
+        assert (ours.layer_inputs.width if ours.layer_inputs else 0) == said.get("hidden_size_per_layer_input", 0)
     ropes = theirs.rope_parameters if len(ours.unrotated_layers) < ours.layers else {}
     for rope, name in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")) if ropes else ():
         wanted = ropes.get(name, ropes)
         assert rope is None or (rope.theta, rope.kind, rope.factor) == (
             wanted["rope_theta"], wanted["rope_type"], wanted.get("factor", 1.0),
         )  # fmt: skip
-    if ours.experts is not None:
+    if ours.experts is not None and not ours.chunked:
         e, count = ours.experts, said.get("num_local_experts") or said.get("n_routed_experts") or said["num_experts"]
         assert (e.count, e.active) == (count, theirs.num_experts_per_tok)
         assert e.ffn == said.get("moe_intermediate_size", theirs.intermediate_size)

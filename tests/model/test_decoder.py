@@ -14,6 +14,7 @@ from foretell.core.tree import tree_from_lists
 from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
 from foretell.model.load.weights import SafetensorsWeights, build_decoder
+from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from helpers import LLAMA3, chain_tree, oracle_logits, random_tokens
 
@@ -113,14 +114,14 @@ def random_parents(nodes: int, seed: int) -> list[int]:
     return [-1, *(int(generator.integers(0, node)) for node in range(1, nodes))]
 
 
-def check_logits(decoder: Decoder, oracle: Any, chunks: Sequence[int]) -> None:
+def check_logits(decoder: Network, oracle: Any, chunks: Sequence[int], atol: float = 1e-4) -> None:
     """Logits of chunks of a text, and of a tree after it, are those of transformers."""
     runner, text = DecoderRunner(decoder), random_tokens(sum(chunks), SIZES["vocab_size"])
     wanted, at = oracle_logits(oracle, text), 0
     assert wanted.std() > 0.3
     for size in chunks:
         found = runner.forward([0], chain_tree(text[at : at + size])).logits
-        torch.testing.assert_close(found, wanted[at : at + size], rtol=0, atol=1e-4)
+        torch.testing.assert_close(found, wanted[at : at + size], rtol=0, atol=atol)
         runner.commit(0, range(size))
         at += size
     tokens, parents = random_tokens(14, 61, seed=3), random_parents(14, seed=4)
@@ -128,7 +129,7 @@ def check_logits(decoder: Decoder, oracle: Any, chunks: Sequence[int]) -> None:
     found = runner.forward([0], tree).logits
     for node in range(14):
         path = [tokens[i] for i in tree.ancestors(0, node)]
-        torch.testing.assert_close(found[node], oracle_logits(oracle, [*text, *path])[-1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(found[node], oracle_logits(oracle, [*text, *path])[-1], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", MODELS)

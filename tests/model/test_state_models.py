@@ -267,7 +267,7 @@ def test_the_recurrence_has_the_same_bits_in_trees_chunks_and_batches() -> None:
     table += [torch.rand(30, 4), torch.rand(30, 4)]
 
     def run(store: StateStore, rows: list[int], lengths: list[int], tree: TokenTree) -> tuple[torch.Tensor, ...]:
-        store.reserve(max(rows) + 1, 0)
+        store.reserve(rows, [0] * len(rows))
         store.begin(rows, lengths, tree.prefix_length.tolist(), tree.nodes)
         layout, _ = Layout.from_tree(tree, rows, np.array(lengths), tree.active)
         states = LayerStates(store.pass_states(layout), 0)
@@ -304,7 +304,7 @@ def test_the_recurrence_has_the_same_bits_in_trees_chunks_and_batches() -> None:
 
 def test_without_writing_the_state_only_decays() -> None:
     store = StateStore(1, StateShape(1, 1, 2, 1, 3, 4), torch.float32, torch.device("cpu"))
-    store.reserve(1, 0)
+    store.reserve([0], [0])
     store.state[:] = torch.randn(2, 3, 4)
     tree = chain_tree([0, 0])
     store.begin([0], [0], [2], 2)

@@ -59,6 +59,24 @@ class TracingRunner(Runner):
         """The number of tokens that `truncate(row, length)` leaves."""
         return self.inner.restorable(row, length)
 
+    def limit_cache(self, nbytes: int) -> None:
+        """Limit the memory of the cache."""
+        self.inner.limit_cache(nbytes)
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that the cache has room for."""
+        return self.inner.free_tokens
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether `copy_row` copies any number of a row's tokens."""
+        return self.inner.shares_prefixes
+
+    def copy_row(self, source: int, target: int, length: int) -> bool:
+        """Replace the tokens of a row by the first ones of another."""
+        return self.inner.copy_row(source, target, length)
+
     def count_acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Passes that tested, and that accepted, a draft at depth 1, 2, …
 

@@ -8,9 +8,10 @@ from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, Predictor
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
+from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
-from foretell.speculator.network.pack import pack_network
+from foretell.speculator.network.pack import describe_packed, pack_network
 
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
@@ -41,7 +42,7 @@ def eagle(context: BuildContext, options: EagleOptions) -> AnyMethod:
     else:
         nodes = options.num_draft_tokens or len(_EAGLE1_TREE)
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, options.num_steps, draw)
-    return Method(EagleDrafter(_eagle_network(context, "eagle")), shape, _acceptor(draw))
+    return _method(EagleDrafter(_eagle_network(context, "eagle")), shape, draw)
 
 
 def eagle2(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
@@ -86,7 +87,7 @@ def feature_method(drafter: EagleDrafter, options: EagleTreeOptions) -> AnyMetho
     else:
         grown = _DEFAULT_DEPTH + nodes // _NODES_PER_EXTRA_LEVEL if given else _MAX_LEVELS
         shape = cost_aware_tree(options, options.num_steps or grown)
-    return Method(drafter, shape, _acceptor(draw))
+    return _method(drafter, shape, draw)
 
 
 def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyMethod:
@@ -117,11 +118,15 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     else:
         shape = Chain(length, draw, _chain_confidence(options)) if is_chain else cost_aware_tree(options, depth)
-    return Method(MLPSpeculatorDrafter(network), shape, _acceptor(draw))
+    return _method(MLPSpeculatorDrafter(network), shape, draw)
 
 
-def _acceptor(draw: bool) -> Acceptor:
-    return Rejection() if draw else Match()
+def _method(drafter: EagleDrafter | MLPSpeculatorDrafter, shape: Shape[Predictor], draw: bool) -> AnyMethod:
+    """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
+    accept: Acceptor = Rejection() if draw else Match()
+    network, label = drafter.network, drafter.label
+    label = describe_packed(label, network) if isinstance(network, Speculator) else label
+    return Method(drafter, shape, accept, drafter_label=label)
 
 
 def _chain_confidence(options: FeatureTreeOptions) -> float:
@@ -143,8 +148,7 @@ def _fixed(
 def _eagle_network(context: BuildContext, kind: str) -> EagleNetwork:
     network = trained_speculator(context, kind)
     assert isinstance(network, EagleNetwork)
-    # int8 halves the time of a level; rounding changes drafts, not the output.
-    return pack_network(network, "int8")
+    return pack_network(network)
 
 
 ENTRIES = (

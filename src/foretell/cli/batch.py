@@ -5,11 +5,13 @@ submitted when the one before it is answered.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from foretell.api import Answer, Model
+from foretell.api import Answer
 from foretell.cli.interrupt import Interrupt, run_until_interrupt
 from foretell.cli.prompts import LineError, PromptSpec
+from foretell.cli.setup import ModelSetup
 from foretell.cli.show import AnswerWriter
 from foretell.engine.engine import Completion, Engine, Update
+from foretell.engine.method import AnyMethod
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,23 @@ class _ActiveRequest:
 
 
 class Batch:
-    """Answers prompts with one engine.
+    """Answers prompts with one engine, which decodes those that name no other method by its own.
 
-    `errors` collects the lines that the model cannot answer. `writer` shows text as it comes (one prompt only).
+    `logprobs`, `prompt_logprobs`: as in `Request`. `errors` collects the lines that the model cannot answer. `writer`
+    shows text as it comes (one prompt only).
     """
 
-    def __init__(self, model: Model, engine: Engine, logprobs: bool, writer: AnswerWriter | None = None) -> None:
-        self._model, self._engine, self._logprobs, self._writer = model, engine, logprobs, writer
+    def __init__(
+        self,
+        setup: ModelSetup,
+        engine: Engine,
+        logprobs: int | None = None,
+        writer: AnswerWriter | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self._setup, self._engine, self._writer = setup, engine, writer
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+        self._methods = {engine.method.name: engine.method}
         self._active: dict[int, _ActiveRequest] = {}
         self._answered: dict[int, list[AnsweredPrompt]] = {}
         self.errors: list[LineError] = []
@@ -61,21 +73,35 @@ class Batch:
 
     def _submit(self, line: int, prompt: PromptSpec) -> None:
         try:
-            request = self._model.request(
+            request = self._setup.model.request(
                 prompt.prompt,
                 prompt.sampling,
                 max_new_tokens=prompt.max_new_tokens,
                 stop=prompt.stop,
                 raw=prompt.raw,
                 logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
                 allow_special_tokens=prompt.allow_special_tokens,
+                **vars(prompt.options),
+                method=self._method(prompt),
+                max_drafts=prompt.max_drafts,
             )
+            request = replace(request, priority=prompt.priority)
             self._active[self._engine.submit(request)] = _ActiveRequest(line, prompt)
         except ValueError as error:
             self.errors.append(LineError(line, str(error)))
 
+    def _method(self, prompt: PromptSpec) -> AnyMethod:
+        """The method of a prompt, built when the first prompt names it."""
+        if prompt.method is None:
+            return self._engine.method
+        if prompt.method not in self._methods:
+            self._methods[prompt.method] = self._setup.other_method(prompt.method)
+        return self._methods[prompt.method]
+
     def _complete(self, request: _ActiveRequest) -> None:
-        answer = Answer.from_completion(Completion.of(request.updates), self._engine)
+        completion = Completion.of(request.updates)
+        answer = Answer.from_completion(completion, self._engine, self._method(request.prompt))
         if answer.error:
             self.errors.append(LineError(request.line, answer.error))
         self._answered[request.line].append(AnsweredPrompt(request.line, request.prompt.title, answer))

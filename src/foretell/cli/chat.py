@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import typer
 
-from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli import options
 from foretell.cli.errors import print_error
 from foretell.utils.names import unknown
@@ -199,6 +198,5 @@ class Conversation:
             raise ValueError(f"{error}; /reset starts a new conversation") from error
 
     def _engine(self, name: str) -> "Engine":
-        # The options of the command line are for the method that it named.
-        setup = self.setup if name == self.method else replace(self.setup, config=SpeculativeConfig())
-        return setup.model.engine(setup.method(name), rows=1, prefix_caching=True)
+        method = self.setup.method(name) if name == self.method else self.setup.other_method(name)
+        return self.setup.model.engine(method, rows=1, prefix_caching=True)

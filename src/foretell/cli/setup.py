@@ -57,6 +57,10 @@ class ModelSetup:
         """Build the method of this name."""
         return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
 
+    def other_method(self, name: str) -> AnyMethod:
+        """Build a method that the command line did not name: the options given there are not for it."""
+        return self.model.method(name, drafts=self.drafts, references=self.references)
+
 
 def parse_method(
     method: str | None,

@@ -71,13 +71,12 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
         rate = sum(a.statistics.new_tokens for a in answers) / seconds if seconds else 0.0
     passes = sum(a.statistics.target_passes for a in answers)
     mean = sum(a.statistics.new_tokens for a in answers) / passes if passes else 0.0
-    line = Text.assemble(
-        (f"{rate:.1f} tokens/s", "bold"), f" · {mean:.2f} tokens per pass · {answers[0].method} · ", style="dim"
-    )
+    methods = ", ".join(dict.fromkeys(a.method for a in answers))
+    line = Text.assemble((f"{rate:.1f} tokens/s", "bold"), f" · {mean:.2f} tokens per pass · {methods} · ", style="dim")
     if len(answers) > 1:
         line = Text(f"{len(answers)} answers · ", style="dim") + line
-    if answers[0].lossless:
-        line.append("lossless" if answers[0].exact else "lossless up to rounding", "dim")
+    if all(a.lossless for a in answers):
+        line.append("lossless" if all(a.exact for a in answers) else "lossless up to rounding", "dim")
     else:
         line.append("LOSSY", "bold red not dim").append(f" · {_fidelity_loss(answers)}", "dim")
     return line.append(f" · {answers[0].backend}", "dim")

@@ -1,13 +1,14 @@
 """The state of the requests before a step, and the result of a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
 from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
 
 
@@ -68,15 +69,31 @@ class Context:
     """Greatest useful depth of drafts per request: the tokens it may still get after the next one."""
     coupled: bool = False
     """Whether the acceptor keeps the drafts that the target samples itself, so that drafters may know its noise."""
+    rules: tuple[TokenRules | None, ...] = ()
+    """Which tokens may follow, per request; empty: no request has rules."""
+    max_drafts: tuple[int | None, ...] = ()
+    """Greatest number of drafted tokens per request; None: no limit. Empty: no limit for any."""
+    other_rows: int = 0
+    """Requests of other methods that decode in the same pass."""
 
     @property
     def last_tokens(self) -> list[int]:
         """The last token of every sequence: the roots of the drafts."""
         return [t.last_token for t in self.sequences]
 
+    @property
+    def pass_rows(self) -> int:
+        """Requests that decode in the same pass, those of other methods included: its tokens without any drafts."""
+        return len(self.rows) + self.other_rows
+
     def limited(self, max_depth: Int[np.ndarray, " b"], coupled: bool) -> "Context":
-        """The same requests with other greatest depths, for an acceptor that is `coupled` or not."""
-        return Context(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth, coupled)
+        """The same requests with other greatest depths, for an acceptor that is `coupled` or not; no drafts lie deeper
+        than their greatest number allows.
+        """
+        if self.max_drafts:
+            pairs = zip(max_depth.tolist(), self.max_drafts, strict=True)
+            max_depth = np.array([depth if most is None else min(depth, most) for depth, most in pairs], np.int64)
+        return replace(self, max_depth=max_depth, coupled=coupled)
 
     def select(self, indices: Sequence[int]) -> "Context":
         """The context of these requests only, in this order."""
@@ -89,6 +106,9 @@ class Context:
             rngs=tuple(self.rngs[i] for i in indices),
             max_depth=self.max_depth[list(indices)],
             coupled=self.coupled,
+            rules=tuple(self.rules[i] for i in indices) if self.rules else (),
+            max_drafts=tuple(self.max_drafts[i] for i in indices) if self.max_drafts else (),
+            other_rows=self.other_rows,
         )
 
 
@@ -129,7 +149,36 @@ class StepResult:
     draft_seconds: float = 0.0
     """Time spent on drafting."""
     pass_seconds: float = 0.0
-    """Time spent on the target's pass, acceptance and the cache update."""
+    """Time spent on the target's pass, acceptance and the cache update, for the requests of all methods together."""
+    all_methods: "StepResult | None" = None
+    """The step of the requests of all methods, if this one holds those of a single method out of several."""
+
+    @property
+    def whole(self) -> "StepResult":
+        """The step of the requests of all methods: what `pass_seconds` were spent on."""
+        return self if self.all_methods is None else self.all_methods
+
+    def select(self, indices: Sequence[int], draft_seconds: float) -> "StepResult":
+        """The part of these requests, in this order, for which drafting took `draft_seconds`."""
+        if tuple(indices) == tuple(range(len(self.paths))):
+            return self
+        rows = np.array(indices, np.int64)
+        hidden_index = self.output.hidden_index
+        return replace(
+            self,
+            context=self.context.select(indices),
+            tree=self.tree.select(rows),
+            output=replace(
+                self.output,
+                logit_index=self.output.logit_index[rows],
+                hidden_index=hidden_index[rows] if len(hidden_index) else hidden_index,
+            ),
+            paths=tuple(self.paths[i] for i in indices),
+            new_tokens=tuple(self.new_tokens[i] for i in indices),
+            start_positions=tuple(self.start_positions[i] for i in indices),
+            draft_seconds=draft_seconds,
+            all_methods=self.whole,
+        )
 
     def num_drafted(self, i: int) -> int:
         """Drafted tokens of request `i`."""

@@ -126,6 +126,42 @@ class TokenTree:
             return self
         return replace(self, valid=self.valid & (below <= max_depth[:, None]))
 
+    def with_drafts(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> "TokenTree":
+        """The tree with drafts appended from index `nodes` on, which were not sampled; `parents`: indices in the new
+        tree. A new node has the score of its parent.
+        """
+        first, count = self.nodes, max(len(t) for t in tokens)
+        if count == 0:
+            return self
+        out, score = concatenate_trees([self, _empty_trees(0, first + count)]), self.score
+        if score is not None:
+            score = np.pad(score, ((0, 0), (0, count)))
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            for node, (new, above) in enumerate(zip(token, parent, strict=True), first):
+                out.token[row, node], out.parent[row, node], out.valid[row, node] = new, above, True
+                if score is not None:
+                    score[row, node] = score[row, above]
+        return replace(out, score=score)
+
+    def limit_drafts(self, most: Sequence[int | None]) -> "TokenTree":
+        """The tree with at most `most[i]` drafts in row `i` (None: all of them; empty: in all rows): those of the best
+        scores, or without scores the first ones, so that which drafts are left out does not depend on what was sampled.
+        """
+        if not most:
+            return self
+        counts = np.count_nonzero(self.valid, 1) - self.prefix_length
+        excess = [i for i, m in enumerate(most) if m is not None and counts[i] > m]
+        if not excess:
+            return self
+        valid = self.valid.copy()
+        for row in excess:
+            drafts = np.flatnonzero(valid[row])[int(self.prefix_length[row]) :]
+            if self.score is not None:
+                # Stable: of equals the earlier ones stay, so that a node's parent is kept.
+                drafts = drafts[np.argsort(-self.score[row, drafts], kind="stable")]
+            valid[row, drafts[most[row] :]] = False
+        return replace(self, valid=valid)
+
     def with_probes(
         self,
         tokens: Sequence[Sequence[int]],
@@ -154,6 +190,10 @@ class TokenTree:
                 node not in needed for node in range(first, first + len(token))
             ]
         return replace(out, unscored=unscored)
+
+    def shift_probe_ids(self, vocab: int, offset: int) -> "TokenTree":
+        """The tree with `offset` added to the ids from `vocab` on, which index `probe_embeddings`."""
+        return replace(self, token=np.where(self.token >= vocab, self.token + offset, self.token))
 
     def select(self, rows: Int[np.ndarray, " b"]) -> "TokenTree":
         """The trees of these rows, in this order."""
@@ -320,6 +360,24 @@ def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
             "trees with different probe embeddings cannot be in one pass: their token ids would be ambiguous"
         )
     return replace(out, q=q, unscored=unscored, probe_embeddings=probe_embeddings)
+
+
+def join_probe_embeddings(trees: Sequence[TokenTree], vocab: int) -> tuple[list[TokenTree], list[int]]:
+    """The trees with one table of probe embeddings for all that have any, and what was added to the ids of each."""
+    start, tables = dict[int, int](), list[torch.Tensor]()
+    for t in trees:
+        if t.probe_embeddings is not None and id(t.probe_embeddings) not in start:
+            start[id(t.probe_embeddings)] = sum(map(len, tables))
+            tables.append(t.probe_embeddings)
+    if len(tables) < 2:
+        return list(trees), [0] * len(trees)
+    joint = torch.cat([table.to(tables[0]) for table in tables])
+    offsets = [start.get(id(t.probe_embeddings), 0) for t in trees]
+    joined = [
+        t if t.probe_embeddings is None else replace(t.shift_probe_ids(vocab, offset), probe_embeddings=joint)
+        for t, offset in zip(trees, offsets, strict=True)
+    ]
+    return joined, offsets
 
 
 def _unscored_mask(tree: TokenTree) -> Bool[np.ndarray, "b n"]:

@@ -26,6 +26,8 @@ class Drafter(EngineBound, ABC):
     """What drafts, in a few words, for the table of methods."""
     learns: ClassVar[bool] = False
     """Whether it is trained while it serves."""
+    drafts_forced: ClassVar[bool] = True
+    """Whether the tokens that the constraint of a request leaves next are drafted too."""
 
     hidden_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it needs; see `Runner.forward`."""
@@ -55,6 +57,15 @@ class Drafter(EngineBound, ABC):
         self.release(row)
         return 0 if self.hidden_layers else length
 
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Prepare row `target` for a request that shares its first `length` tokens with the request of row `source`,
+        which may be running; the target copies them in its cache.
+
+        Returns how many of these tokens (0 to `length`) the drafter need not observe; the target reads from there.
+        """
+        self.release(target)
+        return self.rewind(target, length)
+
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add nodes that the target reads for the drafter and never accepts."""
         return tree
@@ -74,6 +85,7 @@ class NoDrafter(Drafter):
     """Drafts nothing: plain decoding."""
 
     label = "nothing"
+    drafts_forced = False
 
     def bind(self, engine: BindingEngine) -> bool:
         """Do nothing: without state, any number of engines may share it."""
@@ -109,6 +121,12 @@ class CompositeDrafter(Drafter):
             length = d.rewind(row, length)
         # The first ones may have kept more than the last ones.
         return min(d.rewind(row, length) for d in self._all)
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """The least of what all drafters copy."""
+        for d in self._all:
+            length = d.copy_row(source, target, length)
+        return min(d.rewind(target, length) for d in self._all)
 
     def bind(self, engine: BindingEngine) -> bool:
         """Claim all drafters."""

@@ -38,6 +38,9 @@ class DraftProposer(Protocol):
     def rewind(self, row: int, length: int) -> int:
         """Prepare a row for a request that shares a prefix with its last one."""
 
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Prepare a row for a request that shares a prefix with that of another row."""
+
     def bind(self, engine: BindingEngine) -> bool:
         """Serve this engine from now on."""
 
@@ -151,6 +154,12 @@ class CascadeDrafter(Predictor):
         """Keep the shared tokens, as far as the proposer does."""
         length = self.proposer.rewind(row, length)
         self.runner.truncate(row, length)
+        return length
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Copy the shared tokens, as far as the proposer does."""
+        length = self.proposer.copy_row(source, target, length)
+        self.runner.copy_row(source, target, self.runner.restorable(source, length))
         return length
 
     def bind(self, engine: BindingEngine) -> bool:

@@ -109,6 +109,11 @@ class DraftModel(Predictor):
         self.runner.truncate(row, length)
         return length
 
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Copy the tokens that this model has read; it reads the others before its next draft."""
+        self.runner.copy_row(source, target, self.runner.restorable(source, length))
+        return length
+
 
 def unread_tokens(runner: Runner, context: Context) -> list[list[int]]:
     """The tokens that are not in the runner's cache, per request; for requests without a draft the last one only."""

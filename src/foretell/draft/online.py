@@ -157,6 +157,11 @@ class OnlineDrafter(Predictor):
         self._end_request(row)
         return self._model.rewind(row, length)
 
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Copy the tokens that the draft model has read."""
+        self._end_request(target)
+        return self._model.copy_row(source, target, length)
+
     def _end_request(self, row: int) -> None:
         state = self._rows.pop(row, None)
         if state is not None:

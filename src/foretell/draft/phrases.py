@@ -168,11 +168,18 @@ class PhraseRetriever(Retriever):
 
     def rewind(self, row: int, length: int) -> int:
         """Keep the states of the shared tokens."""
-        before = self._rows.pop(row, None)
-        if before is None or before.length < length:
+        return self._copy_states(self._rows.pop(row, None), row, length)
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Copy the states of the shared tokens."""
+        self.release(target)
+        return self._copy_states(self._rows.get(source), target, length)
+
+    def _copy_states(self, source: _RequestState | None, target: int, length: int) -> int:
+        if source is None or source.length < length:
             return 0
-        self._rows[row] = _RequestState()
-        self._rows[row].append(before.states[:length])
+        self._rows[target] = _RequestState()
+        self._rows[target].append(source.states[:length])
         return length
 
 

@@ -2,23 +2,38 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from numbers import Real
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
-from foretell.accept.base import AcceptResult
+from foretell.accept import AcceptResult, Match
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, is_integer
-from foretell.core.tree import TokenTree, concatenate_trees, root_tree
+from foretell.core.token_rules import TokenConstraint, TokenRules
+from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
-from foretell.engine.method import AnyMethod
+from foretell.draft.base import NoDrafter
+from foretell.engine.answer_text import AnswerText
+from foretell.engine.groups import DraftError, MethodGroups
+from foretell.engine.logprobs import TokenLogprobs, TopLogprobs, new_token_logprobs, prompt_token_logprobs
+from foretell.engine.method import AnyMethod, BoundMethod, Method
+from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
+from foretell.model.block_table import OutOfBlocksError
 from foretell.model.runner import Runner
+from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer, StopStrings
+
+_PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
+"""Decodes the requests that allow no drafts."""
+_ROOM_FOR_DRAFTS = 128
+"""Tokens of the cache that a request needs beside those of its sequence: about a tree."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +45,35 @@ class Request:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     eos: tuple[int, ...] = ()
-    logprobs: bool = False
-    """Report the natural logarithm of every token's probability under the model's softmax."""
+    logprobs: bool | int | None = False
+    """Report the natural logarithm of every token's probability under the model's softmax (True or 0), and of this many
+    most probable tokens in its place; False or None: nothing.
+    """
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt but the first; the prefix cache is not used then."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the answer; `finish_reason` is `stop`."""
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """Whether the text holds the stop string, or the token of `eos` or `stop_token_ids`, that ended it."""
+    skip_special_tokens: bool = True
+    constraint: TokenConstraint | None = None
+    """What the answer must match, a grammar for example."""
+    method: AnyMethod | None = None
+    """What decodes it, beside the requests of other methods in one pass; None: the engine's own method."""
+    max_drafts: int | None = None
+    """Greatest number of drafted tokens per step; None: as many as the method drafts. 0: plain decoding (`Match`
+    accepts nothing and the method's drafter never sees the request), at no cost of drafting.
+    """
+    priority: int = 0
+    """Requests with a lower number are served first."""
+    deadline: float | None = None
+    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late."""
+
+    @property
+    def ending_tokens(self) -> frozenset[int]:
+        """Tokens that end the answer."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else self.eos)
 
 
 @dataclass(frozen=True)
@@ -44,12 +86,33 @@ class Update:
     accepted: int
     """Number of `tokens`, from the first one on, that were drafted."""
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens in the place of each token, where `Request.logprobs` asks for them."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens from the second one on; only in the first update."""
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     finish_reason: str | None = None
     """`stop` (end of sequence or stop string), `length`, `cancelled` or `error`; None: the request goes on."""
+    stop_reason: str | int | None = None
+    """The stop string or the token of `stop_token_ids` that ended the request."""
     error: Exception | None = None
     """The exception that ended the request, if `finish_reason` is `error`."""
     statistics: RequestStatistics | None = None
     """Only in the last update of the request."""
+
+    @staticmethod
+    def join(updates: "Sequence[Update]") -> "Update":
+        """Consecutive updates of a request as one."""
+        return replace(
+            updates[-1],
+            tokens=tuple(t for u in updates for t in u.tokens),
+            text="".join(u.text for u in updates),
+            accepted=sum(u.accepted for u in updates),
+            logprobs=tuple(p for u in updates for p in u.logprobs),
+            top_logprobs=tuple(p for u in updates for p in u.top_logprobs),
+            prompt_logprobs=tuple(p for u in updates for p in u.prompt_logprobs),
+            prompt_top_logprobs=tuple(p for u in updates for p in u.prompt_top_logprobs),
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +125,10 @@ class Completion:
     finish_reason: str
     error: Exception | None
     statistics: RequestStatistics
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    stop_reason: str | int | None = None
 
     @staticmethod
     def of(updates: Sequence[Update]) -> "Completion":
@@ -73,26 +140,40 @@ class Completion:
         last = updates[-1] if updates else None
         if last is None or last.finish_reason is None or last.statistics is None:
             raise ValueError("the request is not over: its last update is missing")
+        all_of_it = Update.join(updates)
         return Completion(
-            tokens=tuple(t for u in updates for t in u.tokens),
-            text="".join(u.text for u in updates),
-            logprobs=tuple(p for u in updates for p in u.logprobs),
+            tokens=all_of_it.tokens,
+            text=all_of_it.text,
+            logprobs=all_of_it.logprobs,
             finish_reason=last.finish_reason,
             error=last.error,
             statistics=last.statistics,
+            top_logprobs=all_of_it.top_logprobs,
+            prompt_logprobs=all_of_it.prompt_logprobs,
+            prompt_top_logprobs=all_of_it.prompt_top_logprobs,
+            stop_reason=last.stop_reason,
         )
 
 
-class _RunningRequest:
-    """A request that occupies a row."""
+_PROMPT_LOGPROBS_CHUNK = 128
+"""Most prompt tokens per step of a request whose prompt's logits are needed: they take 4 bytes times the vocabulary."""
 
-    def __init__(self, number: int, request: Request, row: int, detokenizer: Detokenizer | None, context: int) -> None:
-        self.number, self.request, self.row = number, request, row
+
+class _LiveRequest:
+    """A request that waits or runs; `row` is its row while it runs."""
+
+    def __init__(
+        self, number: int, request: Request, method: BoundMethod, detokenizer: Detokenizer | None, context: int
+    ) -> None:
+        self.number, self.request, self.method, self.row = number, request, method, -1
         self.statistics = RequestStatistics(prompt_tokens=len(request.prompt))
         self.sequence = TokenBuffer(request.prompt)
         self.rng = CounterRNG(request.sampling_params.seed)
-        self.detokenizer = detokenizer
-        self.stop_strings = StopStrings(request.stop)
+        stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        self.text = AnswerText(detokenizer, stop_strings, request.sampling_params.min_tokens)
+        rules = TokenRules(request.sampling_params, request.ending_tokens, request.constraint)
+        self.rules = rules if rules.restricts else None
+        self.prompt_logprobs = TokenLogprobs()
         self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
 
     @property
@@ -100,36 +181,41 @@ class _RunningRequest:
         """Number of new tokens that it may still get."""
         return self.max_new_tokens - len(self.sequence.generated)
 
-    def detokenize(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
-        """Detokenize new tokens: how many of them count, the text that may be shown, and whether a stop string ended
-        it.
-        """
-        if self.detokenizer is None:
-            return len(tokens), "", False
-        if not self.request.stop:
-            return len(tokens), self.detokenizer.push(tokens), False
-        shown = ""
-        for count, token in enumerate(tokens, 1):
-            text, stopped = self.stop_strings.push(self.detokenizer.push([token]))
-            shown += text
-            if stopped:
-                return count, shown, True
-        return len(tokens), shown, False
+    @property
+    def shows_end(self) -> bool:
+        """Whether the text of the token that ends the answer is shown: a token that only completes a constraint is."""
+        return self.request.include_stop_str_in_output or self.sequence.last_token not in self.request.ending_tokens
 
-    def flush(self) -> tuple[str, bool]:
-        """The text held back so far, and whether it contains a stop string."""
-        if self.detokenizer is None:
-            return "", False
-        text, stopped = self.stop_strings.push(self.detokenizer.finish())
-        return (text if stopped else text + self.stop_strings.finish()), stopped
+    @property
+    def reads_prompt_logprobs(self) -> bool:
+        """Whether logits of its prompt are still needed."""
+        return self.request.prompt_logprobs is not None and len(self.sequence.generated) == 0
+
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens up to the first that ends the answer, which is included."""
+        ending = self.request.ending_tokens
+        for count, token in enumerate(tokens, 1):
+            done = self.rules is not None and self.rules.is_complete(self.sequence.generated, tokens[:count])
+            if token in ending or done:
+                return list(tokens[:count])
+        return list(tokens)
+
+    def has_ended(self) -> bool:
+        """Whether the last token ended the answer."""
+        ends = self.sequence.last_token in self.request.ending_tokens
+        return ends or (self.rules is not None and self.rules.is_complete(self.sequence.generated))
 
 
 class Engine:
-    """Runs requests with one method by continuous batching and chunked prefill.
+    """Runs requests by continuous batching and chunked prefill; `method` decodes those that name no method.
 
     `rows`: maximum number of requests per batch; `chunk`: maximum number of prompt tokens per step; `detokenizer` makes
-    the incremental detokenizer of a request (None: tokens only, no stop strings). `prefix_caching`: a request reuses
-    the longest prefix of its prompt that the cache of a finished request still holds. `clock` gives seconds.
+    the incremental detokenizer of a request (None: tokens only, no stop strings); it is called with
+    `skip_special_tokens=False` where a request shows special tokens. `prefix_caching`: a request reuses
+    the longest prefix of its prompt that the cache holds of a finished or running request; a prompt that begins as one
+    that is being read waits for it. `cache_bytes`: greatest size of the target's key-value cache (None: any); where it
+    is full, the oldest ended requests are forgotten, then the least urgent running request waits and reads its tokens
+    again later. `clock` gives seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
@@ -143,67 +229,94 @@ class Engine:
         method: AnyMethod,
         rows: int = 16,
         chunk: int = 512,
-        detokenizer: Callable[[], Detokenizer] | None = None,
+        detokenizer: Callable[..., Detokenizer] | None = None,
         prefix_caching: bool = False,
+        cache_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if rows < 1 or chunk < 1:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
         self._chunk, self._detokenizer, self._clock = chunk, detokenizer, clock
-        self._free_rows = list(range(rows))[::-1]
-        self._prefix_caching, self._cached_sequences = prefix_caching, dict[int, TokenBuffer]()
-        """Sequences of finished requests whose keys and values are still in their rows, the oldest first."""
-        self._waiting: deque[tuple[int, Request]] = deque()
-        self._running: list[_RunningRequest] = []
+        if cache_bytes is not None:
+            runner.limit_cache(cache_bytes)
+        self._rows = RowPool(runner, rows, prefix_caching)
+        self._waiting = dict[int, _LiveRequest]()
+        """By number."""
+        self._running: list[_LiveRequest] = []
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
-        self._one_by_one = False
-        """Whether the next step runs the requests one by one to find the one that fails: the drafter has failed."""
-        self._bind_method()
+        self._failed_methods = set[BoundMethod]()
+        """Methods whose requests the next step runs one by one to find the one that fails: their drafters failed."""
+        self._methods: WeakValueDictionary[int, BoundMethod] = WeakValueDictionary()
+        """The methods of requests and of rows that keep their tokens, by id of the method."""
+        self._own_method = self._bind(method)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number.
 
         Raises:
             ValueError: a field has a wrong type or is out of range, the prompt is empty or fills the model's context,
-                a token is outside the vocabulary, or the method is bound to another engine by now.
+                a token is outside the vocabulary, or the method, or a part of it, is bound to another engine or method
+                by now that is busy.
         """
         validate_request(request, self.runner.vocab, self.runner.context)
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
-        self._bind_method()
+        method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
+        method.requests += 1
         self._last_number += 1
-        self._waiting.append((self._last_number, request))
+        detokenizer = self._new_detokenizer(request)
+        self._waiting[self._last_number] = _LiveRequest(
+            self._last_number, request, method, detokenizer, self.runner.context
+        )
         return self._last_number
 
-    def _bind_method(self) -> None:
-        if self.method.bind(self):
-            self._cached_sequences.clear()
-            for row in self._free_rows:
-                self.method.release(row)
+    def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
+        """Submit requests that continue what request `number` has so far: its prompt and its new tokens come before
+        their prompts, which may be empty. Their numbers.
+
+        With `prefix_caching` the common tokens are read once. Drafts and samples of a fork are its own.
+
+        Raises:
+            ValueError: the request is over or unknown, or one of the new ones is invalid; then none is submitted.
+        """
+        source = self._find(number)
+        if source is None:
+            raise ValueError(f"request {number} is over or unknown: fork a request while it waits or runs")
+        tokens, numbers = source.sequence.tokens.tolist(), list[int]()
+        try:
+            for request in requests:
+                numbers.append(self.submit(replace(request, prompt=[*tokens, *request.prompt])))
+        except ValueError:
+            for submitted in numbers:
+                self.cancel(submitted)
+            raise
+        return numbers
+
+    def _bind(self, method: AnyMethod) -> BoundMethod:
+        """The method in this engine, its parts claimed."""
+        bound = self._methods.setdefault(id(method), BoundMethod(method))
+        if bound.bind():
+            for row in self._rows.free:
+                bound.release(row)
+        return bound
 
     def cancel(self, number: int) -> Update | None:
         """End a request now; its last update, with the text held back and what `run` has not delivered yet, or None if
         the request was over.
         """
-        running = next((r for r in self._running if r.number == number), None)
-        if running is not None:
-            pending = [u for u in self._undelivered if u.request == number]
-            self._undelivered = deque(u for u in self._undelivered if u.request != number)
-            text = "".join(u.text for u in pending) + running.flush()[0]
-            tokens, logprobs = (
-                tuple(t for u in pending for t in u.tokens),
-                tuple(p for u in pending for p in u.logprobs),
-            )
-            accepted = sum(u.accepted for u in pending)
-            return self._finish(running, Update(number, tokens, text, accepted, logprobs, finish_reason="cancelled"))
-        waiting = next((request for n, request in self._waiting if n == number), None)
-        if waiting is None:
+        r = self._find(number)
+        if r is None:
             return None
-        self._waiting = deque(item for item in self._waiting if item[0] != number)
-        statistics = RequestStatistics(prompt_tokens=len(waiting.prompt))
-        return Update(number, (), "", 0, finish_reason="cancelled", statistics=statistics)
+        pending = [u for u in self._undelivered if u.request == number]
+        self._undelivered = deque(u for u in self._undelivered if u.request != number)
+        pending.append(Update(number, (), r.text.finish().text, 0, finish_reason="cancelled"))
+        return self._finish(r, Update.join(pending))
+
+    def _find(self, number: int) -> _LiveRequest | None:
+        """The request of this number, unless it is over."""
+        return next((r for r in self._running if r.number == number), self._waiting.get(number))
 
     @property
     def busy(self) -> bool:
@@ -215,8 +328,7 @@ class Engine:
         """Statistics of the waiting and running requests by number; those of a finished request are in its last
         update.
         """
-        waiting = {number: RequestStatistics(prompt_tokens=len(request.prompt)) for number, request in self._waiting}
-        return waiting | {r.number: r.statistics for r in self._running}
+        return {r.number: r.statistics for r in (*self._waiting.values(), *self._running)}
 
     def run(self) -> Iterator[Update]:
         """Run steps until every request is over. Requests may be submitted and cancelled between updates."""
@@ -266,43 +378,95 @@ class Engine:
         """Tokens read, and all tokens, of the prompts that wait or are being read; equal: there are none."""
         running = [(self.runner.length(r.row), len(r.request.prompt)) for r in self._running]
         reading = [(read, total) for read, total in running if read < total - 1]
-        waiting = sum(len(request.prompt) for _, request in self._waiting)
+        waiting = sum(len(r.request.prompt) for r in self._waiting.values())
         return sum(read for read, _ in reading), sum(total for _, total in reading) + waiting
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One pass of the target over all requests; if it fails, one pass for each, so that only the requests that
-        fail end.
+        """One pass of the target over all requests. If a drafter fails, the requests of its method get a pass each, so
+        that only those that fail end; if the pass fails, all requests do.
         """
         self._admit()
-        scheduled = self._schedule()
-        together, self._one_by_one = not self._one_by_one, False
-        if together and len(scheduled) > 1:
-            with suppress(Exception):
-                return self._run_step(scheduled)
-        return [update for r, tokens in scheduled.items() for update in self._step_single(r, tokens)]
+        failed, self._failed_methods = self._failed_methods, set()
+        while True:
+            try:
+                return self._run_scheduled(self._schedule(), failed)
+            except OutOfBlocksError as error:
+                if not self._rows.evict() and not self._preempt():
+                    return [self._finish_with_error(r, error) for r in list(self._running)]
 
-    def _step_single(self, r: _RunningRequest, tokens: list[int]) -> list[Update]:
+    def _run_scheduled(self, scheduled: dict[_LiveRequest, list[int]], failed: Collection[BoundMethod]) -> list[Update]:
+        """Run the requests together, and those of methods that failed one by one.
+
+        Raises:
+            OutOfBlocksError: the cache is full; no request has got anything.
+        """
+        together = {r: tokens for r, tokens in scheduled.items() if r.method not in failed} if failed else scheduled
+        updates = list[Update]()
+        while len(together) > 1:
+            try:
+                updates = self._run_step(together)
+                break
+            except DraftError as error:
+                together = {r: tokens for r, tokens in together.items() if r.method is not error.method}
+            except OutOfBlocksError:
+                raise
+            except Exception:
+                together = {}
+        else:
+            together = {}
+        for r, tokens in scheduled.items():
+            if r not in together:
+                try:
+                    updates += self._step_single(r, tokens)
+                except OutOfBlocksError:
+                    if not updates:
+                        raise
+        return updates
+
+    def _preempt(self) -> bool:
+        """Let the least urgent of several running requests wait, without its tokens in the cache: it reads them again
+        later. Returns whether there was one.
+        """
+        if len(self._running) < 2:
+            return False
+        r = self._by_urgency(self._running)[-1]
+        self._running.remove(r)
+        self._rows.release(r.row, keep=False)
+        r.statistics.preemptions += 1
+        self._waiting[r.number] = r
+        return True
+
+    def _step_single(self, r: _LiveRequest, tokens: list[int]) -> list[Update]:
         try:
             return self._run_step({r: tokens})
+        except OutOfBlocksError:
+            raise
         except Exception as error:
             return [self._finish_with_error(r, error)]
 
-    def _run_step(self, scheduled: dict[_RunningRequest, list[int]]) -> list[Update]:
+    def _run_step(self, scheduled: dict[_LiveRequest, list[int]]) -> list[Update]:
         """Propose, forward, accept, commit, observe, emit updates.
 
         An exception is raised only before anything is committed, so that the call may be repeated.
         """
         started = self._clock()
         context, starts = self._context(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
-        tree, ready = self._propose(context, scheduled, starts)
+        groups = MethodGroups([r.method for r in scheduled], self.runner.vocab, self._clock)
+        ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
+        tree = groups.propose(context, list(scheduled.values()), ready)
         drafted = self._clock()
+        whole = [r.reads_prompt_logprobs for r in scheduled]
         output = self.runner.forward(
-            context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=self.method.draft.hidden_layers
+            context.rows, tree, scored=_nodes_to_score(tree, ready, whole), hidden_layers=groups.hidden_layers
         )
         verified = self._clock()
-        distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index, output.argmax)
-        results = [self.method.accept.accept(tree, i, distributions) if yes else None for i, yes in enumerate(ready)]
+        logits, index = output.logits, output.logit_index
+        distributions = ProcessedDistributions(context, tree, logits, index, output.argmax, context.rules)
+        results = [
+            r.method.method.accept.accept(tree, i, distributions) if yes else None
+            for i, (r, yes) in enumerate(zip(scheduled, ready, strict=True))
+        ]
         try:
             paths, new_tokens = self._commit(scheduled, tree, results)
         except Exception as error:
@@ -310,7 +474,7 @@ class Engine:
             return [self._finish_with_error(r, error) for r in scheduled]
         committed = self._clock()
         step = StepResult(context, tree, output, paths, new_tokens, starts, drafted - started, committed - drafted)
-        failure = self._observe(step)
+        failures = self._observe(groups, step)
         ended = self._clock()
         draft_seconds = drafted - started + ended - committed
         step_time = StepTime(draft=draft_seconds, verify=verified - drafted, total=ended - started)
@@ -321,91 +485,94 @@ class Engine:
             except Exception as error:
                 updates.append(self._finish_with_error(r, error))
                 continue
-            if failure is not None and (update is None or update.finish_reason is None):
+            if i in failures and (update is None or update.finish_reason is None):
                 updates += [] if update is None else [update]
-                updates.append(self._finish_with_error(r, failure))
+                updates.append(self._finish_with_error(r, failures[i]))
             elif update is not None:
                 updates.append(update if update.finish_reason is None else self._finish(r, update))
         return updates
 
     def _admit(self) -> None:
-        while self._waiting and self._free_rows:
-            number, request = self._waiting.popleft()
-            row, length = self._allocate_row(request.prompt)
-            self.runner.truncate(row, length)
-            detokenizer = self._detokenizer() if self._detokenizer else None
-            running = _RunningRequest(number, request, row, detokenizer, self.runner.context)
-            running.statistics.cached_tokens = length
-            self._running.append(running)
+        """Give free rows to waiting requests. A prompt waits while another request reads tokens that it begins with,
+        and while the cache has no room for it.
+        """
+        if not self._waiting or not self._rows.available:
+            return
+        for r in self._by_urgency(self._waiting.values()):
+            if not self._rows.available:
+                return
+            reuses = not r.reads_prompt_logprobs
+            if reuses and self._rows.awaits(r.sequence, r.method):
+                continue
+            if not self._make_room(_ROOM_FOR_DRAFTS):
+                return
+            row, cached = self._rows.allocate(r.sequence, r.method, reuses)
+            if not self._make_room(r.sequence.length - cached + _ROOM_FOR_DRAFTS):
+                self._rows.release(row, keep=True)
+                return
+            del self._waiting[r.number]
+            r.row = row
+            if not r.sequence.generated.size:
+                r.statistics.cached_tokens, r.prompt_logprobs = cached, TokenLogprobs()
+            self._running.append(r)
 
-    def _allocate_row(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """A free row, and how many tokens of the prompt its cache holds already."""
-        if not self._prefix_caching:
-            return self._free_rows.pop(), 0
-        tokens = np.asarray(prompt, np.int64)
-        # The last common token is read again: drafters need its hidden state, and the token after it may differ.
-        common = {row: _common_prefix(s.tokens, tokens) - 1 for row, s in self._cached_sequences.items()}
-        row = max(common, key=lambda r: common[r], default=-1)
-        length = common.get(row, 0)
-        if length <= 0:
-            row = next((r for r in self._free_rows if r not in common), row)
-        self._free_rows.remove(row)
-        length = self.runner.restorable(row, max(length, 0))
-        if self._cached_sequences.pop(row, None) is None:
-            return row, 0
-        kept = self.method.rewind(row, length) if length else 0
-        if kept == 0 or self.runner.restorable(row, kept) < kept:
-            self.method.release(row)
-            return row, 0
-        return row, kept
+    def _make_room(self, tokens: int) -> bool:
+        """Whether the cache has room for so many tokens beside those that running requests have yet to read; forgets
+        ended requests where it must. A request that runs alone is always given a try.
+        """
+        needed = tokens + sum(r.sequence.length - self.runner.length(r.row) for r in self._running)
+        while (free := self.runner.free_tokens) is not None and free < needed:
+            if not self._rows.evict():
+                return not self._running
+        return True
 
-    def _schedule(self) -> dict[_RunningRequest, list[int]]:
+    def _new_detokenizer(self, request: Request) -> Detokenizer | None:
+        if self._detokenizer is None:
+            return None
+        return self._detokenizer() if request.skip_special_tokens else self._detokenizer(skip_special_tokens=False)
+
+    def _by_urgency(self, requests: Iterable[_LiveRequest]) -> list[_LiveRequest]:
+        """Requests that are late first, then by priority, then by arrival."""
+        now = self._clock()
+
+        def rank(r: _LiveRequest) -> tuple[bool, int, int]:
+            deadline = r.request.deadline
+            return deadline is None or deadline > now, r.request.priority, r.number
+
+        return sorted(requests, key=rank)
+
+    def _schedule(self) -> dict[_LiveRequest, list[int]]:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
         chunk allows.
         """
-        left, out = self._chunk, dict[_RunningRequest, list[int]]()
+        out, reading, left = dict[_LiveRequest, list[int]](), list[_LiveRequest](), self._chunk
         for r in self._running:
-            cached = self.runner.length(r.row)
-            backlog = r.sequence.length - cached
-            take = min(backlog, left) if backlog > 1 else 1
-            if take > 0:
-                out[r] = r.sequence.tokens[cached : cached + take].tolist()
-                left -= take if backlog > 1 else 0
+            if r.sequence.length - self.runner.length(r.row) > 1:
+                reading.append(r)
+            else:
+                out[r] = [r.sequence.last_token]
+        for r in self._by_urgency(reading) if len(reading) > 1 else reading:
+            most = min(left, _PROMPT_LOGPROBS_CHUNK) if r.reads_prompt_logprobs else left
+            unread = r.sequence.tokens[self.runner.length(r.row) :][:most]
+            if len(unread):
+                out[r] = unread.tolist()
+                left -= len(unread)
         return out
 
-    def _propose(
-        self, context: Context, scheduled: dict[_RunningRequest, list[int]], starts: Sequence[int]
-    ) -> tuple[TokenTree, np.ndarray]:
-        """The tree of each request below its scheduled tokens, and which requests are ready to decode: they have no
-        further tokens to read. Only these have drafts.
-        """
-        ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
-        if ready.all():
-            return self.method.propose(context).with_prefix(list(scheduled.values())), ready
-        drafting = np.flatnonzero(ready).tolist()
-        parts = []
-        if drafting:
-            parts.append(self.method.propose(context.select(drafting)))
-        if len(drafting) < len(scheduled):
-            parts.append(root_tree([t[-1] for t, yes in zip(scheduled.values(), ready, strict=True) if not yes]))
-        tree = concatenate_trees(parts)
-        if len(parts) > 1:
-            order = np.empty(len(ready), np.int64)
-            order[np.concatenate([np.nonzero(ready)[0], np.nonzero(~ready)[0]])] = np.arange(len(ready))
-            tree = tree.select(order)
-        return tree.with_prefix(list(scheduled.values())), ready
-
-    def _context(self, running: Collection[_RunningRequest]) -> Context:
+    def _context(self, running: Collection[_LiveRequest]) -> Context:
+        limits = [r.request.max_drafts for r in running]
         return Context(
             rows=tuple(r.row for r in running),
             sequences=tuple(r.sequence for r in running),
             sampling_params=tuple(r.request.sampling_params for r in running),
             rngs=tuple(r.rng for r in running),
             max_depth=np.array([r.remaining_tokens - 1 for r in running]),
+            rules=tuple(r.rules for r in running) if any(r.rules is not None for r in running) else (),
+            max_drafts=tuple(limits) if limits.count(None) < len(limits) else (),
         )
 
     def _commit(
-        self, scheduled: dict[_RunningRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
+        self, scheduled: dict[_LiveRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Append the new tokens to the sequences, and keep the keys and values of prefixes and accepted drafts.
 
@@ -418,7 +585,7 @@ class Engine:
                 path += result.path
                 drafted = tree.token[i]
                 tokens = [*(int(drafted[node]) for node in result.path), result.token][: r.remaining_tokens]
-                tokens = _truncate_at_eos(tokens, r.request.eos)
+                tokens = r.until_end(tokens)
             if tokens:
                 r.sequence.append(tokens)
             self.runner.commit(r.row, path)
@@ -426,61 +593,79 @@ class Engine:
             new_tokens.append(tuple(tokens))
         return tuple(paths), tuple(new_tokens)
 
-    def _observe(self, step: StepResult) -> Exception | None:
-        """Update drafter and shape; the exception that they raise if the step has a single request.
+    def _observe(self, groups: MethodGroups, step: StepResult) -> dict[int, Exception]:
+        """Update the drafters and shapes of all methods; the exceptions of those that fail for a single request, by the
+        request's index in the step.
 
-        If it has several, all their rows are released, since the drafter's state is unknown, and the next step runs
-        them one by one.
+        If one with several requests fails, all their rows are released, since the drafter's state is unknown, and the
+        next step runs them one by one.
         """
-        try:
-            self.method.observe(step)
-        except Exception as error:
-            if len(step.context.rows) == 1:
-                return error
-            for row in step.context.rows:
-                self.method.release(row)
-            self._one_by_one = True
-        return None
+        failures = dict[int, Exception]()
+        for group in groups.groups:
+            try:
+                group.method.observe(groups.result_of(group, step))
+            except Exception as error:
+                if len(group.indices) == 1:
+                    failures[group.indices[0]] = error
+                    continue
+                for i in group.indices:
+                    group.method.release(step.context.rows[i])
+                self._failed_methods.add(group.bound)
+        return failures
 
     def _emit_update(
-        self, r: _RunningRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
+        self, r: _LiveRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
     ) -> Update | None:
         """Count the step for a request and make its update; None while its prompt is being read.
 
         Tokens after a stop string do not count.
         """
-        count, text, stopped = r.detokenize(step.new_tokens[i])
-        prefix_length, tokens, statistics = int(step.tree.prefix_length[i]), step.new_tokens[i][:count], r.statistics
-        accepted = None if result is None else len(result.path)
+        ended = result is not None and r.has_ended()
+        new = r.text.push(step.new_tokens[i], hidden=int(ended and not r.shows_end))
+        prefix_length, tokens, statistics = (
+            int(step.tree.prefix_length[i]),
+            step.new_tokens[i][: new.count],
+            r.statistics,
+        )
+        accepted = None if result is None else min(len(result.path), len(tokens))
         statistics.add(time, prefix_length, step.num_drafted(i), accepted, len(tokens))
-        if result is None:
+        if r.request.prompt_logprobs is not None and step.start_positions[i] == len(r.prompt_logprobs.logprobs):
+            r.prompt_logprobs += prompt_token_logprobs(step, i, r.request.prompt_logprobs)
+        if result is None or accepted is None:
             return None
         if prefix_length == 1:
             statistics.experts_read += sum(step.output.experts)
             statistics.moe_layers_read += len(step.output.experts)
         for token_fidelity in result.fidelity[: len(tokens)]:
             statistics.fidelity.add(token_fidelity)
-        logprobs = _logprobs(step, i)[:count] if r.request.logprobs else ()
-        reason = "stop" if stopped or tokens[-1] in r.request.eos else "length" if r.remaining_tokens <= 0 else None
-        if reason is not None and not stopped:
-            rest, stopped = r.flush()
-            text, reason = text + rest, "stop" if stopped else reason
-        return Update(r.number, tokens, text, min(len(result.path), len(tokens)), logprobs, reason)
+        asked, logprobs, prompt = r.request.logprobs, TokenLogprobs(), TokenLogprobs()
+        if asked is not None and asked is not False:
+            logprobs = new_token_logprobs(step, i, len(tokens), 0 if asked is True else asked)
+        if statistics.new_tokens == len(tokens):
+            prompt = r.prompt_logprobs
+        text, stop = new.text, new.stop
+        reason = "stop" if stop is not None or ended else "length" if r.remaining_tokens <= 0 else None
+        if reason is not None and stop is None:
+            rest = r.text.finish()
+            text, stop, reason = text + rest.text, rest.stop, "stop" if rest.stop is not None else reason
+        by_token = reason == "stop" and stop is None and tokens[-1] in r.request.stop_token_ids
+        return Update(
+            *(r.number, tokens, text, accepted, logprobs.logprobs, logprobs.top, prompt.logprobs, prompt.top, reason),
+            stop_reason=tokens[-1] if by_token else stop,
+        )
 
-    def _finish_with_error(self, r: _RunningRequest, error: Exception) -> Update:
+    def _finish_with_error(self, r: _LiveRequest, error: Exception) -> Update:
         """End a request with an error and the text held back."""
         text = ""
         with suppress(Exception):
-            text = r.flush()[0]
+            text = r.text.finish().text
         return self._finish(r, Update(r.number, (), text, 0, finish_reason="error", error=error))
 
-    def _finish(self, r: _RunningRequest, update: Update) -> Update:
-        self._running.remove(r)
-        self._free_rows.append(r.row)
-        if self._prefix_caching and update.error is None:
-            self._cached_sequences[r.row] = r.sequence
-        else:
-            self.method.release(r.row)
+    def _finish(self, r: _LiveRequest, update: Update) -> Update:
+        r.method.requests -= 1
+        if self._waiting.pop(r.number, None) is None:
+            self._running.remove(r)
+            self._rows.release(r.row, keep=update.error is None)
         return replace(update, statistics=r.statistics)
 
 
@@ -498,8 +683,15 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
     if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
         raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
-    if not all(is_integer(t) for t in request.eos):
-        raise ValueError(f"eos must be a sequence of token ids, found {request.eos!r}")
+    for name in ("eos", "stop_token_ids"):
+        if not all(is_integer(t) for t in getattr(request, name)):
+            raise ValueError(f"{name} must be a sequence of token ids, found {getattr(request, name)!r}")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(request, name)
+        if not (value is None or (isinstance(value, bool) and name == "logprobs") or is_integer(value)) or (
+            value is not None and not 0 <= value <= vocab
+        ):
+            raise ValueError(f"{name} must be a number of tokens from 0 to the vocabulary of {vocab}, found {value!r}")
     if len(request.prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
     if len(request.prompt) >= context:
@@ -507,12 +699,34 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
             f"the prompt has {len(request.prompt)} tokens; the model reads at most {context - 1} and writes one; "
             "open it for longer texts with max_model_len, and beyond its trained context with rope_scaling"
         )
+    _validate_serving(request)
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not all(0 <= t < vocab for t in request.prompt):
         raise ValueError(f"the prompt holds a token outside the model's vocabulary of {vocab}")
-    if not all(0 <= t < vocab for t in request.sampling_params.logit_bias):
-        raise ValueError(f"logit_bias names a token outside the model's vocabulary of {vocab}")
+    sampling = request.sampling_params
+    named = {
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words": [t for word in sampling.bad_words for t in word],
+        "stop_token_ids": request.stop_token_ids,
+    }
+    for name, tokens in named.items():
+        if not all(0 <= t < vocab for t in tokens):
+            raise ValueError(f"{name} names a token outside the model's vocabulary of {vocab}")
+
+
+def _validate_serving(request: Request) -> None:
+    if request.method is not None and not isinstance(request.method, Method):
+        raise ValueError(
+            f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"
+        )
+    if request.max_drafts is not None and not (is_integer(request.max_drafts) and request.max_drafts >= 0):
+        raise ValueError(f"max_drafts must be a whole number from 0 on, found {request.max_drafts!r}")
+    if not is_integer(request.priority):
+        raise ValueError(f"priority must be a whole number, found {request.priority!r}")
+    if request.deadline is not None and not isinstance(request.deadline, Real):
+        raise ValueError(f"deadline must be a time in seconds, found {request.deadline!r}")
 
 
 def describe_error(error: Exception) -> str:
@@ -522,30 +736,11 @@ def describe_error(error: Exception) -> str:
     return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
 
 
-def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
-
-
-def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.ndarray, "b n"]:
-    """Nodes whose logits are needed: those from the root on, of requests that are ready to decode."""
+def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"], whole: Sequence[bool]) -> Bool[np.ndarray, "b n"]:
+    """Nodes whose logits are needed: those from the root on, of requests that are ready to decode, and all of the
+    requests marked in `whole`.
+    """
     if tree.is_decode and ready.all():
         return tree.scored
-    first = np.where(ready, tree.prefix_length - 1, tree.nodes)
+    first = np.where(whole, 0, np.where(ready, tree.prefix_length - 1, tree.nodes))
     return tree.scored & (np.arange(tree.nodes) >= first[:, None])
-
-
-def _truncate_at_eos(tokens: list[int], eos: tuple[int, ...]) -> list[int]:
-    """Tokens up to the first end-of-sequence token, which is included."""
-    for i, token in enumerate(tokens):
-        if token in eos:
-            return tokens[: i + 1]
-    return tokens
-
-
-def _logprobs(step: StepResult, i: int) -> tuple[float, ...]:
-    """Log-probability of each new token at the node that it follows."""
-    nodes = step.paths[i][int(step.tree.prefix_length[i]) - 1 :][: len(step.new_tokens[i])]
-    scores = torch.log_softmax(step.output.logits[[int(step.output.logit_index[i, n]) for n in nodes]], -1)
-    return tuple(float(scores[j, t]) for j, t in enumerate(step.new_tokens[i]))

@@ -9,6 +9,7 @@ from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.shape.base import Shape
+from foretell.shape.constrained import TreeLimits, fit_to_rules
 
 D = TypeVar("D", bound=Drafter)
 
@@ -53,9 +54,18 @@ class Method(Generic[D]):
         return self.draft.hidden_layers
 
     def propose(self, context: Context) -> TokenTree:
-        """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's."""
+        """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's, with at most as
+        many drafts as they allow.
+        """
         limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
-        return self.draft.add_probes(self.tree.grow(self.draft, limited).limit_depth(limited.max_depth), context)
+        tree = self.tree.grow(self.draft, limited).limit_depth(limited.max_depth)
+        tree = fit_to_rules(tree.limit_drafts(limited.max_drafts), context, self._tree_limits)
+        return self.draft.add_probes(tree.limit_drafts(limited.max_drafts), context)
+
+    @property
+    def _tree_limits(self) -> TreeLimits:
+        accept = self.accept
+        return TreeLimits(accept.same_seed or not accept.lossless, accept.takes_added and self.draft.drafts_forced)
 
     def observe(self, step: StepResult) -> None:
         """Update drafter and shape after a pass of the target."""
@@ -74,9 +84,57 @@ class Method(Generic[D]):
         self.tree.release(row)
         return self.draft.rewind(row, length)
 
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Prepare row `target` for a request that begins with the first `length` tokens of that of row `source`; see
+        `Drafter.copy_row`.
+        """
+        self.tree.release(target)
+        return self.draft.copy_row(source, target, length)
+
     def bind(self, engine: BindingEngine) -> bool:
         """Bind drafter and shape to `engine`; whether one was bound to another before. See `EngineBound.bind`."""
         return any([self.draft.bind(engine), self.tree.bind(engine)])
 
 
 AnyMethod = Method[Any]
+
+
+class BoundMethod:
+    """A method in an engine. While requests of it wait or run, no other method or engine may use its parts."""
+
+    def __init__(self, method: AnyMethod) -> None:
+        self.method = method
+        self.requests = 0
+        """Requests that wait or run."""
+        self._owns_parts = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request of the method is waiting or running."""
+        return self.requests > 0
+
+    def bind(self) -> bool:
+        """Claim the method's parts; whether they may hold state of the rows of another engine.
+
+        Raises:
+            ValueError: one of them serves another method or engine whose requests are not over.
+        """
+        changed, self._owns_parts = self.method.bind(self), True
+        return changed
+
+    def unbind(self) -> None:
+        """Give up the parts: they serve another method or engine from now on."""
+        self._owns_parts = False
+
+    def release(self, row: int) -> None:
+        """Forget a row, unless the parts serve another method or engine by now."""
+        if self._owns_parts:
+            self.method.release(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """See `Method.rewind`."""
+        return self.method.rewind(row, length)
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """See `Method.copy_row`."""
+        return self.method.copy_row(source, target, length)

@@ -37,6 +37,8 @@ class RequestStatistics:
     """New tokens within `decode_seconds`."""
     fidelity: FidelityLoss = field(default_factory=FidelityLoss)
     """Deviation of a lossy method from the target; zero for lossless ones."""
+    preemptions: int = 0
+    """How often the request had to wait and to read its tokens again, because the cache was full."""
     experts_read: int = 0
     """Distinct experts read by passes after the prompt, summed over their mixture-of-experts layers."""
     moe_layers_read: int = 0

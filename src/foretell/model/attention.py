@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
+from foretell.model.attention_config import QueryScaling
 from foretell.model.cache import Cache
 from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
@@ -32,6 +33,16 @@ class AttentionBackend(ABC):
 
         `sinks`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
         """
+
+    def attend_shared(
+        self, layer: int, q: Float[torch.Tensor, "*t h e"], sinks: Float[torch.Tensor, " h"] | None = None
+    ) -> Float[torch.Tensor, "*t he"]:
+        """Attention of a layer that reads the keys and values of an earlier one.
+
+        Raises:
+            ValueError: it is not supported here.
+        """
+        raise ValueError("layers that share keys and values are not supported in training: only in decoding")
 
     def states(self, layer: int) -> LayerStates:
         """The recurrent states of a layer.
@@ -66,12 +77,36 @@ class CachedAttention(AttentionBackend):
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "t he"]:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
-        c, padded = self._config, self._padded
+        store, index = self._store(layer)
+        store.write(index, self._padded.row, self._padded.slot, k, v)
+        return self.attend_shared(layer, q, sinks)
+
+    def attend_shared(
+        self, layer: int, q: Float[torch.Tensor, "t h e"], sinks: Float[torch.Tensor, " h"] | None = None
+    ) -> Float[torch.Tensor, "t he"]:
+        """Attend to the slots that the layout makes visible."""
+        c, padded, (store, index) = self._config, self._padded, self._store(layer)
+        q = scale_queries(q, padded.position, c.query_scaling_of(layer)).to(store.dtype)
+        mask = padded.window_mask(c.window_of(layer), c.chunked)
+        return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks)
+
+    def _store(self, layer: int) -> tuple[KVCache, int]:
         store, index = self._cache.store(layer)
         assert isinstance(store, KVCache)
-        store.write(index, padded.row, padded.slot, k, v)
-        q = q.to(store.dtype)
-        return padded_attention(q, index, store, padded, c.window_of(layer), c.scale, c.attention_softcap, sinks)
+        return store, index
+
+
+def query_factors(scaling: QueryScaling, position: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t"]:
+    """The factor on the queries at these positions."""
+    steps = torch.div(position + scaling.offset, scaling.interval, rounding_mode="floor")
+    return 1 + scaling.factor * torch.log1p(steps.float())
+
+
+def scale_queries(
+    q: Float[torch.Tensor, "*t h e"], position: Int[torch.Tensor, "*t"], scaling: QueryScaling | None
+) -> Float[torch.Tensor, "*t h e"]:
+    """Queries times the factors of their positions; None: as they are."""
+    return q if scaling is None else q * query_factors(scaling, position)[..., None, None].to(q.dtype)
 
 
 def padded_attention(
@@ -79,19 +114,21 @@ def padded_attention(
     layer: int,
     cache: KVCache,
     padded: PaddedLayout,
-    window: int,
+    mask: Bool[torch.Tensor, "b n s"],
     scale: float,
     softcap: float,
     sinks: Float[torch.Tensor, " h"] | None = None,
 ) -> Float[torch.Tensor, "t hd"]:
-    """Grouped-query softmax attention; the heads of a group become further queries, so that keys are read once."""
+    """Grouped-query softmax attention over the slots that the mask allows; the heads of a group become further queries,
+    so that keys are read once.
+    """
     heads, dim = q.shape[1:]
     b, n, s = padded.mask.shape
     k, v = cache.read(layer, padded.cache_rows, s)
     kv = k.shape[1]
     group = heads // kv
     folded = q[padded.token_index].view(b, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, group * n, dim)
-    mask = padded.window_mask(window)[:, None, None].expand(b, 1, group, n, s).reshape(b, 1, group * n, s)
+    mask = mask[:, None, None].expand(b, 1, group, n, s).reshape(b, 1, group * n, s)
     if sinks is not None:
         sinks = sinks.view(kv, group, 1).expand(kv, group, n).reshape(kv, group * n)
     out = masked_attention(folded, k, v, mask, scale, softcap, sinks)

@@ -10,6 +10,9 @@ class Cache(ABC):
     A cache is one store for all layers (`KVCache`), or one store per kind of layer (`LayeredCache`).
     """
 
+    any_length = True
+    """Whether a row can go back to every earlier length."""
+
     @property
     @abstractmethod
     def rows(self) -> int:
@@ -21,8 +24,30 @@ class Cache(ABC):
         """Bytes of the tensors."""
 
     @abstractmethod
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow to at least `rows` rows of `slots` tokens each, the nodes of a tree included; the contents stay."""
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Give row `rows[i]` room for `slots[i]` tokens, the nodes of a tree included; the contents stay.
+
+        Raises:
+            OutOfBlocksError: the cache is limited and full; then nothing is changed.
+        """
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of keys and values in all layers."""
+        return 0
+
+    def limit(self, nbytes: int) -> None:
+        """Let keys and values use at most so many bytes."""
+        return
+
+    @property
+    def free_slots(self) -> int | None:
+        """Tokens that there is room for without forgetting others; None: any number."""
+        return None
+
+    @abstractmethod
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of row `source`, which `restorable` returned, those of row `target`."""
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass over a tree of `nodes` nodes, for each of its rows after `lengths[i]` tokens; the first
@@ -42,9 +67,7 @@ class Cache(ABC):
         return length
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on, which `restorable` returned. Keys and values need no action: they
-        are written again before they are read.
-        """
+        """Forget a row's tokens from `length` on, which `restorable` returned, and free their memory."""
         return
 
     def store(self, layer: int) -> "tuple[Cache, int]":
@@ -61,6 +84,7 @@ class LayeredCache(Cache):
 
     def __init__(self, stores: Sequence[Cache], places: Sequence[tuple[int, int]]) -> None:
         self.stores, self._places = tuple(stores), tuple(places)
+        self.any_length = all(store.any_length for store in self.stores)
 
     @property
     def rows(self) -> int:
@@ -72,10 +96,30 @@ class LayeredCache(Cache):
         """Bytes of all stores."""
         return sum(store.nbytes for store in self.stores)
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow every store."""
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Reserve in every store."""
         for store in self.stores:
             store.reserve(rows, slots)
+
+    @property
+    def block_bytes(self) -> int:
+        """The sum of all stores: each has a block for every block of the others."""
+        return sum(store.block_bytes for store in self.stores)
+
+    def limit(self, nbytes: int) -> None:
+        """Limit the stores of keys and values, which grow with the texts, to as many blocks each."""
+        for store in self.stores:
+            store.limit(nbytes * store.block_bytes // max(1, self.block_bytes))
+
+    @property
+    def free_slots(self) -> int | None:
+        """The least of all stores."""
+        return min((free for store in self.stores if (free := store.free_slots) is not None), default=None)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy tokens of a row in every store."""
+        for store in self.stores:
+            store.copy_row(source, target, length)
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass to every store."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, Literal
 
+from foretell.model.attention_config import AttentionSizes, LayerInputConfig, QueryScaling
+from foretell.model.families import FAMILIES
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_gguf_rope, read_rope
 from foretell.model.state_config import StateConfig, read_state, with_layer_types
@@ -49,6 +51,10 @@ class MoEConfig:
     """Factor on the weights of the experts."""
     bias: bool = False
     """Whether the matrices of the experts have biases."""
+    weighs_inputs: bool = False
+    """Whether an expert's weight multiplies its inputs instead of its outputs (Llama 4)."""
+    beside_dense: bool = False
+    """Whether a dense network runs beside the experts, each with norms of its own (Gemma 4)."""
 
     def __post_init__(self) -> None:
         if self.count % self.groups or not 1 <= self.active_groups <= self.groups:
@@ -105,6 +111,10 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    unit_qk_norm: bool = False
+    """Queries and keys have a norm without weights in the layers with rotary positions (Llama 4)."""
+    value_norm: bool = False
+    """Values have a norm without weights (Gemma 4)."""
     norm_offset: float = 0.0
     """Added to every norm weight (1 for Gemma, whose checkpoints store weight - 1)."""
     post_norms: bool = False
@@ -113,6 +123,21 @@ class ModelConfig:
     """Sliding attention window in tokens; 0: full attention."""
     window_layers: tuple[int, ...] = ()
     """Indices of the sliding-window layers."""
+    chunked: bool = False
+    """The window of a token begins at a multiple of `window` (Llama 4)."""
+    local_head_dim: int = 0
+    """`head_dim` of the sliding-window layers; 0: as in the other layers. Gemma 4 has another one."""
+    local_kv_heads: int = 0
+    kv_layers: tuple[int, ...] = ()
+    """For every layer the one whose keys and values it reads; empty: its own."""
+    reader_ffn: int = 0
+    """`ffn` of the layers that read the keys and values of another one; 0: as in the other layers."""
+    values_are_keys: bool = False
+    """The key projection also gives the values, before norm and rotation, in layers with full attention (Gemma 4)."""
+    query_scaling: QueryScaling | None = None
+    layer_inputs: LayerInputConfig | None = None
+    layer_scales: bool = False
+    """Whether a number multiplies the residual stream after each layer (Gemma 4)."""
     attention_scale: float | None = None
     """Factor on query-key products; None: head_dim ** -0.5."""
     attention_softcap: float = 0.0
@@ -148,10 +173,11 @@ class ModelConfig:
         for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model configuration: {name} must be at least 1, found {getattr(self, name)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model configuration: {self.heads} query heads cannot share {self.kv_heads} key-value heads evenly"
-            )
+        for kv_heads in (self.kv_heads, self.local_kv_heads or self.kv_heads):
+            if self.heads % kv_heads:
+                raise ValueError(
+                    f"model configuration: {self.heads} query heads cannot share {kv_heads} key-value heads evenly"
+                )
 
     @property
     def scale(self) -> float:
@@ -173,7 +199,36 @@ class ModelConfig:
         """Sliding window of one layer in tokens; 0: full attention."""
         return self.window if layer in self.window_layers else 0
 
+    def sizes_of(self, layer: int) -> AttentionSizes:
+        """Sizes of the attention heads of one layer."""
+        local = layer in self.window_layers
+        kv_heads, head_dim = local * self.local_kv_heads or self.kv_heads, local * self.local_head_dim or self.head_dim
+        return AttentionSizes(self.heads, kv_heads, head_dim)
 
+    def cache_sizes_of(self, layer: int) -> AttentionSizes:
+        """Sizes of the attention heads of one layer over its cache: latent attention has one key-value head there."""
+        if self.latent is None:
+            return self.sizes_of(layer)
+        return AttentionSizes(self.heads, 1, self.latent.kv_rank + self.latent.rope_dim)
+
+    def kv_layer_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def ffn_of(self, layer: int) -> int:
+        """Width of the dense feed-forward network of one layer."""
+        return self.reader_ffn if self.reader_ffn and self.kv_layer_of(layer) != layer else self.ffn
+
+    def query_scaling_of(self, layer: int) -> QueryScaling | None:
+        """The scaling of one layer's queries."""
+        scaling = self.query_scaling
+        return None if scaling is None or (scaling.unrotated_only and layer not in self.unrotated_layers) else scaling
+
+
+_GEMMA4: Mapping[str, Any] = {
+    "post_norms": True, "qk_norm": True, "value_norm": True, "activation": "gelu_tanh", "layer_scales": True,
+    "tied": True,
+}  # fmt: skip
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -199,6 +254,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
     "glm4_moe_lite": {},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "llama4_text": {},
+    "ministral3": {},
 }
 """Supported values of `model_type`, and the settings that their `config.json` does not contain."""
 
@@ -276,6 +335,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 4, "norm_topk_prob": True, "q_lora_rank": 768,
         **_LATENT_HEADS, "qk_nope_head_dim": 192, "v_head_dim": 256,
     },
+    "gemma4_text": {"max_position_embeddings": 131072, "bos_token_id": 2, "eos_token_id": 1},
+    "gemma4_unified_text": {
+        "max_position_embeddings": 262144, "bos_token_id": 2, "eos_token_id": 1, "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+    "llama4_text": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
+    "ministral3": {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
 }  # fmt: skip
 """The defaults of transformers for keys missing in `config.json`, by `model_type`, where they differ from ours.
 
@@ -285,7 +351,10 @@ Published Gemma files omit even sizes. For other types sizes are required, so th
 _LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Architectures with latent attention."""
 _GLM_FLAGS = {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"}
-_TEXT_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_TEXT_MODELS = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "llama4": "llama4_text",
+    "mistral3": "mistral", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
 """The language models of multimodal values of `model_type`; vision parts are not read."""
 _GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Values of `model_type` with gated attention beside gated DeltaNet layers."""
@@ -329,7 +398,9 @@ _CONTROL_TOKEN = 3
 
 def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     """Whether `from_hf` handles a `config.json`: its `model_type` is supported, or missing (then `from_hf` raises)."""
-    kind = raw.get("model_type")
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    if kind == "mistral3" and isinstance(text, Mapping):
+        kind = text.get("model_type") or kind
     return not isinstance(kind, str) or kind in _TEXT_MODELS or kind in ARCHITECTURES
 
 
@@ -347,6 +418,8 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
             f"{source}: the decoder does not know model_type {kind!r}; it knows {', '.join(ARCHITECTURES)}"
         )
     read, gemma = Fields({**DEFAULTS[kind], **raw}, source), kind.startswith("gemma")
+    if kind in FAMILIES:
+        return _from_family(read, kind)
     fixed = dict(ARCHITECTURES[kind])
     hidden, heads = (read.integer(k, least=1) for k in ("hidden_size", "num_attention_heads"))
     layers = read.integer("num_hidden_layers", least=1, most=_MAX_LAYERS)
@@ -357,11 +430,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     rope, local_rope = _ropes(read, kind, context, head_dim)
     if latent is not None:
         rope = _latent_rope(read, rope, latent)
-    activation = read.text(*(["hidden_activation"] if gemma else ["hidden_act", "hidden_activation"]), default="")
-    if activation:
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"{source}: unknown activation {activation!r}; known: {', '.join(_ACTIVATIONS)}")
-        fixed["activation"] = _ACTIVATIONS[activation]
+    fixed |= _activation(read, *(["hidden_activation"] if gemma else ["hidden_act", "hidden_activation"]))
     if kind in _OPTIONAL_BIAS and read.flag("attention_bias", default=False):
         fixed |= {"qkv_bias": True, "output_bias": True}
     if kind == "glm4_moe":
@@ -413,6 +482,37 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         eos=eos_token_ids(read),
         **fixed,
     )
+
+
+def _from_family(read: Fields, kind: str) -> ModelConfig:
+    """A configuration whose family has a reader of its own."""
+    layers = read.integer("num_hidden_layers", least=1, most=_MAX_LAYERS)
+    values = {**ARCHITECTURES[kind], **FAMILIES[kind](read, layers)}
+    values |= _activation(read, "hidden_activation", "hidden_act")
+    experts = values.pop("experts", None)
+    return _checked(
+        read.source,
+        architecture=kind,
+        vocab=read.integer("vocab_size", least=1),
+        hidden=read.integer("hidden_size", least=1),
+        layers=layers,
+        heads=read.integer("num_attention_heads", least=1),
+        **_contexts(values["rope"], read.integer("max_position_embeddings", least=1, most=_MAX_CONTEXT)),
+        norm_eps=read.number("rms_norm_eps", default=1e-6, least=0),
+        tied=read.flag("tie_word_embeddings", default=values.pop("tied", False)),
+        experts=None if experts is None else MoEConfig(**experts),
+        bos=next(iter(read.integers("bos_token_id")), None),
+        eos=eos_token_ids(read),
+        **values,
+    )
+
+
+def _activation(read: Fields, *names: str) -> dict[str, Activation]:
+    """The activation under one of these keys; none where they are missing."""
+    name = read.text(*names, default="")
+    if name and name not in _ACTIVATIONS:
+        raise ValueError(f"{read.source}: unknown activation {name!r}; known: {', '.join(_ACTIVATIONS)}")
+    return {"activation": _ACTIVATIONS[name]} if name else {}
 
 
 def _attention_scale(read: Fields, kind: str) -> float | None:
@@ -530,7 +630,8 @@ def _text_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     whole = Fields(raw, source)
     text = dict(whole.fields("text_config").raw)
     eos = eos_token_ids(whole) + eos_token_ids(Fields(text, source))
-    text |= {"model_type": _TEXT_MODELS[kind]} | ({"eos_token_id": list(eos)} if eos else {})
+    own = text.get("model_type") if kind == "mistral3" else None
+    text |= {"model_type": own or _TEXT_MODELS[kind]} | ({"eos_token_id": list(eos)} if eos else {})
     return text | ({"tie_word_embeddings": raw["tie_word_embeddings"]} if whole.has("tie_word_embeddings") else {})
 
 

@@ -19,9 +19,10 @@ from foretell.model.backend import Backend
 from foretell.model.cache import Cache
 from foretell.model.config import Activation, ModelConfig
 from foretell.model.kv_cache import KVCache, LatentCache
+from foretell.model.layer_inputs import LayerInput, LayerInputs
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import Int8Linear, Linear, widen
-from foretell.model.moe import ExpertFeedForward
+from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.state_layers import StateMixer
 from foretell.model.state_store import StateStore, build_cache
@@ -78,6 +79,12 @@ class HeadSizes(Protocol):
     def head_dim(self) -> int: ...  # noqa: D102
 
 
+Projected = tuple[
+    Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"] | None, Float[torch.Tensor, "*t g e"] | None
+]
+"""Queries, keys and values; None: those of an earlier layer."""
+
+
 class LayerModules(NamedTuple):
     """The modules of a decoder layer under common names. None: the architecture has no such norm."""
 
@@ -95,6 +102,9 @@ class LayerModules(NamedTuple):
     residual_scale: float = 1.0
     sinks: Float[torch.Tensor, " h"] | None = None
     """A number per query head that joins the softmax over its keys (gpt-oss)."""
+    v_norm: nn.Module | None = None
+    reads_keys: bool = False
+    """Keys and values are those of an earlier layer: `qkv` gives queries only."""
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -108,19 +118,32 @@ class DecoderLayer(nn.Module, ABC):
     def project(
         self, x: Float[torch.Tensor, "*t i"], sizes: HeadSizes, angles: RopeAngles | None
     ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
-        """Rotated queries, rotated keys, and values from the input of the attention."""
-        return self._rotated(self.layer_modules.qkv(x), sizes, angles)
+        """Rotated queries, rotated keys, and values from the input of the attention.
+
+        Raises:
+            ValueError: the layer reads the keys and values of an earlier one.
+        """
+        q, k, v = self._rotated(self.layer_modules.qkv(x), sizes, angles)
+        if k is None or v is None:
+            raise ValueError("layers that share keys and values are not supported in training: only in decoding")
+        return q, k, v
 
     def _rotated(
         self, projected: Float[torch.Tensor, "*t p"], sizes: HeadSizes, angles: RopeAngles | None
-    ) -> tuple[Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"], Float[torch.Tensor, "*t g e"]]:
+    ) -> Projected:
         p, h, g = self.layer_modules, sizes.heads, sizes.kv_heads
+        if p.reads_keys:
+            queries = projected.unflatten(-1, (h, sizes.head_dim))
+            queries = queries if p.q_norm is None else p.q_norm(queries)
+            return queries if angles is None else apply_rope(queries, angles), None, None
         heads = projected[..., : (h + 2 * g) * sizes.head_dim].unflatten(-1, (h + 2 * g, sizes.head_dim))
         qk, v = heads[..., : h + g, :], heads[..., h + g :, :]
         if p.q_norm is not None and p.k_norm is not None:
             qk = torch.cat((p.q_norm(qk[..., :h, :]), p.k_norm(qk[..., h:, :])), -2)
         if angles is not None:
             qk = apply_rope(qk, angles)
+        if p.v_norm is not None:
+            v = p.v_norm(v)
         return qk[..., :h, :], qk[..., h:, :], v
 
     def add_attention(
@@ -138,7 +161,11 @@ class DecoderLayer(nn.Module, ABC):
         if p.mixer is not None:
             mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
         else:
-            mixed = self.merge_heads(attention.attend(layer, *self._rotated(projected, sizes, angles), p.sinks))
+            q, k, v = self._rotated(projected, sizes, angles)
+            if k is None or v is None:
+                mixed = attention.attend_shared(layer, q, p.sinks)
+            else:
+                mixed = self.merge_heads(attention.attend(layer, q, k, v, p.sinks))
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)
@@ -152,7 +179,10 @@ class DecoderLayer(nn.Module, ABC):
         """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
         p, expert_count = self.layer_modules, 0
         part: torch.Tensor = p.mlp_norm(x)
-        if isinstance(p.mlp, ExpertFeedForward):
+        if isinstance(p.mlp, DenseAndExperts):
+            flat, expert_count = p.mlp.forward_counting_experts(part.flatten(0, -2), x.flatten(0, -2))
+            part = flat.view_as(x)
+        elif isinstance(p.mlp, ExpertFeedForward):
             flat, expert_count = p.mlp.forward_counting_experts(part.flatten(0, -2))
             part = flat.view_as(x)
         else:
@@ -172,7 +202,7 @@ class DecoderBlock(DecoderLayer):
         qkv: nn.Module,
         output: Linear,
         mlp_norm: RMSNorm,
-        mlp: FeedForward | ExpertFeedForward,
+        mlp: FeedForward | ExpertFeedForward | DenseAndExperts,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         post_attention_norm: RMSNorm | None = None,
@@ -181,8 +211,13 @@ class DecoderBlock(DecoderLayer):
         attention_gate: bool = False,
         residual_scale: float = 1.0,
         sinks: Float[torch.Tensor, " h"] | None = None,
+        v_norm: RMSNorm | None = None,
+        reads_keys: bool = False,
+        layer_input: LayerInput | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.v_norm, self.reads_keys, self.layer_input, self.scale = v_norm, reads_keys, layer_input, scale
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -196,8 +231,22 @@ class DecoderBlock(DecoderLayer):
         norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
         return LayerModules(
             *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
-            *(self.mixer, self.attention_gate, self.residual_scale, self.sinks),
+            *(self.mixer, self.attention_gate, self.residual_scale, self.sinks, self.v_norm, self.reads_keys),
         )
+
+    def finish(
+        self, x: Float[torch.Tensor, "*t d"], inputs: Float[torch.Tensor, "*t w"] | None = None
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream after attention and feed-forward with what follows them; `inputs`: the layer's own.
+
+        Raises:
+            ValueError: the layer has inputs, and they are missing.
+        """
+        if self.layer_input is not None:
+            if inputs is None:
+                raise ValueError("models with per-layer inputs are not supported in training: only in decoding")
+            x = self.layer_input(x, inputs)
+        return x if self.scale == 1 else x * self.scale
 
     def forward(
         self,
@@ -208,7 +257,8 @@ class DecoderBlock(DecoderLayer):
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the block."""
-        return self.add_mlp(self.add_attention(x, self.attention_norm(x), sizes, angles, layer, attention))[0]
+        x = self.add_attention(x, self.attention_norm(x), sizes, angles, layer, attention)
+        return self.finish(self.add_mlp(x)[0])
 
 
 class BlockRange(NamedTuple):
@@ -262,8 +312,9 @@ def decoder_rope_tables(config: ModelConfig) -> tuple[RopeTables, RopeTables]:
     """
     if config.rope is None:
         raise ValueError(f"{config.architecture}: the decoder needs rotary positions")
-    full = rope_tables(config.rope, config.head_dim, config.context)
-    return full, rope_tables(config.local_rope, config.head_dim, config.context) if config.local_rope else full
+    full, local_dim = rope_tables(config.rope, config.head_dim, config.context), config.local_head_dim
+    local = config.local_rope
+    return full, rope_tables(local, local_dim or config.head_dim, config.context) if local else full
 
 
 class Decoder(nn.Module):
@@ -277,9 +328,10 @@ class Decoder(nn.Module):
         norm: RMSNorm,
         head: Linear | Int8Linear | None = None,
         skip: SkipSet = SkipSet(),
+        layer_inputs: LayerInputs | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer_inputs = config, layer_inputs
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
@@ -304,17 +356,18 @@ class Decoder(nn.Module):
         """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return Decoder(
-            replace(self.config, layers=layers), self.embedding, self._block_list()[:layers], self.norm, self.head
-        )
+        return self._sharing(replace(self.config, layers=layers), self._block_list()[:layers], SkipSet())
 
     def without_sublayers(self, skip: SkipSet) -> "Decoder":
         """The network without some sub-layers, sharing all weights (Draft & Verify, arXiv 2309.08168)."""
-        return Decoder(self.config, self.embedding, self._block_list(), self.norm, self.head, skip)
+        return self._sharing(self.config, self._block_list(), skip)
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "Decoder":
         """The same embedding, norm and head without blocks; see `BlocklessNetwork`."""
-        return Decoder(config, self.embedding, [], self.norm, self.head, skip)
+        return self._sharing(config, [], skip)
+
+    def _sharing(self, config: ModelConfig, blocks: list[DecoderBlock], skip: SkipSet) -> "Decoder":
+        return Decoder(config, self.embedding, blocks, self.norm, self.head, skip, self.layer_inputs)
 
     def _block_list(self) -> list[DecoderBlock]:
         return [b for b in self.blocks if isinstance(b, DecoderBlock)]
@@ -322,11 +375,10 @@ class Decoder(nn.Module):
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c, dtype, device = self.config, self.embedding.dtype, self.device
-        if c.latent is not None:
-            return LatentCache(c.layers, 1, c.latent.kv_rank + c.latent.rope_dim, dtype, device)
+        kind = KVCache if c.latent is None else LatentCache
         return build_cache(
             c,
-            lambda layers: KVCache(layers, c.kv_heads, c.head_dim, dtype, device, c.cache_dtype == "int8"),
+            lambda layers, s: kind(layers, s.kv_heads, s.head_dim, dtype, device, c.cache_dtype == "int8"),
             lambda layers, shape: StateStore(layers, shape, torch.promote_types(dtype, torch.float32), device),
         )
 
@@ -366,14 +418,18 @@ class Decoder(nn.Module):
         c, attention = self.config, CachedAttention(cache, padded, self.config, layout)
         full = rope_angles(self.rope_tables, padded.position)
         local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
+        inputs = None
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs(padded.token, self.embed(padded.token))
 
         def forward(
             block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
         ) -> tuple[Float[torch.Tensor, "t d"], int]:
             if i not in self.skip.attention:
                 angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
-                x = block.add_attention(x, block.attention_norm(x), c, angles, i, attention)
-            return (x, 0) if i in self.skip.mlp else block.add_mlp(x)
+                x = block.add_attention(x, block.attention_norm(x), c.sizes_of(i), angles, i, attention)
+            x, experts = (x, 0) if i in self.skip.mlp else block.add_mlp(x)
+            return block.finish(x, None if inputs is None else inputs[:, i]), experts
 
         return forward
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -23,6 +24,17 @@ class GatedMatrices:
     down_bias: Float[Tensor, " d"] | None = None
 
 
+class ExpertNorms(NamedTuple):
+    """Weights of the norms of experts beside a dense network: of the inputs of router and experts, and of the outputs
+    of the experts and of the dense network.
+    """
+
+    router: Float[Tensor, " d"]
+    input: Float[Tensor, " d"]
+    output: Float[Tensor, " d"]
+    dense: Float[Tensor, " d"]
+
+
 @dataclass(frozen=True)
 class ExpertMatrices:
     """The router, the experts and the shared expert of a layer. None: the architecture has none."""
@@ -35,3 +47,6 @@ class ExpertMatrices:
     """Added to the router's scores where experts are chosen, but not to their weights."""
     shared: GatedMatrices | None = None
     shared_gate: Float[Tensor, "1 d"] | None = None
+    expert_scale: Float[Tensor, " e"] | None = None
+    """A factor on the weights of each expert."""
+    norms: ExpertNorms | None = None

@@ -25,6 +25,8 @@ class Layout:
     visible_prefix: Int[torch.Tensor, " t"]
     extra_slots: Int[torch.Tensor, "t m"]
     """From the root down; padded with -1 at the end."""
+    token: Int[torch.Tensor, " t"] | None = None
+    """The tokens' ids, for models with per-layer inputs."""
 
     @property
     def token_count(self) -> int:
@@ -56,7 +58,7 @@ class Layout:
         width = max(map(len, extra), default=0)
         padded = np.array([slots + [-1] * (width - len(slots)) for slots in extra], np.int32)
         columns = *(np.array(c, np.int32) for c in (row, slot, position, prefix)), padded.reshape(len(extra), width)
-        return Layout(*map(torch.from_numpy, columns)), index_marked(active)
+        return Layout(*map(torch.from_numpy, (*columns, tree.token[active]))), index_marked(active)
 
 
 def index_marked(marked: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
@@ -103,6 +105,8 @@ class PaddedLayout:
     """Slots that each query attends to in layers without a window."""
     distance: Int[torch.Tensor, "b n s"]
     """Position of the query minus the position of each slot's token, for sliding windows."""
+    token: Int[torch.Tensor, " t"]
+    """Ids of the tokens; 0 where they are not known."""
 
     @staticmethod
     def from_layout(
@@ -128,12 +132,18 @@ class PaddedLayout:
             layout.position.long(),
             mask[index],
             distance[index],
+            torch.zeros_like(layout.row, dtype=torch.long) if layout.token is None else layout.token.long(),
         )
         return PaddedLayout(*(tensor.to(device) for tensor in tensors))
 
-    def window_mask(self, window: int) -> Bool[torch.Tensor, "b n s"]:
-        """Slots that each query attends to in a layer with this sliding window (0: no window)."""
-        return self.mask & (self.distance < window) if window else self.mask
+    def window_mask(self, window: int, chunked: bool = False) -> Bool[torch.Tensor, "b n s"]:
+        """Slots that each query attends to in a layer with this sliding window (0: no window); `chunked`: it begins at
+        a multiple of its size.
+        """
+        if not window:
+            return self.mask
+        seen = self.position[self.token_index][..., None] % window + 1 if chunked else window
+        return self.mask & (self.distance < seen)
 
     def copy_(self, other: "PaddedLayout") -> None:
         """Copy the tensors of a layout of the same shapes."""

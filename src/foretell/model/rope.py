@@ -11,7 +11,7 @@ from foretell.model.rope_config import RopeConfig
 
 _EMPTY_RANGE = 0.001
 """Width, in dimensions, of an empty YaRN range: avoids a division by zero (as in transformers)."""
-RopeTables = tuple[Float[torch.Tensor, "context half"], Float[torch.Tensor, "context half"]]
+RopeTables = tuple[Float[torch.Tensor, "context _"], Float[torch.Tensor, "context _"]]
 RopeAngles = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of every token's angles, `[*t, 1, half]` each."""
 
@@ -58,11 +58,13 @@ def _dynamic_theta(rope: RopeConfig, dim: int, context: int) -> float:
 def _llama3(rope: RopeConfig, frequency: Float[torch.Tensor, " half"]) -> Float[torch.Tensor, " half"]:
     wavelength = 2 * math.pi / frequency
     low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+    scaled = torch.where(wavelength > low, frequency / rope.factor, frequency)
+    if rope.high_freq_factor == rope.low_freq_factor:
+        return scaled
     smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
     between = (1 - smooth) * frequency / rope.factor + smooth * frequency
-    scaled = torch.where(wavelength > low, frequency / rope.factor, frequency)
     return torch.where((wavelength <= low) & (wavelength >= high), between, scaled)
 
 

@@ -128,8 +128,8 @@ def _read_scaling(read: Fields, rope: RopeConfig, trained: int, dim: int) -> Rop
     if rope.kind != "llama3":
         return rope
     low, high = read.positive("low_freq_factor", default=1.0), read.positive("high_freq_factor", default=4.0)
-    if high <= low:
-        raise read.wrong("high_freq_factor", f"above low_freq_factor {low}", high)
+    if high < low:
+        raise read.wrong("high_freq_factor", f"at least low_freq_factor {low}", high)
     return replace(rope, low_freq_factor=low, high_freq_factor=high)
 
 

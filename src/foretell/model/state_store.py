@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.attention_config import AttentionSizes
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.layout import Layout
@@ -36,6 +37,8 @@ class StateStore(Cache):
     Numbers are float32 or wider, whatever the dtype of the weights: states in bfloat16 drift.
     """
 
+    any_length = False
+
     def __init__(self, layers: int, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
         s = self.shape = shape
         self.inputs = torch.zeros(layers, 0, 2, s.taps - 1, s.channels, dtype=dtype, device=device)
@@ -57,12 +60,20 @@ class StateStore(Cache):
         records = (self.node_inputs, self.node_keys, self.node_values, self.node_decay)
         return sum(part.nbytes for part in (self.inputs, self.state, *records))
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow to at least `rows` rows, whatever the number of slots."""
-        if rows > self.rows:
-            self.inputs, self.state = (_grown(part, rows) for part in (self.inputs, self.state))
-            self._grow_records(rows, self.node_inputs.shape[2])
-            self._rows += [_Row() for _ in range(rows - self.rows)]
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Make room for these rows, whatever the number of slots."""
+        needed = max(rows) + 1
+        if needed > self.rows:
+            self.inputs, self.state = (_grown(part, needed) for part in (self.inputs, self.state))
+            self._grow_records(needed, self.node_inputs.shape[2])
+            self._rows += [_Row() for _ in range(needed - self.rows)]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the states of row `source`, which stand after `length` tokens, to row `target`."""
+        self.reserve([target], [length])
+        side = self._rows[source].side
+        self._rows[target] = _Row(length=length)
+        self.inputs[:, target, 0], self.state[:, target, 0] = self.inputs[:, source, side], self.state[:, source, side]
 
     def _grow_records(self, rows: int, nodes: int) -> None:
         for name in ("node_inputs", "node_keys", "node_values", "node_decay"):
@@ -121,16 +132,40 @@ class StateStore(Cache):
 
 def build_cache(
     config: ModelConfig,
-    attention_store: Callable[[int], Cache],
+    attention_store: Callable[[int, AttentionSizes], Cache],
     state_store: Callable[[int, StateShape], StateStore],
 ) -> Cache:
-    """An empty cache for a network, from the stores of so many layers of its kinds."""
-    if config.state is None:
-        return attention_store(config.layers)
-    attention, recurrent = config.attention_layers, config.state_layers
-    places = {i: (0, n) for n, i in enumerate(attention)} | {i: (1, n) for n, i in enumerate(recurrent)}
-    stores = attention_store(len(attention)), state_store(len(recurrent), config.state.shape)
+    """An empty cache for a network, from the stores of so many layers of its kinds: one per size of attention heads, in
+    the order of their first layers, then one of recurrent states.
+    """
+    sizes, places = plan_stores(config)
+    counts = [1 + max((index for store, index in places.values() if store == i), default=-1) for i in range(len(sizes))]
+    stores = [attention_store(count, each) for count, each in zip(counts, sizes, strict=True)]
+    recurrent = config.state_layers
+    if config.state is None and len(stores) == 1 and not config.kv_layers:
+        return stores[0]
+    if config.state is not None:
+        places |= {i: (len(stores), n) for n, i in enumerate(recurrent)}
+        stores.append(state_store(len(recurrent), config.state.shape))
     return LayeredCache(stores, [places.get(i, (0, 0)) for i in range(config.layers)])
+
+
+def plan_stores(config: ModelConfig) -> tuple[list[AttentionSizes], dict[int, tuple[int, int]]]:
+    """The sizes of the heads in each store of keys and values, and for every layer with attention its store and its
+    index there; layers that read the keys of another one have the place of that one.
+    """
+    attention = config.attention_layers
+    sizes = list(dict.fromkeys(map(config.cache_sizes_of, attention))) or [config.cache_sizes_of(-1)]
+    counts, places = [0] * len(sizes), dict[int, tuple[int, int]]()
+    for i in attention:
+        source = config.kv_layer_of(i)
+        if source == i:
+            store = sizes.index(config.cache_sizes_of(i))
+            places[i] = store, counts[store]
+            counts[store] += 1
+        else:
+            places[i] = places[source]
+    return sizes, places
 
 
 def _grown(part: torch.Tensor, rows: int, nodes: int | None = None) -> torch.Tensor:

@@ -80,7 +80,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The most profitable nodes of each request's dynamic tree."""
-        rows, budget = len(context.rows), self._largest.budget
+        rows, budget = context.pass_rows, self._largest.budget
         if self._steps < _MIN_STEPS:
             tree = self._largest.grow(draft, context)
             self._plan = _Plan(context.rows, _depth(tree))
@@ -88,7 +88,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         if self._learns_cost and self._decodes(context) and self.cost.needs_measurement(rows):
             return root_tree(context.last_tokens)
         rate, trial = self._tokens / self._seconds, self._due_trial(context)
-        pass_seconds = self.cost.seconds(rows, rows + rows * budget)
+        pass_seconds = self.cost.seconds(rows, rows + len(context.rows) * budget)
         further = np.arange(1, len(pass_seconds))
         node_seconds = float(((pass_seconds[1:] - pass_seconds[0]) / further).min())
         least, most = _MIN_EXPAND_SCORES
@@ -113,12 +113,13 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
     def _due_trial(self, context: Context) -> int:
         """Nodes of all requests together that are tried in this step; 0: none."""
-        rows = len(context.rows)
+        rows = context.pass_rows
         if self._steps % _TRIAL_STEPS or not self._decodes(context):
             return 0
         for nodes, due in _TRIALS.items():
             plain, half = self.cost.seconds(rows, rows + nodes // 2)[[0, -1]].tolist()
-            if nodes > self._largest.budget * rows or self._tokens * (half - plain) > _MAX_TRIAL_TOKENS * self._seconds:
+            too_expensive = self._tokens * (half - plain) > _MAX_TRIAL_TOKENS * self._seconds
+            if nodes > self._largest.budget * len(context.rows) or too_expensive:
                 return 0
             if self.cost.needs_measurement(rows + nodes, _TRIAL_INTERVAL, due):
                 return nodes
@@ -139,16 +140,16 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
     def observe(self, step: StepResult) -> None:
         """Learn the times of passes and levels and the tokens per second, unless the pass also read a prompt."""
-        plan, self._plan = self._plan, None
-        if not step.tree.is_decode:
+        plan, self._plan, whole = self._plan, None, step.whole
+        if not whole.tree.is_decode:
             return
         if self._learns_cost:
-            self.cost.update(int(np.count_nonzero(step.tree.active)), step.pass_seconds)
+            self.cost.update(int(np.count_nonzero(whole.tree.active)), step.pass_seconds)
         if plan is not None and plan.levels and set(plan.rows) <= set(step.context.rows):
             self._draft_cost.update(plan.levels, step.draft_seconds)
             self._steps += 1
-        self._tokens = _RATE_DECAY * self._tokens + sum(map(len, step.new_tokens))
-        self._seconds = _RATE_DECAY * self._seconds + max(step.draft_seconds + step.pass_seconds, 1e-9)
+        self._tokens = _RATE_DECAY * self._tokens + sum(map(len, whole.new_tokens))
+        self._seconds = _RATE_DECAY * self._seconds + max(whole.draft_seconds + step.pass_seconds, 1e-9)
 
 
 def _depth(tree: TokenTree) -> int:

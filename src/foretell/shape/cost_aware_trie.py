@@ -93,6 +93,8 @@ class DraftPlan:
     candidates: tuple[Candidates, ...]
     """Prefixes that each trie holds."""
     estimates: tuple[DraftEstimate, ...]
+    pass_rows: int
+    """Requests that decode in the same pass, those of other methods included."""
     measures_plain: bool
     """Nothing is drafted in this step, so that the cost of a plain pass is measured."""
 
@@ -133,20 +135,20 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
     def plan(self, draft: Retriever, context: Context) -> DraftPlan:
         """The tries and their estimates."""
         decoding = all(len(sequence.generated) for sequence in context.sequences)
-        measures_plain = decoding and self.cost.needs_measurement(len(context.rows))
+        measures_plain = decoding and self.cost.needs_measurement(context.pass_rows)
         attempted = [
             self._controllers.setdefault(row, DraftController()).should_draft() and not measures_plain
             for row in context.rows
         ]
         candidates = self._retrieve_candidates(draft, context, [i for i, yes in enumerate(attempted) if yes])
-        sizes = self._choose_sizes(candidates, len(candidates))
+        sizes = self._choose_sizes(candidates, context.pass_rows)
         chosen = [part[:size] for part, size in zip(candidates, sizes, strict=True)]
         expected = [sum(probability for _, probability in part) for part in chosen]
         estimates = (
             DraftEstimate(row, yes, len(part), total / self._controllers[row].calibration, total)
             for row, yes, part, total in zip(context.rows, attempted, chosen, expected, strict=True)
         )
-        return DraftPlan(tuple(context.last_tokens), tuple(chosen), tuple(estimates), measures_plain)
+        return DraftPlan(tuple(context.last_tokens), tuple(chosen), tuple(estimates), context.pass_rows, measures_plain)
 
     def _retrieve_candidates(self, draft: Retriever, context: Context, which: Sequence[int]) -> list[Candidates]:
         """Ranked prefixes with calibrated probabilities for the requests `which`; none for the others."""
@@ -160,16 +162,16 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
                 candidates[i] = [(prefix, min(1.0, calibration * probability)) for prefix, probability in ranked]
         return candidates
 
-    def _choose_sizes(self, candidates: Sequence[Candidates], rows: int) -> list[int]:
+    def _choose_sizes(self, candidates: Sequence[Candidates], pass_rows: int) -> list[int]:
         """How many candidates to draft per request: the likeliest of all requests together, as many as maximise tokens
         per second.
         """
         if not any(candidates):
-            return [0] * rows
+            return [0] * len(candidates)
         pool = sorted(((p, i) for i, part in enumerate(candidates) for _, p in part), key=lambda x: -x[0])
-        tokens = rows + np.concatenate([[0.0], np.cumsum([probability for probability, _ in pool])])
-        best = int(np.argmax(tokens / self.cost.seconds(rows, rows + len(pool))))
-        return [sum(1 for _, j in pool[:best] if j == i) for i in range(rows)]
+        tokens = pass_rows + np.concatenate([[0.0], np.cumsum([probability for probability, _ in pool])])
+        best = int(np.argmax(tokens / self.cost.seconds(pass_rows, pass_rows + len(pool))))
+        return [sum(1 for _, j in pool[:best] if j == i) for i in range(len(candidates))]
 
     def observe(self, step: StepResult) -> None:
         """Update the cost of a pass and the controllers."""
@@ -180,8 +182,9 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
 
     def learn_cost(self, step: StepResult, plan: DraftPlan) -> None:
         """Learn the cost of a pass, unless it also read a prompt."""
-        if step.context.rows == tuple(estimate.row for estimate in plan.estimates) and step.tree.is_decode:
-            self.cost.update(int(np.count_nonzero(step.tree.active)), step.pass_seconds)
+        tree = step.whole.tree
+        if step.context.rows == tuple(estimate.row for estimate in plan.estimates) and tree.is_decode:
+            self.cost.update(int(np.count_nonzero(tree.active)), step.pass_seconds)
 
     def update_controllers(
         self, step: StepResult, plan: DraftPlan, draft_seconds: float, exclude: Collection[int] = ()
@@ -193,11 +196,12 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         estimates = [e for e in plan.estimates if e.attempted and e.row in index and e.row not in exclude]
         if not estimates:
             return
-        rows, size = len(plan.estimates), sum(estimate.size for estimate in plan.estimates)
+        rows, size = plan.pass_rows, sum(estimate.size for estimate in plan.estimates)
         plain, drafted = self.cost.seconds(rows, rows + size)[[0, -1]].tolist()
         for estimate in estimates:
             accepted = step.num_accepted(index[estimate.row])
-            profit = (accepted * plain - draft_seconds) / rows - (drafted - plain) * estimate.size / max(1, size)
+            shared = accepted * plain / rows - draft_seconds / len(plan.estimates)
+            profit = shared - (drafted - plain) * estimate.size / max(1, size)
             self._controllers[estimate.row].update(estimate.predicted, accepted, profit)
 
     def release(self, row: int) -> None:

@@ -111,7 +111,7 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         if self._timings < _MIN_TIMINGS or self._steps_without_model >= self._retry_interval:
             return estimate.row in self._rows_read or not len(sequence.generated)
         assert self._plan is not None
-        rows, size = len(self._plan.estimates), round(self._model_draft_size.value)
+        rows, size = self._plan.pass_rows, round(self._model_draft_size.value)
         seconds = self.trie.cost.seconds(rows, rows + max(size, estimate.size))
         share = seconds[0] / rows - seconds[0]
         # The least time: longer ones are mostly due to other work on the machine, and a model that seems too expensive

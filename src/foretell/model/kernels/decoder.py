@@ -25,20 +25,22 @@ from foretell.model.decoder import (
     RMSNorm,
     SkipSet,
 )
-from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
+from foretell.model.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.kv_cache import NativeKVCache
+from foretell.model.kernels.layer_inputs import NativeLayerInputs
 from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
-from foretell.model.kernels.stack import BlockWeights, LatentWeights, NativeStack, PackedBlock
+from foretell.model.kernels.stack import BlockWeights, LatentWeights, LayerInputWeights, NativeStack, PackedBlock
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
 from foretell.model.latent import LatentProjection
+from foretell.model.layer_inputs import LayerInput
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
-from foretell.model.moe import ExpertFeedForward
+from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.state_store import build_cache
 from foretell.model.stored_matrix import StoredMatrix
 
@@ -51,7 +53,8 @@ def block_weights(block: nn.Module) -> BlockWeights:
         parts, latent = _latent_weights(plain)
         plain = Linear(torch.cat(parts))
     assert isinstance(plain, Linear)
-    mlp = gated_matrices(block.mlp.gate_up, block.mlp.down) if isinstance(block.mlp, FeedForward) else None
+    dense = block.mlp.dense if isinstance(block.mlp, DenseAndExperts) else block.mlp
+    mlp = gated_matrices(dense.gate_up, dense.down) if isinstance(dense, FeedForward) else None
     qkv, gate, gate_bias = plain.weight.detach(), None, None
     qkv_bias = None if plain.bias is None else plain.bias.detach()
     if block.attention_gate:
@@ -81,9 +84,13 @@ def block_weights(block: nn.Module) -> BlockWeights:
         up_bias=None if mlp is None else mlp.up_bias,
         down_bias=None if mlp is None else mlp.down_bias,
         sinks=block.sinks,
-        experts=expert_matrices(block.mlp) if isinstance(block.mlp, ExpertFeedForward) else None,
+        experts=_experts(block.mlp),
         post_attention_norm=_weight(block.post_attention_norm),
         post_mlp_norm=_weight(block.post_mlp_norm),
+        v_norm=_weight(block.v_norm),
+        reads_keys=block.reads_keys,
+        layer_input=_layer_input(block.layer_input),
+        scale=block.scale,
     )
 
 
@@ -100,6 +107,24 @@ def _latent_weights(projection: LatentProjection) -> tuple[list[torch.Tensor], L
     key, value, eps = projection.key.detach(), projection.value.detach(), projection.norm.eps
     latent = LatentWeights(second, norm, projection.norm.weight, key, value, eps)
     return [query.weight.detach(), compress.weight.detach()], latent
+
+
+def _layer_input(part: LayerInput | None) -> LayerInputWeights | None:
+    if part is None:
+        return None
+    assert isinstance(part.norm, RMSNorm)
+    return LayerInputWeights(part.gate.weight, part.projection.weight, part.norm.weight)
+
+
+def _experts(mlp: nn.Module) -> ExpertMatrices | None:
+    """The mixture of experts of a layer that has one."""
+    if isinstance(mlp, ExpertFeedForward):
+        return expert_matrices(mlp)
+    if not isinstance(mlp, DenseAndExperts):
+        return None
+    norms = mlp.router_norm, mlp.experts_input_norm, mlp.experts_norm, mlp.dense_norm
+    weights = [norm.weight for norm in norms if isinstance(norm, RMSNorm)]
+    return replace(expert_matrices(mlp.experts), norms=ExpertNorms(*weights))
 
 
 def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
@@ -124,6 +149,7 @@ def expert_matrices(mlp: ExpertFeedForward) -> ExpertMatrices:
         mlp.selection_bias,
         shared,
         None if mlp.shared_gate is None else mlp.shared_gate.weight,
+        mlp.expert_scale,
     )
 
 
@@ -155,12 +181,22 @@ class NativeDecoder:
         tied = head.weight.data_ptr() == table.data_ptr()
         source = packed if tied and packed.holds_floats else StoredMatrix.of(table)
         dtype = torch.bfloat16 if table.dtype == torch.bfloat16 else torch.float32
+        own, inputs = decoder.layer_inputs, None
+        if own is not None:
+            assert isinstance(own.norm, RMSNorm)
+            inputs = NativeLayerInputs(
+                NativeEmbedding(StoredMatrix.of(own.table), dtype, 1.0),
+                NativeLinear(own.projection.weight, None, precision),
+                own.norm.weight.detach(),
+                own.norm.eps,
+            )
         self._assemble(
             decoder.config,
             NativeEmbedding(source, dtype, decoder.config.embedding_scale),
             stack,
             decoder.norm.weight.detach(),
             packed,
+            inputs,
         )
 
     @classmethod
@@ -171,10 +207,11 @@ class NativeDecoder:
         stack: NativeStack,
         norm: Float[torch.Tensor, " d"],
         head: NativeLinear,
+        layer_inputs: NativeLayerInputs | None = None,
     ) -> "NativeDecoder":
         """A decoder of packed parts; `norm` is the final norm's weight, its offset included."""
         made = object.__new__(cls)
-        made._assemble(config, embedding, stack, norm, head)
+        made._assemble(config, embedding, stack, norm, head, layer_inputs)
         return made
 
     def _assemble(
@@ -184,8 +221,9 @@ class NativeDecoder:
         stack: NativeStack,
         norm: Float[torch.Tensor, " d"],
         head: NativeLinear,
+        layer_inputs: NativeLayerInputs | None,
     ) -> None:
-        self.config, self.precision = config, head.precision
+        self.config, self.precision, self.layer_inputs = config, head.precision, layer_inputs
         self.embedding, self.stack, self.norm, self.head = embedding, stack, norm, head
 
     @staticmethod
@@ -196,12 +234,9 @@ class NativeDecoder:
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c = self.config
-        if c.latent is not None:
-            width = c.latent.kv_rank + c.latent.rope_dim
-            return NativeKVCache(c.layers, 1, width, self.precision, c.cache_dtype == "int8")
         return build_cache(
             c,
-            lambda layers: NativeKVCache(layers, c.kv_heads, c.head_dim, self.precision, c.cache_dtype == "int8"),
+            lambda layers, s: NativeKVCache(layers, s.kv_heads, s.head_dim, self.precision, c.cache_dtype == "int8"),
             lambda layers, shape: NativeStateStore(layers, shape, torch.float32, self.device),
         )
 
@@ -212,8 +247,17 @@ class NativeDecoder:
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
         expert_counts = list[int]()
-        states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts)
+        inputs = self._layer_inputs(layout)
+        states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts, layer_inputs=inputs)
         return BlockOutput(states, tuple(expert_counts))
+
+    def _layer_inputs(self, layout: Layout) -> Float[torch.Tensor, "t lw"] | None:
+        """The per-layer inputs of the tokens of a pass."""
+        if self.layer_inputs is None:
+            return None
+        if layout.token is None:
+            raise ValueError("per-layer inputs need the tokens of the pass, which are missing")
+        return self.layer_inputs(layout.token, self.embedding(layout.token))
 
     def final_norm(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """The final norm, from the last block's output to the input of the head."""
@@ -232,8 +276,10 @@ class NativeDecoder:
 
     @property
     def forwards_trees(self) -> bool:
-        """Whether a pass over trees is one call; models with recurrent states need the pass's layout in Python."""
-        return not self.config.state_layers
+        """Whether a pass over trees is one call; models with recurrent states or per-layer inputs need its layout in
+        Python, and layers of different sizes a call each.
+        """
+        return not self.config.state_layers and self.layer_inputs is None and self.stack.uniform
 
     def forward_tree(
         self,
@@ -277,10 +323,8 @@ class NativeDecoder:
             torch.get_num_threads(),
         )
         if invalid >= 0:
-            slots = stack.cache_struct(cache).slots
             raise ValueError(
-                f"token {invalid} of the pass lies outside the cache of {slots} slots and "
-                f"{stack.model.context} positions"
+                f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
         experts = () if expert_counts is None else tuple(filter(None, expert_counts))
         hidden = tuple(states[i] for i in place)
@@ -300,7 +344,8 @@ class NativeDecoder:
     @property
     def nbytes(self) -> int:
         """Bytes of embedding, norm and head."""
-        return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes)
+        inputs = 0 if self.layer_inputs is None else self.layer_inputs.nbytes
+        return int(self.embedding.nbytes + self.norm.nbytes + self.head.nbytes) + inputs
 
     @property
     def packed_bytes(self) -> int:
@@ -315,8 +360,8 @@ class NativeDecoder:
         """The forward pass of a block over this layout and cache."""
         stack, tokens, memory = (
             self.stack,
-            self.stack.layout_struct(layout.token_count, layout),
-            self.stack.cache_struct(cache, layout),
+            self.stack.layout_struct(layout.token_count, layout, self._layer_inputs(layout)),
+            self.stack.cache_structs(cache, layout),
         )
         return lambda block, i, x: stack.run_block(block, i, x, tokens, memory)
 
@@ -326,8 +371,11 @@ class NativeDecoder:
 
     @property
     def grows_dynamic_trees(self) -> bool:
-        """Whether the kernel applies; it does not support a soft cap on logits, nor a factor, nor recurrent states."""
-        return not self.config.logit_softcap and self.config.logit_scale == 1 and self.config.state is None
+        """Whether the kernel applies; it does not support a soft cap on logits, nor a factor, nor recurrent states, nor
+        what `forwards_trees` does not support.
+        """
+        plain = not self.config.logit_softcap and self.config.logit_scale == 1 and self.config.state is None
+        return plain and self.forwards_trees
 
     def grow_dynamic_trees(
         self,
@@ -358,7 +406,7 @@ class NativeDecoder:
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
             *(memory, torch.get_num_threads()),
         )
-        trees.check_result(invalid, memory.slots, stack.model.context)
+        trees.check_result(invalid, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":
         """The first `layers` blocks with the same norm and head, sharing all weights."""

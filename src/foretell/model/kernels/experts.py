@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.config import MoEConfig
-from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
+from foretell.model.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
 from foretell.model.kernels import structures
 from foretell.model.kernels.linear import PackedLinears
 from foretell.model.kernels.pack import Panels, interleave_bias, plan_inner, plan_rows
@@ -38,15 +38,21 @@ class PackedExperts:
         if weights.shared is not None:
             linears.append(PackedLinears.pack(_plan_gated(weights.shared, precision), kernels))
             shared = linears[-1].structs
-        biases = [] if weights.selection_bias is None else [weights.selection_bias.detach().float().contiguous()]
-        self.tensors = (*chain(*(packed.tensors for packed in linears)), *biases)
+        norms = weights.norms
+        vectors = [
+            None if each is None else each.detach().float().contiguous()
+            for each in (weights.selection_bias, weights.expert_scale, *(norms or [None] * len(ExpertNorms._fields)))
+        ]
+        self.tensors = (*chain(*(packed.tensors for packed in linears)), *(v for v in vectors if v is not None))
         """All memory of weights."""
+        pointers = [None if vector is None else vector.data_ptr() for vector in vectors]
         struct = structures.Experts(
-            *(linears[0].structs[0], biases[0].data_ptr() if biases else None),
+            *(linears[0].structs[0], pointers[0]),
             *(ctypes.addressof(gate_up), ctypes.addressof(down)),
             *(*shared, config.count, config.active, config.ffn, config.shared_ffn, weights.shared_gate is not None),
             *(SCORINGS.index(config.scoring), config.renormalize),
-            *(config.groups, config.active_groups, config.ranked_by, config.scale),
+            *(config.groups, config.active_groups, config.ranked_by, config.scale, config.weighs_inputs),
+            *pointers[1:],
         )
         self.structs = struct, gate_up, down
         """The structure, and the weights of the experts that it points to."""

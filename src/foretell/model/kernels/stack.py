@@ -9,11 +9,15 @@ from collections.abc import Collection, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from foretell.model.attention import query_factors
+from foretell.model.attention_config import AttentionSizes
+from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
@@ -23,17 +27,26 @@ from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_ki
 from foretell.model.kernels.linear import PackedLinears, check_tensor
 from foretell.model.kernels.pack import Panels, interleave_bias, plan_inner, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
-from foretell.model.kernels.states import NativeStateStore, pack_mixer, projected_width
+from foretell.model.kernels.states import NativePass, NativeStateStore, pack_mixer, projected_width
 from foretell.model.kernels.states import supports as supports_states
 from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
 from foretell.model.rope import RopeTables
 from foretell.model.state_layers import StateMixer
+from foretell.model.state_store import plan_stores
 from foretell.model.stored_matrix import Matrix
 
 _LAYER_LINEARS = 4
 """Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
+
+
+class LayerInputWeights(NamedTuple):
+    """Weights of a block's per-layer input; see `foretell.model.layer_inputs.LayerInput`."""
+
+    gate: Matrix
+    projection: Matrix
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -81,16 +94,25 @@ class BlockWeights:
     """What takes the place of attention; `qkv` and `output` are its projections."""
     latent: LatentWeights | None = None
     """`qkv` is then the queries, or their latent vector, and what keys and values are made of."""
+    v_norm: Tensor | None = None
+    reads_keys: bool = False
+    """Keys and values are those of an earlier layer: `qkv` gives queries only."""
+    layer_input: LayerInputWeights | None = None
+    scale: float = 1.0
+    """Multiplies the residual stream after the block."""
 
 
 def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
     """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
-    feed-forward network gate and up, and its output; then the gate of attention.
+    feed-forward network gate and up, and its output; then the gate of attention, and gate and projection of the
+    block's own input.
     """
     layers = [] if block.output is None else [_plan_inputs(block, precision), plan_rows([block.output], precision)]
     if block.up is not None and block.down is not None:
         layers += [plan_inner(block.gate, block.up, precision), plan_rows([block.down], precision)]
-    return layers if block.attention_gate is None else [*layers, plan_rows([block.attention_gate], precision)]
+    further = [] if block.attention_gate is None else [block.attention_gate]
+    further += [] if block.layer_input is None else block.layer_input[:2]
+    return [*layers, *(plan_rows([matrix], precision) for matrix in further)]
 
 
 def _plan_inputs(block: BlockWeights, precision: Precision) -> list[Panels]:
@@ -158,19 +180,39 @@ class NativeStack:
         self.precision: Precision = precision
         self.config, self.kernels = config, build.library()
         self._tensors: list[Tensor] = []
-        self._rotary_dim = 2 * rope[0].shape[1]
         self._ropes = {False: self._keep_rope(rope), True: self._keep_rope(local_rope or rope)}
         if config.unrotated_layers:
             self._no_rope = self._keep_rope((torch.ones_like(rope[0]), torch.zeros_like(rope[1])))
-        kv_heads, self._cache_heads, self._head_dim = _head_sizes(config)
-        self.model = structures.Model(
-            *(config.hidden, config.heads, kv_heads, self._head_dim, self._rotary_dim, config.ffn),
-            min(t[0].shape[0] for t in (rope, local_rope or rope)),
-            *(self._cache_heads, cache_kind(precision), ACTIVATIONS.index(config.activation)),
-            *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
-        )
+        context = min(t[0].shape[0] for t in (rope, local_rope or rope))
+        if config.query_scaling is not None:
+            self._query_scale = self._keep(query_factors(config.query_scaling, torch.arange(context)))
+        self._store_sizes, self._places = plan_stores(config)
+        rotary = {False: 2 * rope[0].shape[1], True: 2 * (local_rope or rope)[0].shape[1]}
+        shapes = [
+            (config.cache_sizes_of(i), rotary[config.window_of(i) > 0], config.ffn_of(i)) for i in range(config.layers)
+        ]
+        self._models = {
+            shape: structures.Model(
+                *(config.hidden, config.heads, _groups(shape[0]), shape[0].head_dim, *shape[1:], context),
+                *(shape[0].kv_heads, cache_kind(precision), ACTIVATIONS.index(config.activation)),
+                *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
+            )
+            for shape in shapes
+        }
+        self._shapes = shapes
+        self.model = self._models[shapes[0]]
+        """Sizes of the first block, and of all where `uniform`."""
+        self.uniform = len(self._models) == 1 and not config.kv_layers
+        """Whether all blocks have the same sizes and their own keys and values, so that one call can run them."""
         self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+
+    def _segments(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Ranges of blocks of the same sizes."""
+        if self.uniform:
+            return [(first, last)]
+        cuts = [i for i in range(first + 1, last) if self._shapes[i] != self._shapes[i - 1]]
+        return list(pairwise([first, *cuts, last]))
 
     def _set_blocks(self, blocks: Sequence[PackedBlock]) -> None:
         self.blocks = blocks
@@ -185,16 +227,20 @@ class NativeStack:
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
+        """Whether the kernels support this architecture: sequential blocks with rotary positions."""
         plain = not (config.learned_positions or config.parallel_blocks)
         plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
-            plain = plain and not config.post_norms and PackedExperts.supports(config.experts)
-        ropes = {rope.rotary_dim(config.head_dim) for rope in (config.rope, config.local_rope) if rope is not None}
-        kv_heads, _, head_dim = _head_sizes(config)
-        shaped = head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
-        shaped = shaped and config.heads // kv_heads <= MAX_GROUP
-        return plain and len(ropes) == 1 and shaped and config.activation in ACTIVATIONS
+            plain = plain and (config.experts.beside_dense or not config.post_norms)
+            plain = plain and PackedExperts.supports(config.experts)
+        plain = plain and config.gated == (config.activation != "relu2")
+        plain = plain and config.activation in ACTIVATIONS and config.rope is not None
+        return plain and all(
+            sizes.head_dim % LANES == 0
+            and sizes.head_dim <= MAX_HEAD_DIM
+            and sizes.heads // _groups(sizes) <= MAX_GROUP
+            for sizes in plan_stores(config)[0]
+        )
 
     def __call__(
         self, x: Tensor, layout: Layout, cache: Cache, first: int, last: int, attention_input: Tensor | None = None
@@ -218,14 +264,17 @@ class NativeStack:
         hidden_layers: Sequence[int] = (),
         attention_input: Tensor | None = None,
         expert_counts: list[int] | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """As a call, but returns the residual stream before every block of `hidden_layers`, ascending, and then the
         result. `expert_counts` is extended by the number of experts that every mixture-of-experts layer read.
+        `layer_inputs`: per-layer inputs, [t, numbers of all layers]; None: the model has none.
 
         Raises:
             ValueError: as a call, or `hidden_layers` names a block that does not run.
         """
-        layout_struct, cache_struct = self.layout_struct(x.shape[0], layout), self.cache_struct(cache, layout)
+        layout_struct = self.layout_struct(x.shape[0], layout, layer_inputs)
+        caches = self.cache_structs(cache, layout)
         check_tensor(x, torch.float32, "x", x.shape[0], self.config.hidden)
         if not 0 <= first <= last <= len(self.layers):
             raise ValueError(f"blocks {first} to {last} were asked for, but there are {len(self.layers)}")
@@ -236,16 +285,28 @@ class NativeStack:
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
         counts = None if expert_counts is None or self.config.experts is None else (c_int32 * (last - first))()
-        invalid = self.kernels.foretell_stack(
-            *(self.model, self.layers, first, last, out[-1].data_ptr()),
-            *(None if attention_input is None else attention_input.data_ptr(), layout_struct, cache_struct),
-            *((c_int32 * len(hidden_layers))(*hidden_layers), len(hidden_layers), out.data_ptr(), counts),
-            torch.get_num_threads(),
-        )
-        self.check_result(invalid, layout, cache_struct)
+        for begin, end in self._segments(first, last):
+            recorded = [i for i in hidden_layers if begin <= i < end]
+            states = out[sum(i < begin for i in hidden_layers) :]
+            given = attention_input if begin == first else None
+            part = self._model_and_cache(begin, caches)
+            invalid = self.kernels.foretell_stack(
+                *(part[0], self.layers, begin, end, out[-1].data_ptr()),
+                *(None if given is None else given.data_ptr(), layout_struct, part[1]),
+                *((c_int32 * len(recorded))(*recorded), len(recorded), states.data_ptr()),
+                None if counts is None else ctypes.byref(counts, 4 * (begin - first)),
+                torch.get_num_threads(),
+            )
+            self.check_result(invalid, layout, part[1])
         if counts is not None and expert_counts is not None:
             expert_counts += filter(None, counts)
         return out.unbind()
+
+    def _model_and_cache(self, i: int, caches: Sequence[structures.Cache]) -> tuple[structures.Model, structures.Cache]:
+        """The sizes of block `i`, and its cache of keys and values."""
+        if len(caches) == 1:
+            return self._models[self._shapes[i]], caches[0]
+        return self._models[self._shapes[i]], caches[self._places[i][0]]
 
     def check_result(self, invalid: int, layout: Layout, cache: structures.Cache) -> None:
         """Check a kernel's return value: -1, or the index of an invalid token.
@@ -255,10 +316,11 @@ class NativeStack:
         """
         if invalid < 0:
             return
-        where = ", ".join(f"{f.name} {getattr(layout, f.name)[invalid]}" for f in fields(layout))
-        size = f"{cache.rows} rows of {cache.slots} slots and {self.model.context} positions"
+        columns = {f.name: getattr(layout, f.name) for f in fields(layout)}
+        where = ", ".join(f"{name} {column[invalid]}" for name, column in columns.items() if column is not None)
         raise ValueError(
-            f"token {invalid} of the layout has no visible slot or lies outside the cache of {size}: {where}"
+            f"token {invalid} of the layout has no visible slot or lies outside the blocks of its row, the "
+            f"{cache.rows} rows of the cache or the {self.model.context} positions: {where}"
         )
 
     def without_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
@@ -291,6 +353,8 @@ class NativeStack:
             block.k_norm,
             block.post_attention_norm,
             block.post_mlp_norm,
+            block.v_norm,
+            None if block.layer_input is None else block.layer_input.norm,
         )
         layers = plan_block(block, self.precision)
         biases = [] if block.output is None else [_input_bias(block), block.output_bias]
@@ -298,11 +362,18 @@ class NativeStack:
             biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
         if block.attention_gate is not None:
             biases.append(block.attention_gate_bias)
+        biases += [None] * (2 * (block.layer_input is not None))
         packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self.kernels)
         structs = list(packed.structs)
+        own_input = [structures.Weight(), structures.Weight()]
+        if block.layer_input is not None:
+            structs, own_input = structs[:-2], structs[-2:]
         gate = structures.Weight() if block.attention_gate is None else structs.pop()
-        offset, window = self.config.norm_offset, self.config.window_of(i)
+        offset, window, inputs = self.config.norm_offset, self.config.window_of(i), self.config.layer_inputs
         scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
+        if block.v_norm is not None:  # has no weights, and so no offset
+            scales[-2] = block.v_norm.detach().float().contiguous()
+        v_norm, input_norm = (None if scale is None else scale.data_ptr() for scale in scales[-2:])
         scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
         experts = None
         if block.experts is not None:
@@ -319,10 +390,16 @@ class NativeStack:
             *(*structs[:_LAYER_LINEARS], gate),
             None if mixer is None else ctypes.addressof(mixer),
             None if latent is None else ctypes.addressof(latent.structs[0]),
-            self._store_index(i),
-            *(None if scale is None else scale.data_ptr() for scale in scales),
+            self._places[i][1] if i in self._places else 0,
+            *(None if scale is None else scale.data_ptr() for scale in (*scales[:-3], scales[-1])),
             None if experts is None else ctypes.addressof(experts.structs[0]),
-            *(None, None, window, *self._sublayers(i)),
+            *(None, None, window, *self._sublayers(i), self.config.chunked, block.reads_keys, v_norm, None),
+            *(
+                *own_input,
+                input_norm,
+                0 if inputs is None else i * inputs.width,
+                0 if block.scale == 1 else block.scale,
+            ),
         )
         memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
         further: list[structures.Memory] = [struct, *packed.further]
@@ -336,10 +413,6 @@ class NativeStack:
             memory += latent.tensors
             further += latent.structs
         return self.attach(i, PackedBlock(further, memory))
-
-    def _store_index(self, i: int) -> int:
-        """Index of a layer in the cache of keys and values."""
-        return i if self.config.state is None else sum(j in self.config.attention_layers for j in range(i))
 
     def _sublayers(self, i: int) -> tuple[bool, bool]:
         """Whether a layer has attention, or what takes its place, and a feed-forward network."""
@@ -368,10 +441,12 @@ class NativeStack:
         """Let a packed block, as block `i`, point to the rotary tables of this stack."""
         unrotated = i in self.config.unrotated_layers
         block.struct.cos, block.struct.sin = self._no_rope if unrotated else self._ropes[self.config.window_of(i) > 0]
+        if self.config.query_scaling_of(i) is not None:
+            block.struct.query_scale = self._query_scale
         return block
 
     def run_block(
-        self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, cache: structures.Cache
+        self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, caches: Sequence[structures.Cache]
     ) -> tuple[Tensor, int]:
         """The residual stream after a packed block that is block `i` of the stack, and the number of experts that the
         block read (0: it is dense).
@@ -384,8 +459,9 @@ class NativeStack:
         attention, mlp = (i not in skipped for skipped in self._skipped)
         layers[i].attention, layers[i].mlp = layers[i].attention and attention, layers[i].mlp and mlp
         out, count = x.clone(), c_int32(0)
+        model, cache = self._model_and_cache(i, caches)
         invalid = self.kernels.foretell_stack(
-            *(self.model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
+            *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
             torch.get_num_threads(),
         )
         if invalid >= 0:
@@ -399,35 +475,58 @@ class NativeStack:
 
     def _keep_rope(self, tables: RopeTables) -> tuple[int, int]:
         for table in tables:
-            check_tensor(table, torch.float32, "a rotary table", table.shape[0], self._rotary_dim // 2)
+            check_tensor(table, torch.float32, "a rotary table", table.shape[0], tables[0].shape[1])
         return self._keep(tables[0]), self._keep(tables[1])
 
-    def layout_struct(self, t: int, layout: Layout) -> structures.Layout:
-        """A layout of `t` tokens as an argument of the kernels."""
+    def layout_struct(self, t: int, layout: Layout, layer_inputs: Tensor | None = None) -> structures.Layout:
+        """A layout of `t` tokens, and their per-layer inputs, as an argument of the kernels."""
         width = layout.extra_slots.shape[-1]
         columns = (layout.row, layout.slot, layout.position, layout.visible_prefix)
         for column in columns:
             check_tensor(column, torch.int32, "the layout", t)
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
-        return structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
+        struct = structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
+        if self.config.layer_inputs is not None:
+            if layer_inputs is None:
+                raise ValueError("the per-layer inputs of the tokens are missing")
+            check_tensor(layer_inputs, torch.float32, "layer_inputs", t, layer_inputs.shape[-1])
+            struct.layer_inputs, struct.input_width = layer_inputs.data_ptr(), layer_inputs.shape[-1]
+            struct.kept = layer_inputs
+        return struct
 
     def cache_struct(self, cache: Cache, layout: Layout | None = None) -> structures.Cache:
-        """A cache as an argument of the kernels; `layout`: of the pass, for models with recurrent states."""
-        states = None
+        """The cache of blocks that share one, as an argument of the kernels; `layout`: as in `cache_structs`."""
+        return self.cache_structs(cache, layout)[0]
+
+    def cache_structs(self, cache: Cache, layout: Layout | None = None) -> list[structures.Cache]:
+        """The stores of keys and values of a cache as arguments of the kernels; `layout`: of the pass, for models with
+        recurrent states.
+        """
+        states, stores = None, [cache]
         if isinstance(cache, LayeredCache):
-            cache, store = cache.stores
-            assert self.config.state is not None and isinstance(store, NativeStateStore) and layout is not None
+            stores = list(cache.stores)
+        if self.config.state is not None:
+            store = stores.pop()
+            assert isinstance(store, NativeStateStore) and layout is not None
             states = store.native_pass(layout, projected_width(self.config.state))
+        return [self._store_struct(i, store, states) for i, store in enumerate(stores)]
+
+    def _least_layers(self, store: int) -> int:
+        """How many layers the blocks need in a store of keys and values."""
+        if self.uniform and self.config.state is None:
+            return len(self.layers)
+        within = (index for j, (of, index) in self._places.items() if of == store and j < len(self.layers))
+        return 1 + max(within, default=-1)
+
+    def _store_struct(self, i: int, cache: Cache, states: NativePass | None) -> structures.Cache:
         if not isinstance(cache, NativeKVCache):
             raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
-        layers, rows, _, slots, _ = cache.k.shape
+        layers, _, blocks, _, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
-        least = self._store_index(len(self.layers))
-        shape = (max(layers, least), rows, self._cache_heads, slots, self._head_dim)
+        sizes = self._store_sizes[i]
+        shape = (max(layers, self._least_layers(i)), sizes.kv_heads, blocks, BLOCK_SLOTS, sizes.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        if slots % structures.LANES:
-            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
         if states is None:
             return cache.struct
         struct = structures.Cache.from_buffer_copy(cache.struct)
@@ -436,11 +535,10 @@ class NativeStack:
         return struct
 
 
-def _head_sizes(config: ModelConfig) -> tuple[int, int, int]:
-    """Key-value heads, those of them in the cache, and their width. Latent attention has one, which serves groups of
-    query heads as if it were several.
+def _groups(sizes: AttentionSizes) -> int:
+    """Groups of query heads that the kernels serve together: one per key-value head, but a single key-value head serves
+    groups of at most `MAX_GROUP`.
     """
-    if config.latent is None:
-        return config.kv_heads, config.kv_heads, config.head_dim
-    groups = next(n for n in range(1, config.heads + 1) if config.heads % n == 0 and config.heads // n <= MAX_GROUP)
-    return groups, 1, config.latent.kv_rank + config.latent.rope_dim
+    if sizes.kv_heads > 1:
+        return sizes.kv_heads
+    return next(n for n in range(1, sizes.heads + 1) if sizes.heads % n == 0 and sizes.heads // n <= MAX_GROUP)

@@ -45,7 +45,8 @@ class Experts(ctypes.Structure):
         *((name, Weight) for name in ("shared_gate_up", "shared_down")),
         *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
         *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
-        ("scale", c_float),
+        *(("scale", c_float), ("weighs_inputs", c_int32), ("expert_scale", c_void_p)),
+        *((name, c_void_p) for name in ("router_norm", "input_norm", "output_norm", "dense_norm")),
     )
 
 
@@ -96,7 +97,10 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
         *((name, c_void_p) for name in ("experts", "cos", "sin")),
-        *((name, c_int32) for name in ("window", "attention", "mlp")),
+        *((name, c_int32) for name in ("window", "attention", "mlp", "chunked", "reads_keys")),
+        *(("v_norm", c_void_p), ("query_scale", c_void_p)),
+        *(("input_gate", Weight), ("input_projection", Weight), ("input_norm", c_void_p)),
+        *(("input_first", c_int32), ("scale", c_float)),
     )
 
 
@@ -175,7 +179,8 @@ class Layout(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),
-        *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots")),
+        *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots", "layer_inputs")),
+        ("input_width", c_int32),
     )
 
 
@@ -192,8 +197,8 @@ class Cache(ctypes.Structure):
     """The key-value cache."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
-        *((name, c_int32) for name in ("rows", "slots")),
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale", "table")),
+        *((name, c_int32) for name in ("blocks", "rows", "row_blocks")),
         ("states", c_void_p),
     )
 

@@ -1,6 +1,6 @@
 """Reads the mixture-of-experts layers of checkpoints: one tensor per expert, or all experts of a layer in one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -13,11 +13,23 @@ from foretell.model.stored_matrix import StoredMatrix
 Tensor = torch.Tensor
 Names = tuple[str | None, str, str]
 """Names of gate (None: there is none), up and down."""
-_MIXTRAL: tuple[str, Names] = ("block_sparse_moe.", ("w1", "w3", "w2"))
 _GATED: Names = ("gate_proj", "up_proj", "down_proj")
-_NEMOTRON: tuple[str, Names] = ("mixer.", (None, "up_proj", "down_proj"))
+_MIXTRAL: tuple[str, Names] = ("block_sparse_moe.", ("w1", "w3", "w2"))
 _GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
-_ROUTERS = {"gpt_oss": "router"} | dict.fromkeys(_GRANITE, "router.layer")
+_NAMES: Mapping[str, tuple[str, Names]] = {
+    "mixtral": _MIXTRAL,
+    "llama4_text": ("feed_forward.", _GATED),
+    "gemma4_text": ("", _GATED),
+    "nemotron_h": ("mixer.", (None, "up_proj", "down_proj")),
+    **dict.fromkeys(_GRANITE, _MIXTRAL),
+}
+"""Where the experts of a layer are named, and the names of their matrices, where it is not `mlp.` and `_GATED`."""
+_ROUTERS = {
+    "gpt_oss": "router",
+    "llama4_text": "router",
+    "gemma4_text": "router.proj",
+    **dict.fromkeys(_GRANITE, "router.layer"),
+}
 """Names of the router, where it is not `gate`."""
 
 
@@ -32,6 +44,7 @@ class Weights(Protocol):
     def expert_matrices(  # noqa: D102
         self, name: str, count: int, outputs: int, inputs: int
     ) -> Iterator[StoredMatrix]: ...
+    def release_pages(self) -> None: ...  # noqa: D102
 
 
 def read_expert_layer(config: ModelConfig, prefix: str, weights: Weights) -> ExpertMatrices:
@@ -51,6 +64,7 @@ def read_expert_layer(config: ModelConfig, prefix: str, weights: Weights) -> Exp
         weights.require(f"{router}.e_score_correction_bias", experts.count) if experts.selection_bias else None,
         _read_shared_expert(config, prefix, weights) if experts.shared_ffn else None,
         weights.require(gate, 1, hidden) if experts.shared_gate else None,
+        weights.require(f"{prefix}router.per_expert_scale", experts.count) if experts.beside_dense else None,
     )
 
 
@@ -58,6 +72,9 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
     experts = config.experts
     assert experts is not None
     stem, names = _names(config)
+    if experts.weighs_inputs:
+        yield from _transposed_experts(config, f"{prefix}{stem}experts.", weights)
+        return
     if config.architecture == "gpt_oss" and weights.get(f"{prefix}mlp.experts.gate_up_proj_bias") is not None:
         yield from _fused_experts(config, f"{prefix}mlp.experts.", weights)
         return
@@ -65,8 +82,8 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
         names_of_both = "input_linear.weight", "output_linear.weight"
         yield from _stacked_experts(config, f"{prefix}{stem}", weights, *names_of_both)
         return
-    if weights.get(f"{prefix}mlp.experts.gate_up_proj") is not None:
-        yield from _stacked_experts(config, f"{prefix}mlp.experts.", weights)
+    if weights.get(f"{prefix}{stem}experts.gate_up_proj") is not None:
+        yield from _stacked_experts(config, f"{prefix}{stem}experts.", weights)
         return
     for j in range(experts.count):
         yield read_gated(weights, f"{prefix}{stem}experts.{j}.", experts.ffn, config.hidden, experts.bias, names)
@@ -81,7 +98,7 @@ def _read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> G
         down = weights.matrix(f"{name}output_linear.weight", config.hidden, width)
         return GatedMatrices(both.rows(torch.arange(width)), both.rows(torch.arange(width, 2 * width)), down)
     stem, names = _names(config)
-    name = "shared_expert" if experts.shared_gate else "shared_experts"
+    name = "shared_expert" if experts.shared_gate or experts.weighs_inputs else "shared_experts"
     return read_gated(weights, f"{prefix}{stem}{name}.", experts.shared_ffn, config.hidden, bias=False, names=names)
 
 
@@ -103,11 +120,7 @@ def read_gated(
 
 def _names(config: ModelConfig) -> tuple[str, Names]:
     """Where a layer's experts are named, and the names of gate, up and down."""
-    if config.architecture == "nemotron_h":
-        return _NEMOTRON
-    if config.architecture in _GRANITE:
-        return _MIXTRAL
-    return _MIXTRAL if config.architecture == "mixtral" else ("mlp.", _GATED)
+    return _NAMES.get(config.architecture, ("mlp.", _GATED))
 
 
 def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
@@ -131,6 +144,17 @@ def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterat
         )
 
 
+def _transposed_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
+    """The experts of Llama 4: matrices [inputs, outputs] of all experts in one tensor, gate before up."""
+    experts, hidden = config.experts, config.hidden
+    assert experts is not None
+    gate_up = weights.expert_matrices(f"{prefix}gate_up_proj", experts.count, 2 * experts.ffn, hidden)
+    down = weights.expert_matrices(f"{prefix}down_proj", experts.count, hidden, experts.ffn)
+    rows = torch.arange(2 * experts.ffn)
+    for both, one in zip(gate_up, down, strict=True):
+        yield GatedMatrices(both.rows(rows[: experts.ffn]), both.rows(rows[experts.ffn :]), one)
+
+
 def _stacked_experts(
     config: ModelConfig, prefix: str, weights: Weights, gate_up_name: str = "gate_up_proj", down_name: str = "down_proj"
 ) -> Iterator[GatedMatrices]:
@@ -141,7 +165,7 @@ def _stacked_experts(
     down = weights.require(f"{prefix}{down_name}", experts.count, hidden, experts.ffn)
     for both, last in zip(gate_up, down, strict=True):
         parts = (both[: experts.ffn], both[experts.ffn :], last)
-        yield GatedMatrices(*(StoredMatrix.of(part) for part in parts))
+        yield GatedMatrices(*(StoredMatrix.of(part, weights.release_pages) for part in parts))
 
 
 def _every_second_row(matrix: StoredMatrix, first: int) -> StoredMatrix:

@@ -1,8 +1,7 @@
 """Loads the decoder on the CPU kernels from a checkpoint, one block at a time, or from the cache of packed weights."""
 
-import logging
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,17 +15,25 @@ from foretell.model.kernels import build
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.experts import planned_bytes
+from foretell.model.kernels.layer_inputs import NativeLayerInputs
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedFileError, PackedPart, PackedReader
-from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock, plan_block
+from foretell.model.kernels.stack import BlockWeights, LayerInputWeights, NativeStack, PackedBlock, plan_block
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.experts import read_expert_layer, read_gated
-from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile
+from foretell.model.load.layer_parts import (
+    LAYER_INPUTS_NORM,
+    LAYER_INPUTS_PROJECTION,
+    LAYER_INPUTS_TABLE,
+    attention_inputs,
+    layer_inputs_sizes,
+    layer_scale,
+)
+from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
 from foretell.model.load.weights import BlockNames, Weights, block_names, build_block
 from foretell.model.stored_matrix import StoredMatrix
 
-log = logging.getLogger(__name__)
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTER_PARTS = 2
 """Parts of a file of packed weights before the blocks: the head, and the final norm."""
@@ -40,7 +47,8 @@ def weight_dtype(precision: Precision) -> torch.dtype:
 def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
     """The decoder of a checkpoint on the kernels.
 
-    Memory beyond the packed weights: a few rows, and the pages of the file until they are released after every block.
+    Memory beyond the packed weights: a few rows, and the pages of the file until they are released. A thread writes
+    the weights to the cache, beyond this call; see `finish_writing`.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
@@ -88,7 +96,9 @@ def native_blocks(
         if keep.wanted:
             for i in range(config.layers):
                 keep(pack(i))
+                keep.wait()
                 weights.release_pages()
+    keep.wait()
     kept = None if place is None else place.open()
     return outer, pack if kept is None else _block_reader(outer, kept)
 
@@ -125,8 +135,17 @@ def _place_in_cache(config: ModelConfig, weights: Weights, precision: Precision)
     return PackedWeightsFile(weights.files, weights.variant or precision, [repr(sizes)])
 
 
+_writing = set[Future[None]]()
+"""Files of the cache that threads of this process write."""
+
+
+def finish_writing() -> None:
+    """Wait until the packed weights of all models that were loaded are kept for the next start."""
+    wait(set(_writing))
+
+
 class _Keep:
-    """Writes packed parts to a file of the cache while others are packed; what fails is reported once."""
+    """Writes packed parts to a file of the cache, in a thread of its own; what fails is reported once."""
 
     def __init__(self, file: UnfinishedFile | None) -> None:
         self._file, self._pool = file, ThreadPoolExecutor(1)
@@ -138,37 +157,38 @@ class _Keep:
         return self._file is not None
 
     def __call__(self, part: PackedPart) -> None:
-        """Write a part, after those before it; waits until there is one part to write at most."""
-        if self._file is None:
-            return
-        try:
-            if self._last is not None:
-                self._last.result()
-            self._last = self._pool.submit(self._file.writer.add, part)
-        except OSError as error:
-            self._give_up(error)
+        """Write a part after those before it."""
+        if self._file is not None:
+            self._last = self._pool.submit(self._guarded, lambda file: file.writer.add(part))
+
+    def wait(self) -> None:
+        """Wait until all parts are written."""
+        if self._last is not None:
+            self._last.result()
 
     def finish(self) -> None:
-        """Complete the file."""
-        if self._file is None:
-            return
-        try:
-            if self._last is not None:
-                self._last.result()
-            self._file.finish()
-        except OSError as error:
-            self._give_up(error)
+        """Complete the file after the last part is written; does not wait."""
+        if self._file is not None:
+            self._last = self._pool.submit(self._guarded, UnfinishedFile.finish)
+            _writing.add(self._last)
+            self._last.add_done_callback(_writing.discard)
+        self._pool.shutdown(wait=False)
 
     def abandon(self) -> None:
         """Remove the file."""
+        self._pool.shutdown(cancel_futures=True)
         if self._file is not None:
-            self._pool.shutdown()
             self._file.abandon()
 
-    def _give_up(self, error: OSError) -> None:
-        log.warning("the packed weights are not kept for the next start: %s", error)
-        self.abandon()
-        self._file = None
+    def _guarded(self, action: Callable[[UnfinishedFile], None]) -> None:
+        if self._file is None:
+            return
+        try:
+            action(self._file)
+        except OSError as error:
+            report_not_kept(error)
+            self._file.abandon()
+            self._file = None
 
 
 @contextmanager
@@ -218,25 +238,42 @@ def _assemble(
         source = weights.matrix(_EMBEDDING, config.vocab, config.hidden).rounded(dtype)
     embedding = NativeEmbedding(source, dtype, config.embedding_scale)
     stack = NativeStack(config, [], precision, *decoder_rope_tables(config))
-    return NativeDecoder.of_parts(config, embedding, stack, norm, head)
+    inputs = None if config.layer_inputs is None else _read_layer_inputs(config, weights, precision)
+    return NativeDecoder.of_parts(config, embedding, stack, norm, head, inputs)
+
+
+def _read_layer_inputs(config: ModelConfig, weights: Weights, precision: Precision) -> NativeLayerInputs:
+    """The table of per-layer inputs, in a mapped file a view of it, and their projection, which is packed anew."""
+    vocab, total, width = layer_inputs_sizes(config)
+    table, dtype = weights.matrix(LAYER_INPUTS_TABLE, vocab, total), weight_dtype(precision)
+    mapped = weights.maps(LAYER_INPUTS_TABLE)
+    return NativeLayerInputs(
+        NativeEmbedding(table if mapped else table.rounded(dtype), dtype, 1.0),
+        NativeLinear(weights.matrix(LAYER_INPUTS_PROJECTION, total, config.hidden), None, precision),
+        weights.require(LAYER_INPUTS_NORM, width).float() + config.norm_offset,
+        config.norm_eps,
+        mapped,
+    )
 
 
 def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
     """The weights of block `i`, its matrices as the checkpoint stores them."""
     c, prefix = config, f"model.layers.{i}."
-    if c.state is not None or c.latent is not None or c.attention_gate or block_names(c) != BlockNames():
+    beside_dense = c.experts is not None and c.experts.beside_dense
+    by_parts = c.state is not None or c.latent is not None or c.attention_gate or beside_dense
+    if by_parts or block_names(c) != BlockNames():
         # The stack adds the offset of the norms.
         plain = replace(c, norm_offset=0.0)
         return block_weights(build_block(plain, i, weights, weight_dtype(precision), torch.device("cpu")))
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    head_dim, reads_keys = c.sizes_of(i).head_dim, c.kv_layer_of(i) != i
 
     def matrix(name: str, outputs: int, inputs: int) -> StoredMatrix:
         return weights.matrix(f"{prefix}{name}.weight", outputs, inputs)
 
-    def bias(outputs: dict[str, int], wanted: bool) -> Float[torch.Tensor, " o"] | None:
+    def bias(outputs: Sequence[tuple[str, int]], wanted: bool) -> Float[torch.Tensor, " o"] | None:
         if not wanted:
             return None
-        return torch.cat([weights.require(f"{prefix}{name}.bias", n) for name, n in outputs.items()]).to(
+        return torch.cat([weights.require(f"{prefix}{name}.bias", n) for name, n in outputs]).to(
             weight_dtype(precision)
         )
 
@@ -249,20 +286,30 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
         return found
 
     sparse = c.experts is not None and i in c.experts.layers
-    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    qkv, q = attention_inputs(c, i), c.heads * head_dim
     return BlockWeights(
         attention_norm=vector("input_layernorm"),
-        qkv=[matrix(name, outputs, c.hidden) for name, outputs in qkv.items()],
+        qkv=[matrix(name, outputs, c.hidden) for name, outputs in qkv],
         qkv_bias=bias(qkv, c.qkv_bias),
-        q_norm=norm("self_attn.q_norm", c.head_dim, c.qk_norm),
-        k_norm=norm("self_attn.k_norm", c.head_dim, c.qk_norm),
+        q_norm=norm("self_attn.q_norm", head_dim, c.qk_norm),
+        k_norm=norm("self_attn.k_norm", head_dim, c.qk_norm and not reads_keys),
+        v_norm=torch.ones(head_dim) if c.value_norm and not reads_keys else None,
+        reads_keys=reads_keys,
         output=matrix("self_attn.o_proj", c.hidden, q),
-        output_bias=bias({"self_attn.o_proj": c.hidden}, c.output_bias),
+        output_bias=bias([("self_attn.o_proj", c.hidden)], c.output_bias),
         mlp_norm=vector("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"),
-        **(_expert_weights(c, prefix, weights) if sparse else _gated_weights(c, prefix, weights)),
+        **(_expert_weights(c, prefix, weights) if sparse else _gated_weights(c, i, prefix, weights)),
         sinks=weights.require(f"{prefix}self_attn.sinks", c.heads) if c.sinks else None,
         post_attention_norm=norm("post_attention_layernorm", c.hidden, c.post_norms),
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden, c.post_norms),
+        layer_input=None
+        if c.layer_inputs is None
+        else LayerInputWeights(
+            matrix("per_layer_input_gate", c.layer_inputs.width, c.hidden),
+            matrix("per_layer_projection", c.hidden, c.layer_inputs.width),
+            vector("post_per_layer_input_norm"),
+        ),
+        scale=layer_scale(c, prefix, weights),
     )
 
 
@@ -271,6 +318,6 @@ def _expert_weights(config: ModelConfig, prefix: str, weights: Weights) -> dict[
     return {"gate": None, "up": None, "down": None, "experts": read_expert_layer(config, prefix, weights)}
 
 
-def _gated_weights(config: ModelConfig, prefix: str, weights: Weights) -> dict[str, Any]:
+def _gated_weights(config: ModelConfig, i: int, prefix: str, weights: Weights) -> dict[str, Any]:
     """The fields of `BlockWeights` for the feed-forward network of a dense layer."""
-    return vars(read_gated(weights, prefix + "mlp.", config.ffn, config.hidden, config.mlp_bias))
+    return vars(read_gated(weights, prefix + "mlp.", config.ffn_of(i), config.hidden, config.mlp_bias))

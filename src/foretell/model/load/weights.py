@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
@@ -20,9 +19,20 @@ from foretell.model.linear import Linear
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.latent import read_latent_projection
+from foretell.model.load.layer_parts import (
+    INTERLEAVED,
+    attention_inputs,
+    build_beside_dense,
+    build_layer_input,
+    build_layer_inputs,
+    half_split_order,
+    layer_scale,
+    unit_norm,
+)
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
+from foretell.model.load.safetensors_file import SafetensorsFile
 from foretell.model.load.state_blocks import build_state_parts
-from foretell.model.moe import ExpertFeedForward
+from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
@@ -85,7 +95,7 @@ class Weights(ABC):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        return StoredMatrix.of(self.require(name, outputs, inputs))
+        return StoredMatrix.of(self.require(name, outputs, inputs), self.release_pages)
 
     def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
         """The matrices of all experts, one after the other, from one tensor: floats [experts, inputs, outputs].
@@ -93,7 +103,8 @@ class Weights(ABC):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        return (StoredMatrix.of(each.T) for each in self.require(name, count, inputs, outputs))
+        whole = self.require(name, count, inputs, outputs)
+        return (StoredMatrix.of(each.T, self.release_pages) for each in whole)
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
@@ -107,7 +118,7 @@ class Weights(ABC):
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """As `head`, but as the file stores it."""
         found = self.head(vocab, hidden)
-        return None if found is None else StoredMatrix.of(found)
+        return None if found is None else StoredMatrix.of(found, self.release_pages)
 
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The output matrix as the file stores it; the embedding where the two are tied."""
@@ -169,30 +180,19 @@ class SafetensorsWeights(Weights):
                     "convert it to safetensors with `save_pretrained` of transformers"
                 )
             raise ValueError(f"{path}: no model.safetensors here")
-        self._files, self._path = files, path
         self.files = [path / name for name in files]
-        self._readers: dict[str, Callable[[str], Tensor]] = {}
-        self._open(check)
-
-    def _open(self, check: Callable[[Path, str, str], None] | None = None) -> None:
-        path = self._path
-        for name in self._files:
-            try:
-                handle = safe_open(path / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{path / name}: missing or damaged safetensors file ({error}); download it again"
-                ) from error
-            for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
-                self._readers[key] = handle.get_tensor
-                if check is not None:
-                    check(path / name, key, handle.get_slice(key).get_dtype())  # type: ignore[no-untyped-call]
+        self._mapped = [SafetensorsFile(file) for file in self.files]
+        self._file_of = {name: file for file in self._mapped for name in file.dtypes}
+        for file in self._mapped:
+            for name, dtype in file.dtypes.items():
+                check(file.path, name, dtype)
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
         for candidate in candidate_names(name):
-            if candidate in self._readers:
-                return self._readers[candidate](candidate)
+            if candidate in self._file_of:
+                found: Tensor = self._file_of[candidate].tensor(candidate)
+                return found
         return None
 
     @property
@@ -215,8 +215,9 @@ class SafetensorsWeights(Weights):
         return found
 
     def release_pages(self) -> None:
-        """Reopen the files; an old mapping ends with the last tensor that uses it."""
-        self._open()
+        """Return the files' memory pages to the system."""
+        for file in self._mapped:
+            file.release_pages()
 
 
 def _shards(index: Path) -> list[str]:
@@ -412,7 +413,8 @@ _NEMOTRON = BlockNames(
     down="mixer.down_proj",
     final_norm="model.norm_f",
 )
-_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID, "nemotron_h": _NEMOTRON}
+_LLAMA4 = BlockNames(gate="feed_forward.gate_proj", up="feed_forward.up_proj", down="feed_forward.down_proj")
+_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID, "nemotron_h": _NEMOTRON, "llama4_text": _LLAMA4}
 """By architecture, where they are not those of Llama."""
 
 
@@ -433,15 +435,18 @@ def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, dev
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
         outer = pool.submit(lambda: build_without_blocks(config, weights, dtype, device))
         blocks = list(pool.map(lambda i: build_block(config, i, weights, dtype, device), range(config.layers)))
-    return Decoder(config, outer.result().embedding.data, blocks, outer.result().norm, outer.result().head)
+    shell = outer.result()
+    return Decoder(config, shell.embedding.data, blocks, shell.norm, shell.head, layer_inputs=shell.layer_inputs)
 
 
 def build_without_blocks(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build a decoder with embedding, final norm and head, and no blocks."""
     embedding = weights.require("model.embed_tokens.weight", config.vocab, config.hidden).to(device, dtype)
+    inputs = None if config.layer_inputs is None else build_layer_inputs(config, weights, dtype, device)
     norm = _norm(config, weights, block_names(config).final_norm, config.hidden, device)
     head = None if config.tied else weights.head(config.vocab, config.hidden)
-    return Decoder(config, embedding, [], norm, None if head is None else Linear(head.to(device, dtype)))
+    own = None if head is None else Linear(head.to(device, dtype))
+    return Decoder(config, embedding, [], norm, own, layer_inputs=inputs)
 
 
 def build_block(
@@ -449,7 +454,8 @@ def build_block(
 ) -> DecoderBlock:
     """Build block `i`."""
     c, prefix = config, f"model.layers.{i}."
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    sizes, ffn = c.sizes_of(i), c.ffn_of(i)
+    q = c.heads * sizes.head_dim
 
     def place(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype)
@@ -466,18 +472,20 @@ def build_block(
         return _norm(c, weights, prefix + name, width, device)
 
     names = block_names(c)
-    mlp: FeedForward | ExpertFeedForward
+    experts = _experts(c, prefix, weights, place) if c.experts is not None and i in c.experts.layers else None
+    mlp: FeedForward | ExpertFeedForward | DenseAndExperts
     if i in c.mlp_free_layers:
         mlp = FeedForward(_nothing(c.hidden), _nothing(0), c.activation)
-    elif c.experts is not None and i in c.experts.layers:
-        mlp = _experts(c, prefix, weights, place)
+    elif experts is not None and c.experts is not None and not c.experts.beside_dense:
+        mlp = experts
     else:
-        rows = dict.fromkeys((names.gate, names.up), 2 * c.ffn if names.gate == names.up and c.gated else c.ffn)
-        mlp = FeedForward(
+        rows = dict.fromkeys((names.gate, names.up), 2 * ffn if names.gate == names.up and c.gated else ffn)
+        dense = FeedForward(
             stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
-            stack(matrix(names.down, c.hidden, c.ffn, c.mlp_bias)),
+            stack(matrix(names.down, c.hidden, ffn, c.mlp_bias)),
             c.activation,
         )
+        mlp = dense if experts is None else build_beside_dense(c, prefix, weights, dense, experts, norm)
     if i in c.attention_free_layers:
         return DecoderBlock(
             attention_norm=RMSNorm(torch.empty(0), c.norm_eps),
@@ -507,20 +515,34 @@ def build_block(
             mlp_norm=norm(names.mlp_norm, c.hidden),
             mlp=mlp,
         )
-    stem = names.attention
-    attention = [matrix(f"{stem}.{n}_proj", width, c.hidden, c.qkv_bias) for n, width in (("k", kv), ("v", kv))]
-    queries = matrix(f"{stem}.q_proj", q * (1 + c.attention_gate), c.hidden, c.qkv_bias)
+    inputs = attention_inputs(c, i, names.attention)
+    queries, *attention = (matrix(name, rows, c.hidden, c.qkv_bias) for name, rows in inputs)
     if c.attention_gate:
         queries, gate = _split_gate(queries, c.head_dim)
         attention.append(gate)
+    if c.architecture in INTERLEAVED:
+        queries, attention[0] = (half_split_order(part, c.head_dim) for part in (queries, attention[0]))
+    reads_keys, unit = c.kv_layer_of(i) != i, c.unit_qk_norm and i not in c.unrotated_layers
+
+    def head_norm(name: str) -> RMSNorm | None:
+        if c.qk_norm:
+            return norm(name, sizes.head_dim)
+        return unit_norm(c, i, device) if unit else None
+
     return DecoderBlock(
         attention_norm=norm(names.attention_norm, c.hidden),
         qkv=stack(queries, *attention),
         output=stack(matrix(names.output, c.hidden, q, c.output_bias)),
         mlp_norm=norm(mlp_norm, c.hidden),
         mlp=mlp,
-        q_norm=norm(names.q_norm, c.head_dim) if c.qk_norm else None,
-        k_norm=norm(names.k_norm, c.head_dim) if c.qk_norm else None,
+        q_norm=head_norm(names.q_norm),
+        k_norm=None if reads_keys else head_norm(names.k_norm),
+        v_norm=unit_norm(c, i, device) if c.value_norm and not reads_keys else None,
+        reads_keys=reads_keys,
+        layer_input=build_layer_input(c, lambda *of: stack(matrix(of[0], of[1], of[2], False)), norm)
+        if c.layer_inputs
+        else None,
+        scale=layer_scale(c, prefix, weights),
         post_attention_norm=norm("post_attention_layernorm", c.hidden) if c.post_norms else None,
         post_mlp_norm=norm("post_feedforward_layernorm", c.hidden) if c.post_norms else None,
         attention_gate=c.attention_gate,
@@ -581,4 +603,5 @@ def _experts(
         None if read.shared is None else (gate_up(read.shared), linear((read.shared.down,)), gate),
         None if read.selection_bias is None else unrounded(read.selection_bias),
         c.activation,
+        None if read.expert_scale is None else unrounded(read.expert_scale),
     )

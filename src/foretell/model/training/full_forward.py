@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import nn
 
-from foretell.model.attention import AttentionBackend, masked_attention
+from foretell.model.attention import AttentionBackend, masked_attention, scale_queries
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.rope import RopeTables, rope_angles
@@ -34,7 +34,7 @@ def forward_blocks(
     for i, block in enumerate(blocks, first):
         assert isinstance(block, DecoderBlock)
         rotation = None if i in config.unrotated_layers else angles[config.window_of(i) > 0]
-        x = block(x, config, rotation, i, attention)
+        x = block(x, config.sizes_of(i), rotation, i, attention)
     return x
 
 
@@ -54,10 +54,11 @@ class CausalAttention(AttentionBackend):
     ) -> Float[torch.Tensor, "b s he"]:
         """Every position attends to itself and earlier ones."""
         c, window, s = self._config, self._config.window_of(layer), q.shape[1]
+        q = scale_queries(q, torch.arange(s, device=q.device).expand(len(q), s), c.query_scaling_of(layer))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if c.attention_softcap or 0 < window < s or sinks is not None:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-            mask = _causal_mask(s, window, q.device)
+            mask = _causal_mask(s, window, c.chunked, q.device)
             sinks = None if sinks is None else sinks[:, None].expand(-1, s)
             out = masked_attention(q, k, v, mask, c.scale, c.attention_softcap, sinks)
         else:
@@ -66,7 +67,10 @@ class CausalAttention(AttentionBackend):
         return merged
 
 
-def _causal_mask(s: int, window: int, device: torch.device) -> Bool[torch.Tensor, "s s"]:
-    """The causal mask of `s` positions within a sliding window (0: none)."""
-    distance = torch.arange(s, device=device)[:, None] - torch.arange(s, device=device)
-    return (distance >= 0) & (distance < (window or s))
+def _causal_mask(s: int, window: int, chunked: bool, device: torch.device) -> Bool[torch.Tensor, "s s"]:
+    """The causal mask of `s` positions within a sliding window (0: none); `chunked`: it begins at a multiple of its
+    size.
+    """
+    position = torch.arange(s, device=device)[:, None]
+    distance = position - torch.arange(s, device=device)
+    return (distance >= 0) & (distance < (position % window + 1 if window and chunked else window or s))

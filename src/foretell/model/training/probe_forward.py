@@ -5,7 +5,7 @@ reads beside its own tokens.
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.attention import AttentionBackend, masked_attention
+from foretell.model.attention import AttentionBackend, masked_attention, scale_queries
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.rope import rope_angles
@@ -42,10 +42,10 @@ def probe_forward(
         )
         with torch.no_grad():
             if i + 1 < len(decoder.blocks):
-                x = block(x, c, rotation, i, sequence)
+                x = block(x, c.sizes_of(i), rotation, i, sequence)
             else:
-                sequence.store(*block.project(block.attention_norm(x), c, rotation)[1:])
-        y = block(y, c, probe_rotation, i, probes)
+                sequence.store(*block.project(block.attention_norm(x), c.sizes_of(i), rotation)[1:])
+        y = block(y, c.sizes_of(i), probe_rotation, i, probes)
     return decoder.final_norm(y).to(decoder.embedding.dtype).view(b, g, len(inputs), -1)
 
 
@@ -62,7 +62,8 @@ class _SequenceAttention(AttentionBackend):
         self._config, self._position, self._earlier = config, position, earlier
         key_position = position if earlier is None else torch.cat((earlier._position, position), 1)
         distance = position[:, :, None] - key_position[:, None]
-        self._mask, self._window_mask = mask, mask & (distance < config.window) if config.window else mask
+        seen = position[:, :, None] % config.window + 1 if config.chunked and config.window else config.window
+        self._mask, self._window_mask = mask, mask & (distance < seen) if config.window else mask
         self._k, self._v = torch.empty(0), torch.empty(0)
 
     def store(self, k: Float[torch.Tensor, "b n g e"], v: Float[torch.Tensor, "b n g e"]) -> None:
@@ -80,6 +81,7 @@ class _SequenceAttention(AttentionBackend):
         """Attention over the keys that the mask of each position allows."""
         c, earlier = self._config, self._earlier
         self.store(k, v)
+        q = scale_queries(q, self._position, c.query_scaling_of(layer))
         keys, values = self._k, self._v
         if earlier is not None:
             keys, values = torch.cat((earlier._k, keys), 2), torch.cat((earlier._v, values), 2)

@@ -4,11 +4,12 @@
 // 2, TDPBF16PS and TDPBSUD). This code has not run on a processor with AMX yet: what it computes is tested with
 // `TileModel`, which does what the manual says, number by number.
 //
-// A panel's words are B tiles as they lie in memory: a row of a tile holds one word of the input of 16 outputs. Rows of
-// activations are the rows of A tiles. A token's sums do not depend on the other rows of its tile, and bfloat16
-// products use tiles for every number of tokens, so that a token's numbers do not depend on its company. They differ
-// from those of processors without AMX: a tile instruction sums 32 inputs, even and odd ones apart, before it adds
-// them. Integer products are exact: those of few tokens use no tiles.
+// A panel's words are B tiles as they lie in memory: a row of a tile holds one word of the input of 16 outputs. So are
+// blocks of keys and groups of values (attention_products.h). Rows of activations are the rows of A tiles. A token's
+// sums do not depend on the other rows of its tile, and bfloat16 products use tiles for every number of tokens, so that
+// a token's numbers do not depend on its company. They differ from those of processors without AMX: a tile instruction
+// sums 32 inputs, even and odd ones apart, before it adds them. Integer products are exact: those of few tokens use no
+// tiles.
 
 #pragma once
 
@@ -192,41 +193,61 @@ class TileScope {
 
 constexpr size_t kPanelBytes = 4 * kPanel, kTileSums = kTileRows * kPanel;  // sums of an A tile: [row][32 outputs]
 
-// Loads or stores the sums of one or two A tiles.
-template <bool kPair>
-inline void load_sums(const void* sums) {
-  const uint32_t* at = (const uint32_t*)sums;
-  TileUnit::load<0>(at, kPanelBytes), TileUnit::load<1>(at + kLanes, kPanelBytes);
-  if constexpr (kPair)
-    TileUnit::load<2>(at + kTileSums, kPanelBytes), TileUnit::load<3>(at + kTileSums + kLanes, kPanelBytes);
-}
-template <bool kPair>
-inline void store_sums(void* sums) {
-  uint32_t* at = (uint32_t*)sums;
-  TileUnit::store<0>(at, kPanelBytes), TileUnit::store<1>(at + kLanes, kPanelBytes);
-  if constexpr (kPair)
-    TileUnit::store<2>(at + kTileSums, kPanelBytes), TileUnit::store<3>(at + kTileSums + kLanes, kPanelBytes);
+// Products use one or (kPair) two A tiles, and one or (kBoth) two B tiles, which lie side by side in the sums.
+
+template <bool kPair, bool kBoth>
+inline void zero_sums() {
+  TileUnit::zero<0>();
+  if constexpr (kBoth) TileUnit::zero<1>();
+  if constexpr (kPair) TileUnit::zero<2>();
+  if constexpr (kPair && kBoth) TileUnit::zero<3>();
 }
 
-// Adds products of one or two A tiles, at a0 and a1, with 32 outputs' words of `words` inputs; `stride` in words.
-template <bool kPair, bool kIntegers>
-inline void add_tiles(const uint32_t* a0, const uint32_t* a1, size_t stride, const uint32_t* weights) {
+// Sums of the first and the second A tile, rows `bytes` apart.
+template <bool kPair, bool kBoth>
+inline void load_sums(const void* sums0, const void* sums1, size_t bytes) {
+  TileUnit::load<0>(sums0, bytes);
+  if constexpr (kBoth) TileUnit::load<1>((const uint32_t*)sums0 + kLanes, bytes);
+  if constexpr (kPair) TileUnit::load<2>(sums1, bytes);
+  if constexpr (kPair && kBoth) TileUnit::load<3>((const uint32_t*)sums1 + kLanes, bytes);
+}
+template <bool kPair, bool kBoth>
+inline void store_sums(void* sums0, void* sums1, size_t bytes) {
+  TileUnit::store<0>(sums0, bytes);
+  if constexpr (kBoth) TileUnit::store<1>((uint32_t*)sums0 + kLanes, bytes);
+  if constexpr (kPair) TileUnit::store<2>(sums1, bytes);
+  if constexpr (kPair && kBoth) TileUnit::store<3>((uint32_t*)sums1 + kLanes, bytes);
+}
+
+// Adds products of the A tiles at a0 and a1, rows `stride` words apart, with the B tiles at b0 and b1, rows `bytes`
+// apart.
+template <bool kPair, bool kBoth, bool kIntegers>
+inline void add_tiles(const uint32_t* a0, const uint32_t* a1, size_t stride, const uint32_t* b0, const uint32_t* b1,
+                      size_t bytes) {
   const auto add = [](auto sum) {
     if constexpr (kIntegers)
       TileUnit::add_s8u8<sum>();
     else
       TileUnit::add_bfloat16<sum>();
   };
-  TileUnit::load<kWeights>(weights, kPanelBytes);
+  TileUnit::load<kWeights>(b0, bytes);
   TileUnit::load<kActivations>(a0, 4 * stride);
   add(std::integral_constant<int, 0>());
-  TileUnit::load<kWeights + 1>(weights + kLanes, kPanelBytes);
-  add(std::integral_constant<int, 1>());
+  if constexpr (kBoth) {
+    TileUnit::load<kWeights + 1>(b1, bytes);
+    add(std::integral_constant<int, 1>());
+  }
   if constexpr (kPair) {
     TileUnit::load<kActivations + 1>(a1, 4 * stride);
     add(std::integral_constant<int, 2>());
-    add(std::integral_constant<int, 3>());
+    if constexpr (kBoth) add(std::integral_constant<int, 3>());
   }
+}
+
+// The same with 32 outputs of a panel.
+template <bool kPair, bool kIntegers>
+inline void add_panel(const uint32_t* a0, const uint32_t* a1, size_t stride, const uint32_t* panel) {
+  add_tiles<kPair, true, kIntegers>(a0, a1, stride, panel, panel + kLanes, kPanelBytes);
 }
 
 // The last words of a row, fewer than a tile has, as a tile that ends with zeros.
@@ -241,19 +262,19 @@ struct PaddedTile {
 template <bool kPair>
 inline void add_bfloat16_tiles(const uint32_t* a0, const uint32_t* a1, size_t stride, int rows, const uint32_t* weights,
                                int words, float* sums) {
-  load_sums<kPair>(sums);
+  load_sums<kPair, true>(sums, sums + kTileSums, kPanelBytes);
   int k = 0;
   for (; k + kTileWords <= words; k += kTileWords) {
     for (int i = 0; i < kTileWords; ++i) prefetch_panel<Prefetch::kHalf>(weights, nullptr, k + i);
-    add_tiles<kPair, false>(a0 + k, a1 + k, stride, weights + kPanel * k);
+    add_panel<kPair, false>(a0 + k, a1 + k, stride, weights + kPanel * k);
   }
   if (k < words) {
     const PaddedTile last0(a0 + k, rows, stride, words - k, kTileWords),
         last1((kPair ? a1 : a0) + k, rows, stride, words - k, kTileWords),
         last(weights + kPanel * k, words - k, kPanel, kPanel, kPanel);
-    add_tiles<kPair, false>(last0.words, last1.words, kTileWords, last.words);
+    add_panel<kPair, false>(last0.words, last1.words, kTileWords, last.words);
   }
-  store_sums<kPair>(sums);
+  store_sums<kPair, true>(sums, sums + kTileSums, kPanelBytes);
 }
 
 // Calls run(pair, tile, a0, a1) for the A tiles from..to - 1, two at a time as long as there are two.
@@ -306,17 +327,11 @@ template <bool kPair, class Add>
 inline void each_integer_row(const TileRows& tiles, const uint32_t* a0, const uint32_t* a1, size_t stride, float* sums,
                              const Add& add) {
   alignas(64) int32_t products[2 * kTileSums];
-  store_sums<kPair>(products);
+  store_sums<kPair, true>(products, products + kTileSums, kPanelBytes);
   for (int tile = 0; tile < (kPair ? 2 : 1); ++tile)
     for (int row = 0; row < tiles.rows; ++row)
       add((tile ? a1 : a0) + row * stride, products + tile * kTileSums + row * kPanel,
           sums + tile * kTileSums + row * kPanel);
-}
-
-template <bool kPair>
-inline void zero_sums() {
-  TileUnit::zero<0>(), TileUnit::zero<1>();
-  if constexpr (kPair) TileUnit::zero<2>(), TileUnit::zero<3>();
 }
 
 // int8 weights: the steps of `Int8::tile`.
@@ -331,9 +346,9 @@ void multiply_panel_int8(const uint32_t* panel, int in, const uint32_t* x, size_
       const int steps = std::min(Int8::kGroup / 4, words);
       const Float scale[2] = {load<Float>(weights + kPanel * steps), load<Float>(weights + kPanel * steps + kLanes)};
       each_pair(tiles, from, to, rows, stride, [&](auto pair, int tile, const uint32_t* a0, const uint32_t* a1) {
-        zero_sums<pair>();
+        zero_sums<pair, true>();
         for (int k = 0; k < steps; k += kTileWords)
-          add_tiles<pair, true>(a0 + k, a1 + k, stride, weights + kPanel * k);
+          add_panel<pair, true>(a0 + k, a1 + k, stride, weights + kPanel * k);
         each_integer_row<pair>(tiles, a0, a1, stride, sums + (tile - from) * kTileSums,
                                [&](const uint32_t* row, const int32_t* products, float* out) {
                                  const Float factor = (Float)splat(row[steps]);
@@ -385,8 +400,8 @@ void multiply_panel_quantized(const uint32_t* panel, int in, const uint32_t* x, 
       each_pair(tiles, from, to, x + group * Int8Blocks::kRowWords, stride,
                 [&](auto pair, int tile, const uint32_t* a0, const uint32_t* a1) {
                   for (int part = 0; part < kParts; ++part) {
-                    zero_sums<pair>();
-                    add_tiles<pair, true>(a0, a1, stride, weights.levels[part]);
+                    zero_sums<pair, true>();
+                    add_panel<pair, true>(a0, a1, stride, weights.levels[part]);
                     const int number = kParts == 1 ? Int8Blocks::kSum : Int8Blocks::kFirstSum + part;
                     each_integer_row<pair>(tiles, a0, a1, stride, sums + (tile - from) * kTileSums,
                                            [&](const uint32_t* row, const int32_t* products, float* out) {

@@ -10,6 +10,7 @@
 
 #include <vector>
 
+#include "attention_products.h"
 #include "cache.h"
 #include "interface.h"
 #include "linear.h"
@@ -56,10 +57,10 @@ class Visibility {
 // New tokens first .. last - 1, all of one cache row, which read the keys and values together.
 struct TokenTile {
   int first, last;
-  std::vector<int> extra_blocks;  // blocks of the cache that hold the tokens' extra slots
+  std::vector<int> extra_groups;  // groups of 16 slots that hold the tokens' extra slots
 };
 
-// The tokens of a pass in tiles, and the place of every extra slot among the blocks of its tile.
+// The tokens of a pass in tiles, and the place of every extra slot among the groups of its tile.
 class TokenTiles {
  public:
   TokenTiles(const Visibility& visibility, int tokens_per_tile)
@@ -70,97 +71,44 @@ class TokenTiles {
         tiles_.push_back({t, t, {}});
       tiles_.back().last = t + 1;
       for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
-        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_blocks, visibility[t].extra_slots[i]);
+        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, visibility[t].extra_slots[i]);
     }
-    for (const TokenTile& tile : tiles_) most_blocks_ = std::max(most_blocks_, (int)tile.extra_blocks.size());
+    for (const TokenTile& tile : tiles_) most_groups_ = std::max(most_groups_, (int)tile.extra_groups.size());
   }
   const std::vector<TokenTile>& all() const { return tiles_; }
-  int most_extra_blocks() const { return most_blocks_; }
-  // The number of a token's extra slot among those of its tile's blocks.
+  int most_extra_groups() const { return most_groups_; }
+  // The number of a token's extra slot among those of its tile's groups.
   int place_of(int token, int extra) const { return places_[(size_t)token * width_ + extra]; }
 
  private:
-  static int place(std::vector<int>& blocks, int slot) {
+  static int place(std::vector<int>& groups, int slot) {
     size_t i = 0;
-    while (i < blocks.size() && blocks[i] != slot / kLanes) ++i;
-    if (i == blocks.size()) blocks.push_back(slot / kLanes);
+    while (i < groups.size() && groups[i] != slot / kLanes) ++i;
+    if (i == groups.size()) groups.push_back(slot / kLanes);
     return (int)i * kLanes + slot % kLanes;
   }
   const int width_;
   std::vector<int> places_;
   std::vector<TokenTile> tiles_;
-  int most_blocks_ = 0;
+  int most_groups_ = 0;
 };
-
-// Key blocks, or value vectors, of a tile, and its queries: their sums fit in registers.
-constexpr int kTileBlocks = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
-constexpr int kTileQueries = kAccumulators / kTileBlocks;
-
-// Products of Q queries with K blocks of 16 keys, `words` words each: out[q] receives 16 * K scores. Meanwhile as many
-// bytes from `ahead` on (null: none) are prefetched: for few queries attention is bound by memory.
-template <class C, int Q, int K>
-void score_tile(const uint32_t* keys, int words, const uint32_t* const* queries, float* const* out, const char* ahead) {
-  Float sums[Q][K] = {};
-  for (int w = 0; w < words; ++w) {
-    Word key[K];
-    if (ahead)
-      for (int k = 0; k < K; ++k) __builtin_prefetch(ahead + 64 * ((size_t)w * K + k), 0, 2);
-#pragma GCC unroll 8
-    for (int k = 0; k < K; ++k) key[k] = load<Word>(keys + ((size_t)k * words + w) * kLanes);
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-      const Word x = splat(queries[q][w]);
-#pragma GCC unroll 8
-      for (int k = 0; k < K; ++k) sums[q][k] = C::step(sums[q][k], key[k], x);
-    }
-  }
-  for (int q = 0; q < Q; ++q)
-    for (int k = 0; k < K; ++k) store(out[q] + k * kLanes, sums[q][k]);
-}
-
-// Sums of value words from .. to - 1, each a row of `stride` words, weighted with the words of Q queries: out[q]
-// receives V vectors. Every sum begins at 0. Meanwhile as many bytes from `ahead` on (null: none) are prefetched.
-template <class C, int Q, int V>
-void mix_tile(const uint32_t* values, int stride, int from, int to, const uint32_t* const* weights, float* const* out,
-              const char* ahead) {
-  Float sums[Q][V] = {};
-  for (int i = from; i < to; ++i) {
-    Word value[V];
-    if (ahead)
-      for (int v = 0; v < V; ++v) __builtin_prefetch(ahead + 64 * ((size_t)(i - from) * V + v), 0, 2);
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) value[v] = load<Word>(values + (size_t)i * stride + v * kLanes);
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-      const Word weight = splat(weights[q][i]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[q][v] = C::step(sums[q][v], value[v], weight);
-    }
-  }
-  for (int q = 0; q < Q; ++q)
-    for (int v = 0; v < V; ++v) store(out[q] + v * kLanes, sums[q][v]);
-}
-
-using ScoreTile = void (*)(const uint32_t*, int, const uint32_t* const*, float* const*, const char*);
-using MixTile = void (*)(const uint32_t*, int, int, int, const uint32_t* const*, float* const*, const char*);
-
-template <class C, size_t... I>
-ScoreTile score_tile_of(int queries, int blocks, std::index_sequence<I...>) {
-  constexpr ScoreTile all[] = {score_tile<C, I / kTileBlocks + 1, I % kTileBlocks + 1>...};
-  return all[(queries - 1) * kTileBlocks + blocks - 1];
-}
-template <class C, size_t... I>
-MixTile mix_tile_of(int queries, int vectors, std::index_sequence<I...>) {
-  constexpr MixTile all[] = {mix_tile<C, I / kTileBlocks + 1, I % kTileBlocks + 1>...};
-  return all[(queries - 1) * kTileBlocks + vectors - 1];
-}
-constexpr auto kTileSizes = std::make_index_sequence<kTileQueries * kTileBlocks>();
 
 // The result of a query over some of its keys.
 struct Partial {
   float* mixed;    // [head_dim]: values weighted with e^(score - highest)
   float* highest;  // the largest score
   float* total;    // sum of e^(score - highest); 0: the query sees none of these keys
+};
+
+// The results of the queries of a tile.
+struct Partials {
+  float* first;
+  size_t stride;
+  int head_dim;
+  Partial operator[](int i) const {
+    float* at = first + i * stride;
+    return {at, at + head_dim, at + head_dim + 1};
+  }
 };
 
 // The attention of a decoder block between its qkv product and its output product. C: precision of keys and values.
@@ -175,6 +123,7 @@ class Attention {
         group_(model.heads / model.kv_heads),
         tile_tokens_(kMaxQueries / group_),
         tile_queries_(tile_tokens_ * group_),
+        step_words_(words_ % kTileWords ? kTileWords / 2 : kTileWords),
         tiles_(visibility, tile_tokens_),
         chunks_((visibility.longest() + kChunk - 1) / kChunk),
         splits_text_(chunks_ > 1 && team.threads > 1 &&
@@ -189,10 +138,12 @@ class Attention {
   // Norms and rotates queries and keys, writes keys and values to the cache, and keeps the queries for `attend`.
   void rotate_and_store(const Layer& layer, int index, const float* qkv, const Team& team) const {
     if (team.thread == 0) next_unit_.store(0, std::memory_order_relaxed);
-    const int heads = m_.heads + 2 * m_.cache_heads;
+    const int all = m_.heads + 2 * m_.cache_heads, heads = layer.reads_keys ? m_.heads : all;
     const auto [from, to] = team.share(visibility_.layout().count * heads);
-    for (int i = from; i < to; ++i)
-      rotate_and_store_head(layer, index, i / heads, i % heads, qkv + (size_t)i * m_.head_dim, team);
+    for (int i = from; i < to; ++i) {
+      const int token = i / heads, head = i % heads;
+      rotate_and_store_head(layer, index, token, head, qkv + ((size_t)token * all + head) * m_.head_dim, team);
+    }
   }
 
   // Writes out [tokens, heads * head_dim] as operands of the output product. Threads take units of work one by one: a
@@ -204,56 +155,69 @@ class Attention {
       if (unit >= units) break;
       const TokenTile& tile = tiles_.all()[(size_t)(unit / parts / m_.kv_heads)];
       const int kv = unit / parts % m_.kv_heads;
-      if (splits_text_)
-        attend_chunk(layer, index, tile, kv, unit % parts, team,
-                     [&](int i) { return partial(tile, kv, i, unit % parts); });
-      else
-        attend_tile(layer, index, tile, kv, out, team);
+      const auto run = [&] {
+        if (splits_text_)
+          attend_chunk(layer, index, tile, kv, unit % parts, team, chunk_partials(place(tile.first, kv), unit % parts));
+        else
+          attend_tile(layer, index, tile, kv, out, team);
+      };
+      if constexpr (kInTiles) {
+        const TileScope scope(TileRows(queries_of(tile)).rows, step_words_);
+        run();
+      } else {
+        run();
+      }
     }
     if (!splits_text_) return;
     team.barrier();
     const auto [from, to] = team.share(visibility_.layout().count * m_.heads);
-    for (int i = from; i < to; ++i) merge_chunks(layer, i, out);
+    for (int i = from; i < to; ++i) merge_chunks(layer, i / m_.heads, i % m_.heads, out);
   }
 
  private:
-  static constexpr int kChunk = 256;        // keys: a multiple of 16 * kTileBlocks
+  static constexpr bool kInTiles = kHasTiles && std::is_same_v<C, Bfloat16>;  // with AMX's tiles
+  static constexpr int kAligned = (kInTiles ? kTileWords : kLanes / C::kDepth) * C::kDepth;  // keys
+  static constexpr int kChunk = 256;        // keys
+  static constexpr int kChunkBlocks = kChunk / kCacheBlock;
   static constexpr int kMaxQueries = 48;    // queries of a tile of tokens: their scores stay in the first-level cache
-  static_assert(kMaxGroup <= kMaxQueries && kChunk % (kTileBlocks * kLanes) == 0);
+  static_assert(kMaxGroup <= kMaxQueries && kChunk % kCacheBlock == 0 && kCacheBlock % kAligned == 0);
   static constexpr int kUnitsPerThread = 3; // tiles and heads that keep the threads equally busy
 
   size_t partial_size() const { return (size_t)m_.head_dim + kLanes; }
 
-  // Memory of a thread: scores of a chunk and of the extra blocks, partial results of a chunk and merged ones, a head,
-  // and keys and values of a chunk that are not stored as words.
+  // Memory of a thread: scores of a chunk and of the extra groups, partial results of a chunk and merged ones, a head,
+  // keys and values of a chunk that are not stored as words, and the gathered values of a step.
   size_t scratch_size() const {
-    const size_t per_query = kChunk + (size_t)tiles_.most_extra_blocks() * kLanes + 2 * partial_size();
-    return tile_queries_ * per_query + (size_t)round_up(m_.head_dim, kPanel) + cache_.scratch_words(kChunk);
+    const size_t per_query = kChunk + (size_t)tiles_.most_extra_groups() * kLanes + 2 * partial_size();
+    return tile_queries_ * per_query + (size_t)round_up(m_.head_dim, kPanel) + cache_.scratch_words(kChunk) +
+           (kInTiles ? (size_t)(kTileWords * m_.head_dim) : 0);
   }
   float* scratch(const Team& team) const { return scratch_.get() + team.thread * scratch_size_; }
   float* scores_of(int i, const Team& team) const { return scratch(team) + (size_t)i * kChunk; }
-  int extra_stride() const { return tiles_.most_extra_blocks() * kLanes; }
+  int extra_stride() const { return tiles_.most_extra_groups() * kLanes; }
   float* extra_scores_of(int i, const Team& team) const {
     return scratch(team) + (size_t)tile_queries_ * kChunk + (size_t)i * extra_stride();
   }
-  Partial partial_at(float* at) const { return {at, at + m_.head_dim, at + m_.head_dim + 1}; }
-  // Of query i of a tile: of one chunk (which = 0), and merged (which = 1).
-  Partial own_partial(int i, int which, const Team& team) const {
+  // Of a tile's queries: of one chunk (which = 0), and merged (which = 1).
+  Partials own_partials(int which, const Team& team) const {
     float* first = scratch(team) + (size_t)tile_queries_ * (kChunk + extra_stride());
-    return partial_at(first + (size_t)(which * tile_queries_ + i) * partial_size());
+    return {first + (size_t)(which * tile_queries_) * partial_size(), partial_size(), m_.head_dim};
   }
   float* head_of(const Team& team) const {
     return scratch(team) + (size_t)tile_queries_ * (kChunk + extra_stride() + 2 * partial_size());
   }
   uint32_t* words_of(const Team& team) const { return (uint32_t*)head_of(team) + round_up(m_.head_dim, kPanel); }
+  uint32_t* values_of(const Team& team) const { return words_of(team) + cache_.scratch_words(kChunk); }
 
-  // Of query i of a tile over a chunk, where the text is split.
-  Partial partial(const TokenTile& tile, int kv, int i, int chunk) const {
-    const int token = tile.first + i / group_, head = kv * group_ + i % group_;
-    return stored_partial(token * m_.heads + head, chunk);
-  }
-  Partial stored_partial(int token_head, int chunk) const {
-    return partial_at(partials_.get() + ((size_t)token_head * chunks_ + chunk) * partial_size());
+  // Where queries and their partial results lie: [key-value head][token][head of the group], so that those of a tile
+  // are contiguous.
+  size_t place(int token, int kv) const { return ((size_t)kv * visibility_.layout().count + token) * group_; }
+  int queries_of(const TokenTile& tile) const { return (tile.last - tile.first) * group_; }
+  const uint32_t* queries_at(size_t place) const { return queries_.get() + place * words_; }
+
+  // Of the queries from a place on, over a chunk, where the text is split.
+  Partials chunk_partials(size_t place, int chunk) const {
+    return {partials_.get() + (place * chunks_ + chunk) * partial_size(), chunks_ * partial_size(), m_.head_dim};
   }
 
   void rotate_and_store_head(const Layer& layer, int index, int token, int head, const float* source,
@@ -272,10 +236,14 @@ class Attention {
         x[i] = a * cos[i] - b * sin[i];
         x[i + half] = b * cos[i] + a * sin[i];
       }
+    } else if (layer.v_norm) {
+      normalize(x, dim, layer.v_norm, m_.eps, x);
     }
+    if (head < m_.heads && layer.query_scale)
+      for (int i = 0; i < dim; ++i) x[i] *= layer.query_scale[layout.position[token]];
     cache_.rotate(x);
     if (head < m_.heads) {
-      C::pack(x, dim, queries_.get() + ((size_t)token * m_.heads + head) * words_);
+      C::pack(x, dim, queries_.get() + (place(token, head / group_) + head % group_) * words_);
       return;
     }
     const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.cache_heads);
@@ -286,34 +254,34 @@ class Attention {
   }
 
   int first_visible(const Layer& layer, int token) const {
-    return layer.window ? std::max(0, visibility_[token].length - layer.window) : 0;
-  }
-
-  const uint32_t* query(const TokenTile& tile, int kv, int i) const {
-    return queries_.get() + ((size_t)(tile.first + i / group_) * m_.heads + kv * group_ + i % group_) * words_;
+    const int length = visibility_[token].length;
+    if (layer.chunked && layer.window) return (length - 1) / layer.window * layer.window;
+    return layer.window ? std::max(0, length - layer.window) : 0;
   }
 
   // All chunks of a tile's text, one after the other.
   void attend_tile(const Layer& layer, int index, const TokenTile& tile, int kv, float* out, const Team& team) const {
-    const int queries = (tile.last - tile.first) * group_;
-    for (int i = 0; i < queries; ++i) *own_partial(i, 1, team).total = 0;
+    const int queries = queries_of(tile);
+    const Partials later = own_partials(0, team), merged = own_partials(1, team);
+    for (int i = 0; i < queries; ++i) *merged[i].total = 0;
     int begin = visibility_[tile.first].length, end = 0;
     for (int t = tile.first; t < tile.last; ++t)
       begin = std::min(begin, first_visible(layer, t)), end = std::max(end, visibility_[t].length);
     for (int chunk = begin / kChunk; chunk * kChunk < end; ++chunk) {
-      attend_chunk(layer, index, tile, kv, chunk, team, [&](int i) { return own_partial(i, 0, team); });
-      for (int i = 0; i < queries; ++i) merge(own_partial(i, 0, team), own_partial(i, 1, team));
+      attend_chunk(layer, index, tile, kv, chunk, team, later);
+      for (int i = 0; i < queries; ++i) merge(later[i], merged[i]);
     }
     for (int i = 0; i < queries; ++i)
-      finish(layer, tile.first + i / group_, kv * group_ + i % group_, own_partial(i, 1, team), out);
+      finish(layer, tile.first + i / group_, kv * group_ + i % group_, merged[i], out);
   }
 
-  // A token's head, number i of all, from the partial results of all chunks.
-  void merge_chunks(const Layer& layer, int i, float* out) const {
-    const Partial merged = stored_partial(i, 0);
-    const int chunks = (visibility_[i / m_.heads].length + kChunk - 1) / kChunk;
-    for (int chunk = 1; chunk < chunks; ++chunk) merge(stored_partial(i, chunk), merged);
-    finish(layer, i / m_.heads, i % m_.heads, merged, out);
+  // A token's head from the partial results of all chunks.
+  void merge_chunks(const Layer& layer, int token, int head, float* out) const {
+    const size_t first = place(token, head / group_) + head % group_;
+    const Partial merged = chunk_partials(first, 0)[0];
+    const int chunks = (visibility_[token].length + kChunk - 1) / kChunk;
+    for (int chunk = 1; chunk < chunks; ++chunk) merge(chunk_partials(first, chunk)[0], merged);
+    finish(layer, token, head, merged, out);
   }
 
   // Adds the result over later keys to that over earlier ones.
@@ -361,17 +329,16 @@ class Attention {
     return {within(first_visible(layer, token)), within(visibility_[token].length), within(visibility_[token].prefix)};
   }
 
-  // Partial results of a tile's queries over one chunk of their keys; partial_of(i) is that of query i.
-  template <class PartialOf>
+  // Partial results of a tile's queries over one chunk of their keys.
   void attend_chunk(const Layer& layer, int index, const TokenTile& tile, int kv, int chunk, const Team& team,
-                    const PartialOf& partial_of) const {
+                    const Partials& partials) const {
     const auto at = cache_.head(index, visibility_.layout().row[tile.first], kv % m_.cache_heads);
     int from = kChunk, shared = 0;
     bool has_extra = false;
     for (int t = tile.first; t < tile.last; ++t) {
       const Range range = range_of(layer, t, chunk);
       if (range.empty()) continue;
-      from = std::min(from, range.from / kLanes * kLanes), shared = std::max(shared, range.shared);
+      from = std::min(from, range.from / kAligned * kAligned), shared = std::max(shared, range.shared);
       has_extra = has_extra || range.shared < range.to;
     }
     score_contiguous(at, tile, kv, chunk, from, shared, team);
@@ -382,54 +349,67 @@ class Attention {
       const Range range = range_of(layer, t, chunk);
       for (int h = 0; h < group_; ++h) {
         const int i = (t - tile.first) * group_ + h;
-        const Partial partial = partial_of(i);
+        const Partial partial = partials[i];
         if (range.empty()) {
           *partial.total = 0;
+          if (kInTiles) clear_weights(scores_of(i, team), 0, kChunk);
           continue;
         }
         softmax(at, t, chunk, range, from, scores_of(i, team), partial);
         queries[count++] = {t, range, (const uint32_t*)scores_of(i, team), partial.mixed};
       }
     }
-    if (count) mix(at, chunk, from, queries, count, team);
+    if (!count) return;
+    if constexpr (kInTiles)
+      mix_in_tiles(layer, at, tile, chunk, from, partials, team);
+    else
+      mix(at, chunk, from, queries, count, team);
   }
 
-  // Scores of keys from .. shared - 1 of a chunk, rounded up to whole blocks.
+  // Scores of keys from .. shared - 1 of a chunk, rounded up to whole groups of 16.
   void score_contiguous(const CacheHead& at, const TokenTile& tile, int kv, int chunk, int from, int shared,
                         const Team& team) const {
-    const int queries = (tile.last - tile.first) * group_;
-    for (int key = from; key < shared; key += kTileBlocks * kLanes) {
-      const int blocks = std::min(kTileBlocks, (shared - key + kLanes - 1) / kLanes), slot = chunk * kChunk + key;
-      score_blocks(at, slot / kLanes, blocks, tile, kv, queries, team,
-                   [&](int i) { return scores_of(i, team) + key; });
+    for (int key = from, groups; key < shared; key += groups * kLanes) {
+      groups = std::min({kTileVectors, (shared - key + kLanes - 1) / kLanes, rest_of_block(key) / kLanes});
+      score_groups(at, chunk * kChunk + key, groups, tile, kv, team, {scores_of(0, team) + key, kChunk});
     }
   }
 
-  // Scores of a tile's queries for blocks of the cache.
-  template <class Row>
-  void score_blocks(const CacheHead& at, int block, int blocks, const TokenTile& tile, int kv, int queries,
-                    const Team& team, const Row& row) const {
-    const char* ahead = cache_.values_at(at, block * kLanes);
-    const uint32_t* keys = cache_.key_words(at, block, blocks, words_of(team), ahead);
-    for (int i = 0; i < queries; i += kTileQueries) {
-      const int count = std::min(kTileQueries, queries - i);
-      const uint32_t* some[kTileQueries];
-      float* rows[kTileQueries];
-      for (int q = 0; q < count; ++q) some[q] = query(tile, kv, i + q), rows[q] = row(i + q);
-      score_tile_of<C>(count, blocks, kTileSizes)(keys, words_, some, rows,
-                                               i || cache_.scales_values() ? nullptr : ahead);
-      for (int q = 0; q < count; ++q) cache_.scale_scores(at, block, blocks, rows[q]);
+  // Keys from one of a chunk to the end of its block of the cache.
+  static int rest_of_block(int key) { return kCacheBlock - key % kCacheBlock; }
+
+  // Scores of a tile's queries for groups of 16 keys from a slot on, all in one block of the cache.
+  void score_groups(const CacheHead& at, int slot, int groups, const TokenTile& tile, int kv, const Team& team,
+                    const Sums& out) const {
+    const int queries = queries_of(tile);
+    const char* ahead = cache_.values_at(at, slot);
+    const uint32_t* keys = cache_.key_words(at, slot, groups, words_of(team), ahead);
+    const Rows rows = {queries_at(place(tile.first, kv)), (size_t)words_};
+    const size_t apart = (size_t)words_ * kLanes;
+    if (cache_.scales_values()) ahead = nullptr;
+    if constexpr (kInTiles) {
+      multiply_columns_in_tiles([&](int s) { return keys + s * step_words_ * kLanes; }, words_ / step_words_,
+                                step_words_, kLanes, apart, groups, TileRows(queries), rows, false, out, ahead);
+    } else {
+      for (int i = 0; i < queries; i += kTileQueries, ahead = nullptr) {
+        const int count = std::min(kTileQueries, queries - i);
+        const uint32_t* some[kTileQueries];
+        float* sums[kTileQueries];
+        for (int q = 0; q < count; ++q)
+          some[q] = rows.words + (i + q) * rows.stride, sums[q] = out.first + (i + q) * out.stride;
+        column_product<C>(count, groups)({keys, kLanes, apart}, words_, some, false, sums, ahead);
+      }
     }
+    for (int i = 0; i < queries; ++i) cache_.scale_scores(at, slot, groups, out.first + i * out.stride);
   }
 
-  // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra blocks, from which every
+  // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra groups, from which every
   // token takes its own.
   void score_extra(const Layer& layer, const CacheHead& at, const TokenTile& tile, int kv, int chunk,
                    const Team& team) const {
-    const int queries = (tile.last - tile.first) * group_;
-    for (size_t b = 0; b < tile.extra_blocks.size(); ++b)
-      score_blocks(at, tile.extra_blocks[b], 1, tile, kv, queries, team,
-                   [&](int i) { return extra_scores_of(i, team) + b * kLanes; });
+    for (size_t g = 0; g < tile.extra_groups.size(); ++g)
+      score_groups(at, tile.extra_groups[g] * kLanes, 1, tile, kv, team,
+                   {extra_scores_of(0, team) + g * kLanes, (size_t)extra_stride()});
     for (int t = tile.first; t < tile.last; ++t) {
       const Range range = range_of(layer, t, chunk);
       for (int key = range.shared; key < range.to; ++key) {
@@ -438,6 +418,11 @@ class Attention {
           scores_of(i, team)[key] = extra_scores_of(i, team)[place];
       }
     }
+  }
+
+  // Sets words of weights of keys from .. to - 1 to 0.
+  static void clear_weights(float* weights, int from, int to) {
+    std::memset((uint32_t*)weights + from / C::kDepth, 0, 4 * (size_t)(to - from) / C::kDepth);
   }
 
   // Replaces scores by words of weights, e^(score - highest) times what the values must be multiplied with; 0 from key
@@ -459,7 +444,7 @@ class Attention {
     }
     *partial.highest = largest(highest);
     const Float top = splat(*partial.highest);
-    std::memset((uint32_t*)scores + begin / C::kDepth, 0, 4 * (size_t)(from - begin) / C::kDepth);
+    clear_weights(scores, begin, from);
     for (int i = from; i < range.to; i += kLanes) {
       float e[kLanes];
       const Float weight = exponential((load<Float>(scores + i) - top) * scale);
@@ -467,16 +452,17 @@ class Attention {
       store(e, cache_.scales_values() ? weight * value_scales(at, token, chunk * kChunk + i) : weight);
       C::pack(e, kLanes, (uint32_t*)scores + i / C::kDepth);
     }
+    if (kInTiles) clear_weights(scores, round_up(range.to, kLanes), kChunk);
     *partial.total = sum(total);
   }
 
   // Scales of the values of 16 keys; 0 past the last one that the token sees.
   Float value_scales(const CacheHead& at, int token, int key) const {
     const VisibleKeys& keys = visibility_[token];
-    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at) + key);
+    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at, key));
     float scales[kLanes];
     for (int i = 0; i < kLanes; ++i)
-      scales[i] = key + i < keys.length ? cache_.value_scales(at)[keys.slot(key + i)] : 0;
+      scales[i] = key + i < keys.length ? *cache_.value_scales(at, keys.slot(key + i)) : 0;
     return load<Float>(scales);
   }
 
@@ -499,33 +485,60 @@ class Attention {
   void mix(const CacheHead& at, int chunk, int from, const Query* queries, int count, const Team& team) const {
     int most = 0;
     for (int i = 0; i < count; ++i) most = std::max(most, queries[i].range.shared);
-    const int slot = chunk * kChunk + from;
-    const char* ahead = cache_.keys_at(at, slot / kChunk * kChunk + kChunk);
-    const uint32_t* values = cache_.value_words(at, slot, most - from, words_of(team), ahead);
-    values -= (size_t)from / C::kDepth * m_.head_dim;
+    const ChunkValues values = chunk_values(at, chunk, from, most, team);
     for (int i = 0; i < count; i += queries_per_mix())
       mix_some(at, values, chunk, from, queries + i, std::min(queries_per_mix(), count - i),
-               i || cache_.scales_values() ? nullptr : ahead);
+               !i && !cache_.scales_values());
   }
 
-  void mix_some(const CacheHead& at, const uint32_t* values, int chunk, int from, const Query* queries, int count,
-                const char* ahead) const {
+  // The values of a chunk, by blocks of the cache: the words of each, and bytes to prefetch while they are read.
+  struct ChunkValues {
+    const uint32_t* words[kChunkBlocks];
+    const char* ahead[kChunkBlocks];
+  };
+
+  // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched meanwhile.
+  ChunkValues chunk_values(const CacheHead& at, int chunk, int from, int to, const Team& team) const {
+    ChunkValues out = {};
+    for (int b = from / kCacheBlock; b * kCacheBlock < to; ++b) {
+      const int begin = b * kCacheBlock, slot = chunk * kChunk + begin;
+      out.ahead[b] = cache_.keys_at(at, cache_.has(at, slot + kChunk) ? slot + kChunk : slot);
+      uint32_t* scratch = words_of(team) + (size_t)begin * words_;
+      out.words[b] = cache_.value_words(at, slot, std::min(kCacheBlock, to - begin), scratch, out.ahead[b]);
+    }
+    return out;
+  }
+
+  // The words of the values from a key of a chunk on, to the end of its block.
+  const uint32_t* words_from(const ChunkValues& values, int key) const {
+    return values.words[key / kCacheBlock] + (size_t)(key % kCacheBlock / C::kDepth) * m_.head_dim;
+  }
+
+  void mix_some(const CacheHead& at, const ChunkValues& values, int chunk, int from, const Query* queries, int count,
+                bool prefetch) const {
     int shared = kChunk;
     const uint32_t* weights[kTileQueries];
     for (int q = 0; q < count; ++q)
-      shared = std::min(shared, queries[q].range.shared), weights[q] = queries[q].weights;
-    const int begin = from / C::kDepth, end = std::max(begin, shared / C::kDepth);
-    for (int first = 0; first < m_.head_dim; first += kTileBlocks * kLanes) {
-      const int vectors = std::min(kTileBlocks, (m_.head_dim - first) / kLanes);
-      float* mixed[kTileQueries];
-      for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
-      mix_tile_of<C>(count, vectors, kTileSizes)(values + first, m_.head_dim, begin, end, weights, mixed,
-                                             first ? nullptr : ahead);
-    }
+      shared = std::min(shared, queries[q].range.shared);
+    const int end = std::max(from, shared / C::kDepth * C::kDepth);  // keys in whole words that all queries share
+    int key = from;
+    do {
+      const int keys = std::min(end - key, rest_of_block(key));
+      for (int q = 0; q < count; ++q) weights[q] = queries[q].weights + key / C::kDepth;
+      for (int first = 0; first < m_.head_dim; first += kTileVectors * kLanes) {
+        const int vectors = std::min(kTileVectors, (m_.head_dim - first) / kLanes);
+        float* mixed[kTileQueries];
+        for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
+        const Columns columns = {words_from(values, key) + first, (size_t)m_.head_dim, kLanes};
+        const char* ahead = prefetch && !first ? values.ahead[key / kCacheBlock] : nullptr;
+        column_product<C>(count, vectors)(columns, keys / C::kDepth, weights, key > from, mixed, ahead);
+      }
+      key += keys;
+    } while (key < end);
     for (int q = 0; q < count;) {  // what the queries do not share: their last contiguous values and their extra slots
       const int same = q;
       while (q < count && queries[q].token == queries[same].token) ++q;
-      for (int i = end; i * C::kDepth < queries[same].range.to; ++i) mix_word(at, chunk, i, queries + same, q - same);
+      for (int i = end / C::kDepth; i * C::kDepth < queries[same].range.to; ++i) mix_word(at, chunk, i, queries + same, q - same);
     }
   }
 
@@ -533,10 +546,7 @@ class Attention {
   void mix_word(const CacheHead& at, int chunk, int i, const Query* queries, int count) const {
     const VisibleKeys& keys = visibility_[queries[0].token];
     int slots[C::kDepth];
-    for (int d = 0; d < C::kDepth; ++d) {
-      const int key = chunk * kChunk + i * C::kDepth + d;
-      slots[d] = key < keys.length ? keys.slot(key) : -1;
-    }
+    slots_of_word(keys, chunk, i, slots);
     for (int first = 0; first < m_.head_dim; first += kLanes) {
       const Word value = cache_.value_word(at, slots, first);
       for (int q = 0; q < count; ++q) {
@@ -546,10 +556,73 @@ class Attention {
     }
   }
 
+  // Weighted sums over values from .. of a chunk, with AMX's tiles. A step's values are read from the cache for all
+  // queries together where no token has extra slots in it, else gathered for each token.
+  void mix_in_tiles(const Layer& layer, const CacheHead& at, const TokenTile& tile, int chunk, int from,
+                    const Partials& partials, const Team& team) const {
+    const int queries = queries_of(tile), step = step_words_ * C::kDepth;  // keys
+    int written = 0, together = kChunk;  // keys that lie in the cache; keys of steps for all queries
+    for (int t = tile.first; t < tile.last; ++t) {
+      const Range range = range_of(layer, t, chunk);
+      if (range.empty()) continue;
+      written = std::max(written, range.shared);
+      if (range.shared < range.to) together = std::min(together, range.shared / step * step);
+    }
+    together = std::max(from, std::min(together, round_up(written, step)));
+    const int whole = std::min(together, std::max(from, written / step * step));
+    const ChunkValues values = chunk_values(at, chunk, from, whole, team);
+    uint32_t* own = values_of(team);
+    if (together > whole) gather(at, {chunk * kChunk + written, chunk * kChunk + written, nullptr}, chunk, whole, own);
+    const auto values_at = [&](int s) { return from + s * step < whole ? words_from(values, from + s * step) : own; };
+    const Rows weights = {(const uint32_t*)scores_of(0, team), kChunk};
+    multiply_columns_in_tiles(values_at, (together - from) / step, step_words_, (size_t)m_.head_dim, kLanes,
+                              m_.head_dim / kLanes, TileRows(queries), {weights.words + from / C::kDepth, kChunk},
+                              false, {partials.first, partials.stride}, nullptr);
+    for (int t = tile.first; t < tile.last; ++t) {
+      const Range range = range_of(layer, t, chunk);
+      for (int key = together; key < range.to; key += step) {
+        gather(at, visibility_[t], chunk, key, own);
+        add_own_values((t - tile.first) * group_, queries, weights.words + key / C::kDepth, own, partials);
+      }
+    }
+  }
+
+  // Adds a step's gathered values to the sums of the heads of one token, from query `first` of a tile on. The tile of
+  // rows has other queries too, which add zeros.
+  void add_own_values(int first, int queries, const uint32_t* weights, const uint32_t* values,
+                      const Partials& partials) const {
+    const int rows = TileRows(queries).rows, begin = std::min(first, queries - rows);
+    alignas(64) uint32_t own[kTileRows * kTileWords] = {};
+    for (int h = 0; h < group_; ++h)
+      std::memcpy(own + (first - begin + h) * step_words_, weights + (size_t)(first + h) * kChunk,
+                  4 * (size_t)step_words_);
+    multiply_columns_in_tiles([&](int) { return values; }, 1, step_words_, (size_t)m_.head_dim, kLanes,
+                              m_.head_dim / kLanes, TileRows(rows), {own, (size_t)step_words_}, true,
+                              {partials.first + begin * partials.stride, partials.stride}, nullptr);
+  }
+
+  // The values of a step from a key of a chunk on as words [step_words][head_dim]; 0 for keys that are not visible.
+  void gather(const CacheHead& at, const VisibleKeys& keys, int chunk, int key, uint32_t* out) const {
+    for (int w = 0; w < step_words_; ++w, out += m_.head_dim) {
+      int slots[C::kDepth];
+      slots_of_word(keys, chunk, key / C::kDepth + w, slots);
+      for (int i = 0; i < m_.head_dim; i += kLanes) store(out + i, cache_.value_word(at, slots, i));
+    }
+  }
+
+  // The slots of word i of a chunk's values; -1 for keys that are not visible.
+  static void slots_of_word(const VisibleKeys& keys, int chunk, int i, int* slots) {
+    for (int d = 0; d < C::kDepth; ++d) {
+      const int key = chunk * kChunk + i * C::kDepth + d;
+      slots[d] = key < keys.length ? keys.slot(key) : -1;
+    }
+  }
+
   const Model& m_;
   const Visibility& visibility_;
   const CacheLayout<C> cache_;
   const int words_, group_, tile_tokens_, tile_queries_;
+  const int step_words_;  // words that one of AMX's instructions sums
   const TokenTiles tiles_;
   const int chunks_;
   const bool splits_text_;  // whether chunks of one text are shared among threads

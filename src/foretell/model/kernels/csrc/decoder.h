@@ -23,14 +23,14 @@ class ForwardPass {
         x_(x),
         attention_input_(attention_input),
         tokens_(layout.count),
-        qkv_width_((model.heads + 2 * model.kv_heads) * model.head_dim),
+        qkv_width_((model.heads + 2 * model.cache_heads) * model.head_dim),
         ffn_(round_up(model.ffn, kLanes)),
         visibility_(layout),
         attention_(model, visibility_, cache, team),
         experts_of_(first_experts(layers, first, last)),
         latent_of_(first_latent(layers, first, last)),
         state_width_(cache.states ? cache.states->width : 0),
-        inner_width_(std::max({ffn_, model.heads * model.head_dim,
+        inner_width_(std::max({ffn_, model.heads * model.head_dim, input_width(layers, first, last),
                                cache.states ? StatePass::output_width(*cache.states) : 0})),
         operands_(layout.count,
                   std::max({layers[first].qkv.in, inner_width_, model.hidden, model.heads * model.head_dim, ffn_,
@@ -54,6 +54,7 @@ class ForwardPass {
       if (layers_[i].attention)
         layers_[i].state ? mix(i, team) : layers_[i].latent ? attend_latent(i, team) : attend(i, team);
       const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
+      finish(layers_[i], team);
       if (expert_counts && !team.thread) expert_counts[i - first_] = experts;
     }
   }
@@ -68,8 +69,9 @@ class ForwardPass {
   void attend(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const bool given = attention_input_ && i == first_;
+    const int width = layer.reads_keys ? m_.heads * m_.head_dim : qkv_width_;
     operands_.multiply(layer.qkv, given ? attention_input_ : x_, layer.qkv.in, given ? nullptr : layer.attention_norm,
-                       m_.eps, {qkv_.get(), qkv_width_, qkv_width_, Epilogue::kStore, 0, 0}, &layer.output, team);
+                       m_.eps, {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0}, &layer.output, team);
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
@@ -93,9 +95,9 @@ class ForwardPass {
                        {qkv_.get(), width, width, Epilogue::kStore, 0, 0}, &layer.output, team);
     team.barrier();
     const auto [from, to] = team.share(tokens_ * m_.heads);
-    for (int i = from; i < to; ++i)
-      for (int j = i * m_.head_dim; j < (i + 1) * m_.head_dim; j += kLanes)
-        store(inner_.get() + j, load<Float>(inner_.get() + j) * sigmoid(load<Float>(qkv_.get() + j)));
+    const size_t end = (size_t)to * m_.head_dim;
+    for (size_t i = (size_t)from * m_.head_dim; i < end; i += kLanes)
+      store(inner_.get() + i, load<Float>(inner_.get() + i) * sigmoid(load<Float>(qkv_.get() + i)));
   }
 
   // Latent attention.
@@ -124,7 +126,7 @@ class ForwardPass {
   }
 
   static const Weight* of_network(const Layer& layer) {
-    return layer.experts ? &layer.experts->router : &layer.gate_up;
+    return layer.experts && !layer.gate_up.words ? &layer.experts->router : &layer.gate_up;
   }
   // The weight that is read next, which is prefetched; null: there is none.
   const Weight* after_layer(int i) const {
@@ -153,13 +155,75 @@ class ForwardPass {
   int feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const Weight* following = after_layer(i);
-    if (layer.experts) return experts_->run(layer, x_, operands_, following, team);
+    if (layer.experts && layer.down.words) return dense_and_experts(layer, following, team);
+    if (layer.experts) return experts_->run(layer, x_, nullptr, operands_, following, team);
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
                        {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
                        &layer.down, team);
     team.barrier();
     add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
     return 0;
+  }
+
+  // A dense network and experts, each with its own norm, and the norm of their sum.
+  int dense_and_experts(const Layer& layer, const Weight* following, const Team& team) const {
+    const Experts& e = *layer.experts;
+    operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
+                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
+                       &layer.down, team);
+    team.barrier();
+    multiply(layer.down, inner_operands(ffn_, layer.down, true, team), tokens_,
+             {product_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, &e.router, team);
+    team.barrier();
+    const int used = experts_->run(layer, x_, inner_.get(), operands_, following, team);
+    const auto [from, to] = team.share(tokens_);
+    for (int t = from; t < to; ++t) {
+      float *dense = product_.get() + (size_t)t * m_.hidden, *sum = inner_.get() + (size_t)t * m_.hidden;
+      normalize(dense, m_.hidden, e.dense_norm, m_.eps, dense);
+      normalize(sum, m_.hidden, e.output_norm, m_.eps, sum);
+      for (int i = 0; i < m_.hidden; ++i) dense[i] += sum[i];
+      if (layer.post_mlp_norm) normalize(dense, m_.hidden, layer.post_mlp_norm, m_.eps, dense);
+      float* residual = x_ + (size_t)t * m_.hidden;
+      for (int i = 0; i < m_.hidden; ++i) residual[i] += m_.residual_scale * dense[i];
+    }
+    team.barrier();
+    return used;
+  }
+
+  // What follows attention and feed-forward: per-layer inputs, and the factor on the residual stream.
+  void finish(const Layer& layer, const Team& team) const {
+    if (layer.input_gate.words) add_layer_input(layer, team);
+    if (layer.scale == 0) return;
+    const auto [from, to] = team.share(tokens_);
+    for (size_t i = (size_t)from * m_.hidden; i < (size_t)to * m_.hidden; ++i) x_[i] *= layer.scale;
+    team.barrier();
+  }
+
+  void add_layer_input(const Layer& layer, const Team& team) const {
+    const int width = layer.input_gate.out, stride = round_up(width, kLanes);
+    operands_.multiply(layer.input_gate, x_, m_.hidden, nullptr, 0,
+                       {inner_.get(), stride, width, Epilogue::kStore, 0, 0}, &layer.input_projection, team);
+    team.barrier();
+    const Layout& layout = visibility_.layout();
+    const auto [from, to] = team.share(tokens_);
+    for (int t = from; t < to; ++t) {
+      const float* input = layout.layer_inputs + (size_t)t * layout.input_width + layer.input_first;
+      float* row = inner_.get() + (size_t)t * stride;
+      for (int i = 0; i < width; i += kLanes)
+        store_part(row + i, gated(load_part<Float>(row + i, width - i), load_part<Float>(input + i, width - i),
+                                  m_.activation),
+                   width - i);
+    }
+    team.barrier();
+    add_to_residual(stride, layer.input_projection, layer.input_norm, nullptr, team, false);
+  }
+
+  static int input_width(const Layer* layers, int first, int last) {
+    int width = 0;
+    for (int i = first; i < last; ++i)
+      width = std::max({width, round_up(layers[i].input_gate.out, kLanes),
+                        layers[i].experts && layers[i].down.words ? layers[i].down.out : 0});
+    return width;
   }
 
   // The output of attention or of the gate as operands, in rows of `stride` numbers. `rounded`: operands that round
@@ -220,10 +284,15 @@ void run_stack(const Model& m, const Layer* layers, int first, int last, float* 
 int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache) {
   const auto within = [](int32_t x, int32_t end) { return x >= 0 && x < end; };
   for (int i = 0; i < layout.count; ++i) {
+    if (!within(layout.row[i], cache.rows) || !within(layout.position[i], m.context)) return i;
+    const int32_t* table = cache.table + (size_t)layout.row[i] * cache.row_blocks;
+    const auto has = [&](int32_t slot) {
+      return within(slot, cache.row_blocks * kCacheBlock) && within(table[slot / kCacheBlock], cache.blocks);
+    };
     const VisibleKeys keys = visible_keys_of(layout, i);
-    bool valid = within(layout.row[i], cache.rows) && within(layout.slot[i], cache.slots) &&
-                 within(layout.position[i], m.context) && within(keys.prefix, cache.slots + 1) && keys.length > 0;
-    for (int j = keys.prefix; j < keys.length; ++j) valid = valid && within(keys.slot(j), cache.slots);
+    bool valid = has(layout.slot[i]) && keys.prefix >= 0 && keys.length > 0;
+    for (int slot = 0; valid && slot < keys.prefix; slot += kCacheBlock) valid = has(slot);
+    for (int j = keys.prefix; valid && j < keys.length; ++j) valid = has(keys.slot(j));
     if (!valid) return i;
   }
   return -1;

@@ -29,7 +29,8 @@ class Router {
     int64_t* index = indices_.get() + thread * size_;
     score_experts(e, logits, score);
     for (int i = 0; i < e.count; ++i)
-      choice[i] = (e.scoring == kSigmoid ? score[i] : logits[i]) + (e.selection_bias ? e.selection_bias[i] : 0.0f);
+      // Large logits have equal sigmoids, so that logits decide where nothing is added to the scores.
+      choice[i] = e.selection_bias ? (e.scoring == kSigmoid ? score[i] : logits[i]) + e.selection_bias[i] : logits[i];
     if (e.active_groups < e.groups) exclude_groups(e, choice, best, group, index);
     topk_row(choice, e.count, e.active, best, index);
     std::sort(index, index + e.active);
@@ -40,6 +41,8 @@ class Router {
       total += weight[j];
     }
     for (int j = 0; j < e.active; ++j) weight[j] = (e.renormalize ? weight[j] / total : weight[j]) * e.scale;
+    if (e.expert_scale)
+      for (int j = 0; j < e.active; ++j) weight[j] *= e.expert_scale[expert[j]];
   }
 
  private:
@@ -100,17 +103,23 @@ class ExpertPass {
         expert_(buffer<int32_t>((size_t)entries_ * team.threads)),
         place_(buffer<int32_t>((size_t)entries_ * team.threads)),
         first_(buffer<int32_t>((size_t)(e.count + 1) * team.threads)),
-        gathered_(buffer<uint32_t>(tokens == 1 ? 0 : entries_ * row_size_ * copies(team))),
+        gathered_(buffer<uint32_t>(tokens == 1 || e.weighs_inputs ? 0 : entries_ * row_size_ * copies(team))),
+        weighted_(buffer<float>(e.weighs_inputs ? (size_t)entries_ * model.hidden : 0)),
         inner_(buffer<float>((size_t)entries_ * ffn_)),
         parts_(buffer<float>((size_t)entries_ * model.hidden)),
         shared_inner_(buffer<float>((size_t)tokens * shared_ffn_)),
-        shared_(buffer<float>(e.shared_ffn ? (size_t)tokens * model.hidden : 0)) {}
+        shared_(buffer<float>(e.shared_ffn ? (size_t)tokens * model.hidden : 0)) {
+    if (e.weighs_inputs) weighted_operands_.emplace(entries_, model.hidden, team);
+  }
 
-  // Adds a layer's network to the residual stream x; returns the number of experts that it read. `operands` are large
-  // enough for hidden and shared_ffn inputs.
-  int run(const Layer& layer, float* x, const Operands& operands, const Weight* following, const Team& team) const {
+  // Adds a layer's network to the residual stream x, or where `out` is not null writes its output there; returns the
+  // number of experts that it read. `operands` are large enough for hidden and shared_ffn inputs.
+  int run(const Layer& layer, float* x, float* out, const Operands& operands, const Weight* following,
+          const Team& team) const {
     const Experts& e = *layer.experts;
-    operands.multiply(e.router, x, m_.hidden, layer.mlp_norm, m_.eps,
+    const float *router_norm = e.router_norm ? e.router_norm : layer.mlp_norm,
+                *input_norm = e.input_norm ? e.input_norm : layer.mlp_norm;
+    operands.multiply(e.router, x, m_.hidden, router_norm, m_.eps,
                       {logits_.get(), e.router.out, e.router.out, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     const Routes routes = route(e, team);
@@ -121,11 +130,14 @@ class ExpertPass {
                         nullptr, team);
       team.barrier();
     }
-    const Rows rows = gather(
-        routes, operands.prepare(e.gate_up->operand, x, m_.hidden, m_.hidden, layer.mlp_norm, m_.eps, team), team);
+    const Rows rows =
+        e.weighs_inputs
+            ? weigh_inputs(e, routes, x, input_norm, team)
+            : gather(routes, operands.prepare(e.gate_up->operand, x, m_.hidden, m_.hidden, input_norm, m_.eps, team),
+                     team);
     const int32_t down = e.down->operand;
     const int used = multiply_experts(
-        e.gate_up, routes, rows, tokens_ > 1,
+        e.gate_up, routes, rows, tokens_ > 1 || e.weighs_inputs,
         {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down}, nullptr, team);
     team.barrier();
     const Rows inner = rounds_each_number(down)
@@ -141,7 +153,7 @@ class ExpertPass {
       multiply(w, prepared, tokens_, {shared_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, following, team);
     }
     team.barrier();
-    add_parts(e, routes, x, team);
+    add_parts(e, routes, x, out, team);
     team.barrier();
     return used;
   }
@@ -189,6 +201,19 @@ class ExpertPass {
     return {out, rows.stride};
   }
 
+  // The normed inputs of every (token, expert) pair times the expert's weight, in the order by expert.
+  Rows weigh_inputs(const Experts& e, const Routes& routes, const float* x, const float* norm, const Team& team) const {
+    const auto [from, to] = team.share(entries_);
+    const int active = entries_ / tokens_;
+    for (int i = from; i < to; ++i) {
+      float* row = weighted_.get() + (size_t)routes.place[i] * m_.hidden;
+      normalize(x + (size_t)(i / active) * m_.hidden, m_.hidden, norm, m_.eps, row);
+      for (int j = 0; j < m_.hidden; ++j) row[j] *= routes.weight[i];
+    }
+    team.barrier();
+    return weighted_operands_->prepare(e.gate_up->operand, weighted_.get(), m_.hidden, m_.hidden, nullptr, 0, team);
+  }
+
   // Products of every expert that has tokens; its rows are those of its places, or row 0 for all.
   int multiply_experts(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, Output output,
                        const Weight* following, const Team& team) const {
@@ -208,8 +233,9 @@ class ExpertPass {
     return used;
   }
 
-  // Adds each token's weighted products, in order of expert index, and then those of its shared expert.
-  void add_parts(const Experts& e, const Routes& routes, float* x, const Team& team) const {
+  // Adds each token's weighted products, in order of expert index, and then those of its shared expert, to x or, where
+  // `out` is not null, to nothing.
+  void add_parts(const Experts& e, const Routes& routes, float* x, float* out, const Team& team) const {
     const int columns = (m_.hidden + kLanes - 1) / kLanes;
     const auto [from, to] = team.share(tokens_ * columns);
     for (int i = from; i < to; ++i) {
@@ -219,14 +245,14 @@ class ExpertPass {
       };
       Float total = {};
       for (int j = t * e.active; j < (t + 1) * e.active; ++j)
-        total = fma(part(parts_.get(), routes.place[j]), splat(routes.weight[j]), total);
+        total = fma(part(parts_.get(), routes.place[j]), splat(e.weighs_inputs ? 1.0f : routes.weight[j]), total);
       if (e.shared_ffn) {
         const Float gate =
             e.shared_gate ? sigmoid(splat(logits_[(size_t)t * e.router.out + e.count])) : splat(1.0f);
         total = fma(part(shared_.get(), t), gate, total);
       }
-      float* row = x + (size_t)t * m_.hidden + first;
-      store_part(row, fma(total, splat(m_.residual_scale), load_part<Float>(row, remaining)), remaining);
+      float* row = (out ? out : x) + (size_t)t * m_.hidden + first;
+      store_part(row, out ? total : fma(total, splat(m_.residual_scale), load_part<Float>(row, remaining)), remaining);
     }
   }
 
@@ -240,6 +266,8 @@ class ExpertPass {
   const Buffer<float> logits_, weight_;
   const Buffer<int32_t> expert_, place_, first_;
   const Buffer<uint32_t> gathered_;
+  const Buffer<float> weighted_;
+  std::optional<Operands> weighted_operands_;
   const Buffer<float> inner_, parts_, shared_inner_, shared_;
 };
 

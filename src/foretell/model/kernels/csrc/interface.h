@@ -52,6 +52,11 @@ struct Experts {  // the mixture of experts of a layer
   int32_t scoring, renormalize;
   int32_t groups, active_groups, ranked_by;  // see `MoEConfig` in config.py
   float scale;
+  int32_t weighs_inputs;      // 1: an expert's weight multiplies its inputs instead of its outputs
+  const float* expert_scale;  // [count], a factor on the weights of each expert; or null
+  // Norms of experts that run beside the dense network of their layer, [hidden]: of the inputs of the router and of the
+  // experts, and of the outputs of the experts and of the dense network. Else null.
+  const float *router_norm, *input_norm, *output_norm, *dense_norm;
 };
 
 // What a layer with a recurrent state is; see state_layers.py.
@@ -107,12 +112,22 @@ struct Layer {
   const float *cos, *sin;                                              // [context, rotary_dim / 2]
   int32_t window;                                                      // 0: full attention
   int32_t attention, mlp;                                              // 0: this sub-layer is skipped
+  int32_t chunked;           // 1: the window of a token begins at a multiple of its size
+  int32_t reads_keys;        // 1: keys and values of the store are those of an earlier layer; qkv gives queries only
+  const float* v_norm;       // [head_dim]; or null
+  const float* query_scale;  // [context], a factor on the queries; or null
+  // Per-layer inputs, see layer_inputs.py; words null: the layer has none. The layer's are those of a token from
+  // `input_first` on.
+  Weight input_gate, input_projection;
+  const float* input_norm;
+  int32_t input_first;
+  float scale;  // multiplies the residual stream after the layer; 0: nothing does
 };
 
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
-  // Key-value heads in the cache: kv_heads, or 1 where all of them are the same (latent attention, whose heads are
-  // served in groups).
+  // Key-value heads in the cache: kv_heads, or 1 where that one serves several groups of query heads (latent
+  // attention).
   int32_t cache_heads;
   int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap, residual_scale;
@@ -171,6 +186,8 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
   int32_t count, max_extra_slots;
   const int32_t *row, *slot, *position, *visible_prefix;
   const int32_t* extra_slots;  // [count, max_extra_slots], -1 past the end of a token's list
+  const float* layer_inputs;   // [count, input_width], per-layer inputs of all layers; or null
+  int32_t input_width;
 };
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
@@ -195,10 +212,11 @@ struct Sampling {  // of one row of logits
   int32_t top_k;   // 0: all
 };
 
-struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16
+struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slots as in cache.h
   void *k, *v;
-  float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
-  int32_t rows, slots;
+  float *k_scale, *v_scale;  // [layers, kv_heads, blocks, kCacheBlock] of int8 numbers; else null
+  const int32_t* table;      // [rows, row_blocks]: the block of every kCacheBlock slots of a row; -1: none
+  int32_t blocks, rows, row_blocks;
   const States* states;  // of the layers with a recurrent state; or null
 };
 }

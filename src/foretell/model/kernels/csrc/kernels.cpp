@@ -3,8 +3,8 @@
 // All kernels are batch-invariant: what is computed for a token does not depend on the other tokens of the call. Every
 // sum over an inner dimension runs in one fixed order, with the same instructions for every number of tokens, and
 // attention visits a token's keys in sequence order, whatever their cache slots. So a token verified in a tree gets bit
-// for bit the result of decoding it alone. For the same reason multiply-adds are explicit (`fma` in vectors.h), and the
-// kernels must be compiled with -ffp-contract=off.
+// for bit the result of decoding it alone. For the same reason multiply-adds are explicit (`fma` in registers.h), and
+// the kernels must be compiled with -ffp-contract=off.
 //
 // Matrix products read 32-bit *words*: one float32, two bfloat16 or four int8 numbers. Weights are packed into panels
 // of 32 outputs, [word of the input][output], so that one 64-byte vector holds the same input word of 16 outputs, and
@@ -46,17 +46,16 @@ void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width
 
 // A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
 // layers that `hidden_layers` names, ascending; the last of them is the embeddings, and receives the output of the
-// last layer. normed: receives the final norm
-// of that output, [tokens, hidden], or, where `norm_scored_only` is set, [scored, hidden]. logits [scored, outputs of
-// the head]. Returns as foretell_stack, or -2: a token does not exist.
+// last layer. normed: receives the final norm of that output, [tokens, hidden], or, where `norm_scored_only` is set,
+// [scored, hidden]. logits [scored, outputs of the head]. Returns as foretell_stack.
 int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Weight* head,
                            int32_t width, const float* norm, const TreePass* pass,
                            const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
                            float* normed, int32_t norm_scored_only, float* logits, int32_t* expert_counts,
                            int32_t threads) {
-  const int nodes = pass->requests * pass->nodes;
   number_nodes(*pass, [&](int i) { return pass->active[i]; }, pass->hidden_index);
-  number_nodes(*pass, [&](int i) { return pass->active[i] && pass->scored[i]; }, pass->logit_index);
+  const int scored =
+      number_nodes(*pass, [&](int i) { return pass->active[i] && pass->scored[i]; }, pass->logit_index);
   const TreeLayout trees(*pass);
   const size_t d = (size_t)m->hidden;
   const int tokens = trees.layout().count;
@@ -64,26 +63,19 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
   const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
                                 {hidden_layers, count, hidden_states}, threads, expert_counts);
   if (invalid >= 0) return invalid;
-  int scored = 0;
-  for (int i = 0; i < nodes; ++i)
-    if (pass->logit_index[i] >= 0) ++scored;
   Buffer<float> gathered;
   const float* head_input = normed;
   if (norm_scored_only) {
-    float* to = normed;
-    for (int i = 0; i < nodes; ++i)
-      if (pass->logit_index[i] >= 0) {
-        normalize(x + (size_t)pass->hidden_index[i] * d, m->hidden, norm, m->eps, to);
-        to += d;
-      }
+    each_scored(*pass, [&](size_t token, size_t number) {
+      normalize(x + token * d, m->hidden, norm, m->eps, normed + number * d);
+    });
   } else {
     norm_rows(x, norm, m->eps, normed, tokens, m->hidden, threads);
     if (scored < tokens) {
       gathered = buffer<float>((size_t)scored * d);
-      for (int i = 0; i < nodes; ++i)
-        if (pass->logit_index[i] >= 0)
-          std::memcpy(gathered.get() + (size_t)pass->logit_index[i] * d, normed + (size_t)pass->hidden_index[i] * d,
-                      4 * d);
+      each_scored(*pass, [&](size_t token, size_t number) {
+        std::memcpy(gathered.get() + number * d, normed + token * d, 4 * d);
+      });
       head_input = gathered.get();
     }
   }
@@ -296,7 +288,9 @@ const char* foretell_abi() {
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
-      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale));
+      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale),
+      F(Experts, weighs_inputs), F(Experts, expert_scale), F(Experts, router_norm), F(Experts, input_norm),
+      F(Experts, output_norm), F(Experts, dense_norm));
     S(StateLayer, F(StateLayer, kind), F(StateLayer, index), F(StateLayer, convolution),
       F(StateLayer, convolution_bias), F(StateLayer, rate), F(StateLayer, time_bias), F(StateLayer, skip),
       F(StateLayer, norm), F(StateLayer, eps));
@@ -313,7 +307,8 @@ const char* foretell_abi() {
       F(Layer, state), F(Layer, latent), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
-      F(Layer, mlp));
+      F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
+      F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first), F(Layer, scale));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
       F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));
@@ -333,11 +328,11 @@ const char* foretell_abi() {
       F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
-      F(Layout, visible_prefix), F(Layout, extra_slots));
+      F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots),
-      F(Cache, states));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, table), F(Cache, blocks),
+      F(Cache, rows), F(Cache, row_blocks), F(Cache, states));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)

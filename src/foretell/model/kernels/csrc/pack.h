@@ -12,6 +12,13 @@ namespace {
 
 enum RowType : int32_t { kRowsFloat32 = 0, kRowsFloat16 = 1, kRowsBfloat16 = 2 };
 
+// Number i of a row of 16-bit numbers, which lies where the file has it: at any byte.
+inline uint16_t load_short(const void* row, int i) {
+  uint16_t number;
+  std::memcpy(&number, (const char*)row + 2 * (size_t)i, 2);
+  return number;
+}
+
 // One row as float32; null is a row of zeros.
 inline void widen_row(int32_t type, const void* row, int in, float* out) {
   if (!row) {
@@ -20,11 +27,11 @@ inline void widen_row(int32_t type, const void* row, int in, float* out) {
     std::memcpy(out, row, 4 * (size_t)in);
   } else if (type == kRowsBfloat16) {
     for (int i = 0; i < in; ++i) {
-      const uint32_t bits = (uint32_t)((const uint16_t*)row)[i] << 16;
+      const uint32_t bits = (uint32_t)load_short(row, i) << 16;
       std::memcpy(out + i, &bits, 4);
     }
   } else {
-    for (int i = 0; i < in; ++i) out[i] = half_to_float(((const uint16_t*)row)[i]);
+    for (int i = 0; i < in; ++i) out[i] = half_to_float(load_short(row, i));
   }
 }
 
@@ -106,7 +113,7 @@ inline void pack_blocks(int32_t kind, const uint8_t* const* rows, int panels, in
     for (int p = 0; p < panels; ++p)
       for (int b = 0; b < in / K::kInputs; ++b)
         for (int i = 0; i < kPanel; ++i)
-          if (const uint8_t* row = rows[p * kPanel + i])
+          if (const uint8_t* row = rows[(size_t)p * kPanel + i])
             K::pack(row + b * K::kBytes, words + p * size + b * K::kWords, i);
   });
 }

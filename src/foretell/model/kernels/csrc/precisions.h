@@ -92,7 +92,7 @@ template <class P>
 struct FloatProduct {
   static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
   static constexpr int kMaxTokens = kAccumulators / 2;
-  static constexpr int kFewTokens = 4;             // at most so many tokens are bound by memory
+  static constexpr int kFewTokens = 2;             // at most so many tokens are bound by memory
   static constexpr bool kPrefetchesAhead = true;
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
@@ -136,8 +136,8 @@ struct Int8 {
   static constexpr bool kRoundsEachNumber = false;
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
-  static constexpr int kMaxTokens = std::min(8, kAccumulators / 2);
-  static constexpr int kFewTokens = 4;
+  static constexpr int kMaxTokens = kAccumulators / 2;
+  static constexpr int kFewTokens = 2;
   static constexpr bool kPrefetchesAhead = true;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
   static int groups(int in) { return (in + kGroup - 1) / kGroup; }
@@ -183,8 +183,7 @@ struct Int8 {
     const float peak = largest(most), scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
     Int total = {};
     for (int i = 0; i < count; i += kLanes) {
-      const Float rounded = fma(load<Float>(x + i), splat(inverse), splat(kRounder));
-      const Int number = (Int)rounded - splat((int32_t)0x4B400000);
+      const Int number = round_product(load<Float>(x + i), inverse);
       total += number;
       store_bytes(row + i / 4, number);
     }

@@ -50,8 +50,8 @@ inline void pack_halves(uint32_t* words, int output, const uint8_t* bytes) {
   pack_nibbles(words, output, [&](int k) { return (load_quad(bytes + 4 * (k % 4)) >> (k / 4 * 4)) & 0x0F0F0F0Fu; });
 }
 
-// Adds one more bit per level, from a word with the bits of 32 inputs: bit 4 k' + j' ... is arranged so that the bits
-// of a word of levels are shifted and masked: bit 8 j + k is input 4 k + j.
+// Adds one more bit per level, from a word with a bit per input: bit 8 j + k belongs to input 4 k + j, so that a shift
+// and a mask give the bits of a word of levels.
 inline void add_bits(const uint32_t* p, int shift, Word* levels) {
   const Word bits = load<Word>(p);
   for (int k = 0; k < kGroupWords; ++k) {
@@ -258,7 +258,7 @@ size_t quantized_panel_words(int in) {
   return (size_t)in / K::kInputs * K::kWords;
 }
 
-// a and b of the 16 inputs from `first` on: weights are a * u + b.
+// The offset b of the inputs that have a scale a: weights are a * u + b.
 template <class K>
 __attribute__((always_inline)) inline Float offset_of(const Group& g, int part) {
   return K::kOffset ? g.offset[0] : -(g.scale[part] * splat((float)K::kZero));
@@ -303,8 +303,7 @@ struct Int8Blocks {
       const float scale = peak / 127, inverse = peak > 0 ? 127 / peak : 0;
       int32_t sums[2];
       for (int half = 0; half < 2; ++half) {
-        const Float rounded = fma(half ? b : a, splat(inverse), splat(kRounder));
-        const Int number = (Int)rounded - splat((int32_t)0x4B400000);
+        const Int number = round_product(half ? b : a, inverse);
         store_bytes(row + kGroupWords / 2 * half, number);
         sums[half] = total(number);
       }

@@ -22,7 +22,7 @@ class TreeLayout {
     for (size_t t = 0; t < extra_.size(); ++t)
       std::copy(extra_[t].begin(), extra_[t].end(), padded_.begin() + (ptrdiff_t)(t * width));
     layout_ = {(int32_t)row_.size(), (int32_t)width,         row_.data(),   slot_.data(),
-               position_.data(),     visible_prefix_.data(), padded_.data()};
+               position_.data(),     visible_prefix_.data(), padded_.data(), nullptr,    0};
   }
 
   const Layout& layout() const { return layout_; }
@@ -56,12 +56,19 @@ class TreeLayout {
   Layout layout_;
 };
 
-// Numbers the marked nodes of a pass consecutively, the others -1.
+// Numbers the marked nodes of a pass consecutively, the others -1; returns how many are marked.
 template <class Marked>
-void number_nodes(const TreePass& pass, const Marked& marked, int64_t* index) {
-  const int n = pass.requests * pass.nodes;
-  int64_t count = 0;
-  for (int i = 0; i < n; ++i) index[i] = marked(i) ? count++ : -1;
+int number_nodes(const TreePass& pass, const Marked& marked, int64_t* index) {
+  int count = 0;
+  for (int i = 0; i < pass.requests * pass.nodes; ++i) index[i] = marked(i) ? count++ : -1;
+  return count;
+}
+
+// Calls run(number among the tokens read, number among the scored ones) for every scored node.
+template <class Run>
+void each_scored(const TreePass& pass, const Run& run) {
+  for (int i = 0; i < pass.requests * pass.nodes; ++i)
+    if (pass.logit_index[i] >= 0) run((size_t)pass.hidden_index[i], (size_t)pass.logit_index[i]);
 }
 
 }  // namespace

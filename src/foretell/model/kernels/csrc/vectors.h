@@ -71,6 +71,15 @@ inline bool any(Int holds) {
 
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds a float to the nearest integer
 
+// The integer in a number to which kRounder was added.
+inline Int rounded_integer(Float x) {
+  constexpr int32_t kBits = 0x4B400000;  // of kRounder
+  return (Int)x - splat(kBits);
+}
+
+// x * factor, rounded to the nearest integer.
+inline Int round_product(Float x, float factor) { return rounded_integer(fma(x, splat(factor), splat(kRounder))); }
+
 // e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores vanish.
 inline Float exponential(Float x) {
   const Float clipped = smaller(larger(x, splat(-87.0f)), splat(88.0f));
@@ -80,7 +89,7 @@ inline Float exponential(Float x) {
   r = fma(n, splat(2.12194440e-4f), r);
   Float p = splat(1.0f / 5040);  // Taylor series of e^r for |r| <= ln(2) / 2
   for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
-  const Int exponent = ((Int)rounded - splat((int32_t)0x4B400000)) << 23;
+  const Int exponent = rounded_integer(rounded) << 23;
   return select(x < splat(-87.0f), Float{}, (Float)((Int)p + exponent));
 }
 

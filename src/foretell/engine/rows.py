@@ -1,0 +1,151 @@
+"""The rows of the target's cache: which are free, and which tokens they hold for prompts that begin with the same."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from foretell.core.context import TokenBuffer
+from foretell.engine.method import BoundMethod
+from foretell.model.runner import Runner
+
+_MIN_AWAITED = 16
+"""Tokens that another request must be about to read for a prompt to wait for them."""
+_KEPT_ROWS = 256
+"""Ended requests whose tokens are kept at most, where the memory of the cache is limited."""
+
+
+@dataclass(frozen=True)
+class _RowContent:
+    """The sequence of a row's running or last request, and the method whose drafter has observed it."""
+
+    sequence: TokenBuffer
+    method: BoundMethod
+
+
+class RowPool:
+    """Gives rows to requests, of which so many run at most.
+
+    `prefix_caching`: a row keeps its tokens when its request ends. A prompt gets the row that holds the longest prefix
+    of it, or, if that row is in use or holds much else, another row with a copy of the prefix. Where the memory of the
+    cache is limited, there are rows for the tokens of many ended requests, and `evict` forgets the oldest.
+    """
+
+    def __init__(self, runner: Runner, running: int, prefix_caching: bool) -> None:
+        self._runner, self._prefix_caching = runner, prefix_caching
+        keeps_many = prefix_caching and runner.shares_prefixes and runner.free_tokens is not None
+        rows = running + _KEPT_ROWS if keeps_many else running
+        self._kept = rows - running
+        self.free = list(range(rows))[::-1]
+        self._contents = dict[int, _RowContent]()
+        """Of the rows in use, and of the free rows that keep their tokens; among these the oldest first."""
+
+    @property
+    def available(self) -> bool:
+        """Whether another request may run."""
+        return len(self.free) > self._kept
+
+    def evict(self) -> bool:
+        """Forget the tokens of the request that ended first; returns whether there was one."""
+        row = next((row for row in self._contents if row in self.free), None)
+        if row is not None:
+            self._forget(row, self._contents.pop(row))
+        return row is not None
+
+    def _forget(self, row: int, content: _RowContent) -> None:
+        content.method.release(row)
+        self._runner.truncate(row, 0)
+
+    def allocate(self, sequence: TokenBuffer, method: BoundMethod, reuses: bool = True) -> tuple[int, int]:
+        """Take a free row for a prompt; the row, and how many tokens of the prompt its cache holds already: none unless
+        the prompt `reuses` prefixes.
+        """
+        source, length = self._find_prefix(sequence, method) if reuses else (-1, 0)
+        row = self._choose(source, length)
+        self.free.remove(row)
+        before = self._contents.pop(row, None)
+        if before is not None and (row != source or before.method is not method):
+            before.method.release(row)
+        length = self._take_prefix(row, source, length, method, before or self._contents.get(source))
+        if not length:
+            method.release(row)
+            self._runner.truncate(row, 0)
+        self._contents[row] = _RowContent(sequence, method)
+        return row, length
+
+    def release(self, row: int, keep: bool) -> None:
+        """Free a row. `keep`: its tokens may be of use to a later request."""
+        self.free.append(row)
+        content = self._contents.pop(row)
+        if keep and self._prefix_caching:
+            self._contents[row] = content
+        else:
+            self._forget(row, content)
+
+    def awaits(self, sequence: TokenBuffer, method: BoundMethod) -> bool:
+        """Whether a running request is about to read more of this prompt than any row holds yet."""
+        if not self._prefix_caching or not self._runner.shares_prefixes:
+            return False
+        coming = [
+            _common_prefix(content.sequence.tokens[: content.sequence.prompt_length], sequence.tokens) - 1
+            for row, content in self._candidates(method)
+            if row not in self.free
+        ]
+        most = max(coming, default=0)
+        return most >= _MIN_AWAITED and most - self._find_prefix(sequence, method)[1] >= _MIN_AWAITED
+
+    def _candidates(self, method: BoundMethod) -> Iterator[tuple[int, _RowContent]]:
+        """Rows whose tokens a request of this method can use. Hidden states are kept by drafters alone: one that needs
+        them uses rows that it has observed.
+        """
+        if self._prefix_caching:
+            for row, content in self._contents.items():
+                usable = row in self.free or self._runner.shares_prefixes
+                if usable and (content.method is method or not method.method.hidden_layers):
+                    yield row, content
+
+    def _find_prefix(self, sequence: TokenBuffer, method: BoundMethod) -> tuple[int, int]:
+        """The row that holds the longest prefix of a prompt, and its length; -1 and 0: there is none."""
+        best = -1, 0
+        for row, content in self._candidates(method):
+            # The last common token is read again: drafters need its hidden state, and the token after it may differ.
+            common = _common_prefix(content.sequence.tokens, sequence.tokens) - 1
+            length = self._runner.restorable(row, common) if common > best[1] else 0
+            if length > best[1]:
+                best = row, length
+        return best
+
+    def _choose(self, source: int, length: int) -> int:
+        """The free row for a prompt that shares `length` tokens with row `source`: that row, unless it is in use or
+        holds more other tokens than shared ones; otherwise an empty row, or the oldest.
+        """
+        if source in self.free and (2 * length >= self._runner.length(source) or not self._runner.shares_prefixes):
+            return source
+        empty = [row for row in reversed(self.free) if row not in self._contents]
+        oldest = [row for row in self._contents if row in self.free and row != source]
+        return next(iter(empty + oldest), source)
+
+    def _take_prefix(self, row: int, source: int, length: int, method: BoundMethod, content: _RowContent | None) -> int:
+        """Keep the first tokens of `source` in `row`, if possible `length`; returns how many."""
+        if not length or content is None:
+            return 0
+        has_observed = content.method is method
+        if not has_observed:
+            method.release(row)
+        copies = row != source
+        kept = method.copy_row(source, row, length) if copies and has_observed else method.rewind(row, length)
+        if copies:
+            if source in self.free:
+                self._contents[source] = self._contents.pop(source)  # it was of use: others are forgotten before it
+            return kept if self._runner.copy_row(source, row, kept) else 0
+        if self._runner.restorable(row, kept) < kept:
+            return 0
+        self._runner.truncate(row, kept)
+        return kept
+
+
+def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
