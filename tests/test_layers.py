@@ -17,6 +17,7 @@ ORDER = [
         "model.activation",
         "model.attention_config",
         "model.backend",
+        "model.block_table",
         "model.cache",
         "model.config",
         "model.embedding_and_head",

@@ -497,7 +497,8 @@ class Attention {
     const char* ahead[kChunkBlocks];
   };
 
-  // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched meanwhile.
+  // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched
+  // meanwhile.
   ChunkValues chunk_values(const CacheHead& at, int chunk, int from, int to, const Team& team) const {
     ChunkValues out = {};
     for (int b = from / kCacheBlock; b * kCacheBlock < to; ++b) {
@@ -538,7 +539,8 @@ class Attention {
     for (int q = 0; q < count;) {  // what the queries do not share: their last contiguous values and their extra slots
       const int same = q;
       while (q < count && queries[q].token == queries[same].token) ++q;
-      for (int i = end / C::kDepth; i * C::kDepth < queries[same].range.to; ++i) mix_word(at, chunk, i, queries + same, q - same);
+      for (int i = end / C::kDepth; i * C::kDepth < queries[same].range.to; ++i)
+        mix_word(at, chunk, i, queries + same, q - same);
     }
   }
 
