@@ -141,7 +141,6 @@ class KVCache(Cache):
         self, layer: int, rows: Int[torch.Tensor, " b"], slots: int
     ) -> tuple[Float[torch.Tensor, "b h s d"], Float[torch.Tensor, "b h s d"]]:
         """Keys and values of the first slots of some rows."""
-
         blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()  # what no query sees may come from any
 
         def gather(part: torch.Tensor) -> torch.Tensor:
