@@ -60,6 +60,7 @@ ORDER = [
         "model.runner",
         "model.training",
     ),
+    ("model.mtp",),
     ("model.influence", "model.load", "model.reduced_vocabulary", "model.skip"),
     ("speculator.network",),
     ("draft", "accept"),

@@ -78,7 +78,8 @@ class KVCache(Cache):
 
     def limit(self, nbytes: int) -> None:
         """Never use more than so many bytes; at least one block is allowed."""
-        self.blocks.limit = max(1, nbytes // max(1, self.block_bytes))
+        if self.block_bytes:
+            self.blocks.limit = max(1, nbytes // self.block_bytes)
 
     @property
     def free_slots(self) -> int | None:
@@ -104,7 +105,7 @@ class KVCache(Cache):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Bytes of one block in all layers; 0: a network without attention has no layers here."""
         return sum(math.prod((*part.shape[:2], *part.shape[3:])) * part.element_size() for part in self._parts())
 
     def _update_views(self) -> None:
@@ -143,7 +144,7 @@ class KVCache(Cache):
         blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()  # what no query sees may come from any
 
         def gather(part: torch.Tensor) -> torch.Tensor:
-            found = part[layer].index_select(1, blocks)
+            found: torch.Tensor = part[layer].index_select(1, blocks)
             return found.view(len(found), len(rows), -1, *found.shape[3:]).transpose(0, 1)[:, :, :slots]
 
         def read(part: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
