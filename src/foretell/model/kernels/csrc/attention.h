@@ -515,6 +515,15 @@ class Attention {
     return values.words[key / kCacheBlock] + (size_t)(key % kCacheBlock / C::kDepth) * m_.head_dim;
   }
 
+  // Keys from one of a chunk to `end`, or to where the memory of their blocks ends.
+  int contiguous_keys(const ChunkValues& values, int key, int end) const {
+    int stop = key + rest_of_block(key);
+    while (stop < end && values.words[stop / kCacheBlock] ==
+                             values.words[stop / kCacheBlock - 1] + (size_t)(kCacheBlock / C::kDepth) * m_.head_dim)
+      stop += kCacheBlock;
+    return std::min(stop, end) - key;
+  }
+
   void mix_some(const CacheHead& at, const ChunkValues& values, int chunk, int from, const Query* queries, int count,
                 bool prefetch) const {
     int shared = kChunk;
@@ -524,7 +533,7 @@ class Attention {
     const int end = std::max(from, shared / C::kDepth * C::kDepth);  // keys in whole words that all queries share
     int key = from;
     do {
-      const int keys = std::min(end - key, rest_of_block(key));
+      const int keys = contiguous_keys(values, key, end);
       for (int q = 0; q < count; ++q) weights[q] = queries[q].weights + key / C::kDepth;
       for (int first = 0; first < m_.head_dim; first += kTileVectors * kLanes) {
         const int vectors = std::min(kTileVectors, (m_.head_dim - first) / kLanes);
