@@ -9,10 +9,12 @@ import torch
 from foretell.bench.random_file import random_model_file
 from foretell.load import load, resolve_dtype
 from foretell.model import kernels as native
+from foretell.model.config import MLAConfig, ModelConfig, MoEConfig
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.load import memory
-from foretell.model.load.native import packed_bytes
+from foretell.model.load.native import packed_bytes, read_block
 from foretell.model.load.rounding import RoundedWeights, round_to_blocks
+from foretell.model.state_config import ShortConvConfig
 from foretell.model.stored_matrix import Kind, StoredMatrix
 from foretell.quantize.gguf_grids import GGUF_GRIDS
 from foretell.quantize.rtn import round_to_nearest
@@ -71,11 +73,33 @@ def test_rounding_is_that_of_the_quantisation_methods(kind: Kind, dtype: torch.d
         round_to_blocks(StoredMatrix.of(weight[:, :40]), kind)
 
 
+WIDE = replace(TINY, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96)
+LAYERS = {
+    "state": replace(WIDE, architecture="lfm2", state=ShortConvConfig((0,), channels=64)),
+    "gated attention": replace(WIDE, attention_gate=True),
+    "latent": replace(WIDE, architecture="deepseek_v2", kv_heads=4, latent=MLAConfig(32, 32, 8, 8, 16)),
+    "stacked experts": replace(
+        WIDE, architecture="granitemoeshared", experts=MoEConfig(3, 2, ffn=32, shared_ffn=64, layers=(0,))
+    ),
+}
+
+
+@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+def test_int4_rounds_the_matrices_of_every_kind_of_layer(config: ModelConfig) -> None:
+    block = read_block(config, 0, RoundedWeights(RandomWeights()), "int8-activations")
+    experts = [] if block.experts is None else [*block.experts.experts, block.experts.shared]
+    networks = [part for m in experts if m is not None for part in (m.gate, m.up, m.down)]
+    single = [block.output, block.gate, block.up, block.down, block.attention_gate]
+    query = [] if block.latent is None else [block.latent.query]
+    found = [m for m in (*block.qkv, *single, *networks, *query) if m is not None]
+    assert len(found) >= 4 and all(isinstance(m, StoredMatrix) and m.kind == "Q4_1" for m in found)
+
+
 def test_rows_that_are_no_whole_blocks_stay(caplog: pytest.LogCaptureFixture) -> None:
     rounded = RoundedWeights(RandomWeights())
     for _ in range(2):
-        assert not rounded.matrix("model.layers.0.mlp.down_proj.weight", 8, 40).quantized
-    assert len(caplog.records) == 1 and "model.layers.0.mlp.down_proj.weight stays in bfloat16" in caplog.text
+        assert not rounded.round_matrix("model.layers.0.down", torch.zeros(8, 40)).quantized
+    assert len(caplog.records) == 1 and "model.layers.0.down stays in bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])

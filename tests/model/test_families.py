@@ -3,6 +3,7 @@ and by trees.
 """
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -220,6 +221,13 @@ def test_sizes_of_full_layers_as_published_files_name_them() -> None:
 def test_what_is_not_supported_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_hf(raw_of(name, **changes))
+
+
+def test_trained_prompt_tokens_are_refused_where_layers_have_inputs() -> None:
+    decoder = decoder_of("gemma4 shared")
+    probes = chain_tree([1]).with_probes([[decoder.config.vocab]], [[0]])
+    with pytest.raises(ValueError, match=r"layers of this one \(gemma4_text\) read inputs of their own"):
+        DecoderRunner(decoder).forward([0], replace(probes, probe_embeddings=torch.ones(1, decoder.config.hidden)))
 
 
 def test_missing_tensors_are_named() -> None:

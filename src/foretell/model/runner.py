@@ -196,9 +196,18 @@ class DecoderRunner(Runner):
     def _embed(
         self, token: Int[np.ndarray, " t"], probe_embeddings: Float[torch.Tensor, "e d"] | None
     ) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block; ids from the vocabulary's size on index `probe_embeddings`."""
+        """Input of the first block; ids from the vocabulary's size on index `probe_embeddings`.
+
+        Raises:
+            ValueError: the layers read more of a token than its embedding.
+        """
         if probe_embeddings is None:
             return self.network.embed(torch.from_numpy(token))
+        if self.network.config.layer_inputs is not None:
+            raise ValueError(
+                f"trained prompt tokens need a model that reads an embedding per token alone, and the layers of this "
+                f"one ({self.network.config.architecture}) read inputs of their own; use another method"
+            )
         probe = token >= self.vocab
         x = self.network.embed(torch.from_numpy(np.where(probe, 0, token)))
         index = torch.from_numpy(token[probe] - self.vocab)

@@ -16,7 +16,7 @@ from foretell.model.load.native import read_block
 from foretell.model.load.weights import Storage, Weights, build_block
 from foretell.model.mtp import MTPLayer
 from foretell.model.network import Network
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 
 Tensor = torch.Tensor
 _FIRST_LAYER = "model.layers.0."
@@ -84,6 +84,10 @@ class _LayerWeights(Weights):
         """The matrices of all experts of one tensor."""
         return self._weights.expert_matrices(self._name(name), count, outputs, inputs)
 
+    def round_matrix(self, name: str, matrix: Matrix) -> Matrix:
+        """As the model's."""
+        return self._weights.round_matrix(self._name(name), matrix)
+
     def release_pages(self) -> None:
         """Return the file's memory pages to the system."""
         self._weights.release_pages()
@@ -129,7 +133,8 @@ def _native(config: ModelConfig, weights: Weights, target: Network, norm: RMSNor
     stack = NativeStack(config, [], target.precision, *decoder_rope_tables(config))
     outer = NativeDecoder.of_parts(config, target.embedding, stack, norm.weight.detach(), target.head)
     block = stack.pack_block(0, read_block(config, 0, weights, target.precision))
-    return outer.with_blocks([block]), NativeLinear(matrix, None, target.precision)
+    combine = NativeLinear(weights.round_matrix("the input of the layer", matrix), None, target.precision)
+    return outer.with_blocks([block]), combine
 
 
 def _torch(config: ModelConfig, weights: Weights, target: Network, norm: RMSNorm, matrix: StoredMatrix) -> _Parts:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import decoder_rope_tables
+from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.kernels import build
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.embedding import NativeEmbedding
@@ -32,7 +33,7 @@ from foretell.model.load.layer_parts import (
 )
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
 from foretell.model.load.weights import BlockNames, Weights, block_names, build_block
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTER_PARTS = 2
@@ -257,6 +258,41 @@ def _read_layer_inputs(config: ModelConfig, weights: Weights, precision: Precisi
 
 
 def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
+    """The weights of block `i`, its matrices as `weights` rounds them."""
+
+    def rounded(name: str, matrix: Matrix) -> Matrix:
+        return weights.round_matrix(f"model.layers.{i}.{name}", matrix)
+
+    def optional(name: str, matrix: Matrix | None) -> Matrix | None:
+        return None if matrix is None else rounded(name, matrix)
+
+    def network(m: GatedMatrices) -> GatedMatrices:
+        return replace(m, gate=optional("gate", m.gate), up=rounded("up", m.up), down=rounded("down", m.down))
+
+    block = _read_unrounded(config, i, weights, precision)
+    experts, latent, own = block.experts, block.latent, block.layer_input
+    if experts is not None:
+        shared = None if experts.shared is None else network(experts.shared)
+        experts = replace(experts, experts=map(network, experts.experts), shared=shared)
+    if latent is not None:
+        latent = replace(latent, query=optional("query", latent.query))
+    if own is not None:
+        own = own._replace(gate=rounded("input_gate", own.gate), projection=rounded("projection", own.projection))
+    return replace(
+        block,
+        qkv=[rounded("qkv", matrix) for matrix in block.qkv],
+        output=optional("output", block.output),
+        gate=optional("gate", block.gate),
+        up=optional("up", block.up),
+        down=optional("down", block.down),
+        attention_gate=optional("attention_gate", block.attention_gate),
+        experts=experts,
+        latent=latent,
+        layer_input=own,
+    )
+
+
+def _read_unrounded(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
     """The weights of block `i`, its matrices as the checkpoint stores them."""
     c, prefix = config, f"model.layers.{i}."
     beside_dense = c.experts is not None and c.experts.beside_dense

@@ -1,4 +1,4 @@
-"""Rounds the matrices of a checkpoint of floats to four bits while they are read."""
+"""Rounds the matrices of a checkpoint of floats to four bits before they are packed."""
 
 import logging
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.kernels import build
 from foretell.model.kernels.structures import PANEL_KINDS
 from foretell.model.load.weights import Weights
-from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
+from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, Matrix, StoredMatrix
 
 log = logging.getLogger(__name__)
 _ROWS = 256
@@ -73,19 +73,24 @@ class RoundedWeights(Weights):
         return self._inner.maps(name)
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
-        """A matrix, rounded where it belongs to a block."""
-        found = self._inner.matrix(name, outputs, inputs)
-        return self._rounded(name, found, "Q4_1") if name.startswith("model.layers.") else found
+        """The matrix of this name and shape, unrounded."""
+        return self._inner.matrix(name, outputs, inputs)
+
+    def round_matrix(self, name: str, matrix: Matrix) -> StoredMatrix:
+        """A matrix of a block, rounded."""
+        return self._rounded(name, matrix if isinstance(matrix, StoredMatrix) else StoredMatrix.of(matrix), "Q4_1")
 
     def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
-        """The matrices of all experts, rounded."""
-        return (self._rounded(name, m, "Q4_1") for m in self._inner.expert_matrices(name, count, outputs, inputs))
+        """The matrices of all experts, unrounded."""
+        return self._inner.expert_matrices(name, count, outputs, inputs)
 
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The head, rounded to eight bits."""
         return self._rounded("lm_head.weight", self._inner.output_matrix(config), "Q8_0")
 
     def _rounded(self, name: str, matrix: StoredMatrix, kind: Kind) -> StoredMatrix:
+        if matrix.quantized:
+            return matrix
         if matrix.inputs % BLOCKS[kind][0] == 0:
             return round_to_blocks(matrix, kind)
         if name not in self._kept:

@@ -106,6 +106,10 @@ class Weights(ABC):
         whole = self.require(name, count, inputs, outputs)
         return (StoredMatrix.of(each.T, self.release_pages) for each in whole)
 
+    def round_matrix(self, name: str, matrix: Matrix) -> Matrix:
+        """A matrix of a block as it is packed: here as it is."""
+        return matrix
+
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
 
