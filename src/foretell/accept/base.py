@@ -28,6 +28,8 @@ class Acceptor(ABC):
     """Whether new tokens follow the target's distribution exactly."""
     same_seed: ClassVar[bool]
     """Whether a seed gives the tokens of plain decoding, not only their distribution."""
+    takes_added: ClassVar[bool] = True
+    """Whether drafts that were not sampled may be added to the tree without a change of the answer's distribution."""
 
     @abstractmethod
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:

@@ -23,6 +23,7 @@ class BlockVerification(Acceptor):
 
     lossless = True
     same_seed = False
+    takes_added = False
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a prefix of the chain of batch row `row`."""

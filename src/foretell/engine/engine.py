@@ -19,14 +19,19 @@ from foretell.core.sampling import CounterRNG, SamplingParams, is_integer
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
+from foretell.draft.prediction import Prediction
+from foretell.engine.controller import LATE_WEIGHT, Controller, StepLoad
 from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.method import AnyMethod, BoundMethod, Method
+from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
 from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer, StopStrings
 
+_NEAR_STEPS = 32
+"""Steps before its deadline from which on a request counts as late for the controller."""
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 """Decodes the requests that allow no drafts."""
 
@@ -51,7 +56,13 @@ class Request:
     priority: int = 0
     """Requests with a lower number are served first."""
     deadline: float | None = None
-    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late."""
+    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late;
+    with a controller its drafts come first from some steps before it on.
+    """
+    prediction: Sequence[int] | None = None
+    """Tokens that the answer is expected to resemble: drafted beside those of a lossless method (OpenAI's
+    `prediction`).
+    """
 
 
 @dataclass(frozen=True)
@@ -125,11 +136,20 @@ class _RunningRequest:
         self.detokenizer = detokenizer
         self.stop_strings = StopStrings(request.stop)
         self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
+        self.prediction = Prediction(request.prediction) if request.prediction else None
+        self.count_prediction()
 
     @property
     def remaining_tokens(self) -> int:
         """Number of new tokens that it may still get."""
         return self.max_new_tokens - len(self.sequence.generated)
+
+    def count_prediction(self) -> None:
+        """Compare the new tokens with the predicted output, and count."""
+        if self.prediction is not None:
+            self.prediction.follow(self.sequence)
+            self.statistics.accepted_prediction_tokens = self.prediction.appeared
+            self.statistics.rejected_prediction_tokens = self.prediction.missing
 
     def detokenize(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
         """Detokenize new tokens: how many of them count, the text that may be shown, and whether a stop string ended
@@ -164,7 +184,9 @@ class Engine:
     `rows`: maximum number of requests per batch; `chunk`: maximum number of prompt tokens per step; `detokenizer` makes
     the incremental detokenizer of a request (None: tokens only, no stop strings). `prefix_caching`: a request reuses
     the longest prefix of its prompt that the cache holds of a finished or running request; a prompt that begins as one
-    that is being read waits for it. `clock` gives seconds.
+    that is being read waits for it. `controller` chooses the drafts of every step by expected tokens per second; None:
+    each method by itself. `itl_target`: seconds between two tokens of an answer that chunks of prompts leave room for
+    (None: chunks are always as large as `chunk`). `clock` gives seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
@@ -181,11 +203,16 @@ class Engine:
         detokenizer: Callable[[], Detokenizer] | None = None,
         prefix_caching: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        controller: Controller | None = None,
+        itl_target: float | None = None,
     ) -> None:
         if rows < 1 or chunk < 1:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
-        self._chunk, self._detokenizer, self._clock = chunk, detokenizer, clock
+        self._detokenizer, self._clock = detokenizer, clock
+        self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
+        self._step_seconds = 0.0
+        """Of the last step."""
         self._rows = RowPool(runner, rows, prefix_caching)
         self._waiting = dict[int, _WaitingRequest]()
         """By number."""
@@ -239,8 +266,12 @@ class Engine:
 
     def _bind(self, method: AnyMethod) -> BoundMethod:
         """The method in this engine, its parts claimed."""
+        is_new = id(method) not in self._methods
         bound = self._methods.setdefault(id(method), BoundMethod(method))
-        if bound.bind():
+        changed = bound.bind()
+        if changed or is_new:
+            method.tree.share_cost(None if self.controller is None else self.controller.cost)
+        if changed:
             for row in self._rows.free:
                 bound.release(row)
         return bound
@@ -369,8 +400,13 @@ class Engine:
         """
         started = self._clock()
         context, starts = self._context(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
-        groups = MethodGroups([r.method for r in scheduled], self.runner.vocab, self._clock)
+        groups = MethodGroups(
+            *([r.method for r in scheduled], self.runner.vocab, self._clock, self.controller),
+            predictions=[r.prediction for r in scheduled],
+        )
         ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
+        if self.controller is not None:
+            self.controller.begin(self._load(scheduled, ready))
         tree = groups.propose(context, list(scheduled.values()), ready)
         drafted = self._clock()
         output = self.runner.forward(
@@ -389,10 +425,13 @@ class Engine:
             return [self._finish_with_error(r, error) for r in scheduled]
         committed = self._clock()
         step = StepResult(context, tree, output, paths, new_tokens, starts, drafted - started, committed - drafted)
+        if self.controller is not None:
+            self.controller.observe(step)
         failures = self._observe(groups, step)
         ended = self._clock()
         draft_seconds = drafted - started + ended - committed
         step_time = StepTime(draft=draft_seconds, verify=verified - drafted, total=ended - started)
+        self._count_step(scheduled, step_time)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
             try:
@@ -434,18 +473,32 @@ class Engine:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
         chunk allows.
         """
-        out, reading, left = dict[_RunningRequest, list[int]](), list[_RunningRequest](), self._chunk
+        out, reading = dict[_RunningRequest, list[int]](), list[_RunningRequest]()
         for r in self._running:
             if r.sequence.length - self.runner.length(r.row) > 1:
                 reading.append(r)
             else:
                 out[r] = [r.sequence.last_token]
+        left = self._chunks.size(decoding=bool(out))
         for r in self._by_urgency(reading) if len(reading) > 1 else reading:
             unread = r.sequence.tokens[self.runner.length(r.row) :][:left]
             if len(unread):
                 out[r] = unread.tolist()
                 left -= len(unread)
         return out
+
+    def _load(self, scheduled: Mapping[_RunningRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
+        """What the step reads before any draft."""
+        soon = self._clock() + _NEAR_STEPS * self._step_seconds
+        near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]
+        sizes = [len(tokens) for tokens in scheduled.values()]
+        return StepLoad(sum(sizes), max(sizes) == 1, np.where(ready, np.where(near, LATE_WEIGHT, 1.0), 0.0))
+
+    def _count_step(self, scheduled: Mapping[_RunningRequest, list[int]], time: StepTime) -> None:
+        """Learn the time of the step."""
+        prompts = [len(tokens) for tokens in scheduled.values() if len(tokens) > 1]
+        self._step_seconds = time.total
+        self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
 
     def _context(self, running: Collection[_RunningRequest]) -> Context:
         limits = [r.request.max_drafts for r in running]
@@ -507,6 +560,7 @@ class Engine:
 
         Tokens after a stop string do not count.
         """
+        r.count_prediction()
         count, text, stopped = r.detokenize(step.new_tokens[i])
         prefix_length, tokens, statistics = int(step.tree.prefix_length[i]), step.new_tokens[i][:count], r.statistics
         accepted = None if result is None else len(result.path)
@@ -563,6 +617,7 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
             "open it for longer texts with max_model_len, and beyond its trained context with rope_scaling"
         )
     _validate_serving(request)
+    _validate_prediction(request, vocab)
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not all(0 <= t < vocab for t in request.prompt):
@@ -582,6 +637,16 @@ def _validate_serving(request: Request) -> None:
         raise ValueError(f"priority must be a whole number, found {request.priority!r}")
     if request.deadline is not None and not isinstance(request.deadline, Real):
         raise ValueError(f"deadline must be a time in seconds, found {request.deadline!r}")
+
+
+def _validate_prediction(request: Request, vocab: int) -> None:
+    tokens = request.prediction
+    if tokens is None:
+        return
+    if isinstance(tokens, str) or not all(is_integer(t) for t in tokens):
+        raise ValueError("the prediction must be a sequence of token ids, which are whole numbers; encode text first")
+    if not all(0 <= t < vocab for t in tokens):
+        raise ValueError(f"the prediction holds a token outside the model's vocabulary of {vocab}")
 
 
 def describe_error(error: Exception) -> str:

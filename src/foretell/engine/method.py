@@ -53,12 +53,16 @@ class Method(Generic[D]):
         return self.draft.hidden_layers
 
     def propose(self, context: Context) -> TokenTree:
-        """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's, with at most as
-        many drafts as they allow.
+        """Trees for the requests of `context`: those that `grow` gives, with the drafter's probes."""
+        return self.draft.add_probes(self.grow(context), context)
+
+    def grow(self, context: Context) -> TokenTree:
+        """Drafts for the requests of `context`, no deeper than their maximum depth and the drafter's, and at most as
+        many as they allow.
         """
         limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
         tree = self.tree.grow(self.draft, limited).limit_depth(limited.max_depth)
-        return self.draft.add_probes(tree.limit_drafts(limited.max_drafts), context)
+        return tree.limit_drafts(limited.max_drafts)
 
     def observe(self, step: StepResult) -> None:
         """Update drafter and shape after a pass of the target."""

@@ -37,6 +37,10 @@ class RequestStatistics:
     """New tokens within `decode_seconds`."""
     fidelity: FidelityLoss = field(default_factory=FidelityLoss)
     """Deviation of a lossy method from the target; zero for lossless ones."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of the request's prediction that appeared in the answer, in its order (OpenAI's definition)."""
+    rejected_prediction_tokens: int = 0
+    """Tokens of the prediction that did not."""
     experts_read: int = 0
     """Distinct experts read by passes after the prompt, summed over their mixture-of-experts layers."""
     moe_layers_read: int = 0
