@@ -331,15 +331,73 @@ def gumbel_max(distribution: Distribution, key: int) -> int:
         return int((exponential_variates(key, np.arange(len(distribution))) / distribution).argmin())
 
 
+class Phrases:
+    """A constraint whose state is the number of tokens read, up to 11: two of every four tokens are forced."""
+
+    def start(self) -> int:
+        """No token."""
+        return 0
+
+    def _allowed(self, state: int) -> set[int]:
+        return ({3, 5, 8, 13, 21}, {7}, {12}, set(range(0, VOCAB, 2)))[state % 4]
+
+    def advance(self, state: int, token: int) -> int | None:
+        """One token more."""
+        return state + 1 if token in self._allowed(state) and state < 11 else None
+
+    def mask(self, state: int) -> np.ndarray:
+        """The allowed tokens."""
+        return np.packbits([token in self._allowed(state) for token in range(VOCAB)], bitorder="little")
+
+    def forced(self, state: int) -> tuple[int, ...]:
+        """The tokens up to the next choice, and a wrong one, which verification finds."""
+        return ((), (7, 12, 2), (12, 2), ())[state % 4]
+
+    def is_final(self, state: int) -> bool:
+        """After eleven tokens."""
+        return state == 11
+
+
 def naive(network: Decoder, request: Request) -> list[int]:
     """Reference decoding without cache, batch, tree or engine: one pass over the whole sequence per token."""
-    tokens, rng, prompt = list(request.prompt), CounterRNG(request.sampling_params.seed), len(request.prompt)
+    sampling, prompt = request.sampling_params, len(request.prompt)
+    tokens, rng, least = list(request.prompt), CounterRNG(sampling.seed), sampling.min_tokens
     for position in range(prompt, prompt + request.max_new_tokens):
-        distribution = process(all_logits(network, tokens)[-1], tokens, prompt, request.sampling_params)
+        logits = all_logits(network, tokens)[-1].astype(np.float64)
+        logits[[not may_follow(request, [*tokens[prompt:], t]) for t in range(len(logits))]] = -np.inf
+        distribution = process(logits, tokens, prompt, sampling)
         tokens.append(gumbel_max(distribution, rng.key(position)))
-        if tokens[-1] in request.eos or any(s in letters(tokens[prompt:]) for s in request.stop):
+        stopped = any(s in letters(tokens[prompt + least :]) for s in request.stop)
+        if tokens[-1] in endings(request) or stopped or is_complete(request, tokens[prompt:]):
             break
     return tokens[prompt:]
+
+
+def endings(request: Request) -> set[int]:
+    """Tokens that end an answer."""
+    return {*request.stop_token_ids, *(() if request.ignore_eos else request.eos)}
+
+
+def may_follow(request: Request, answer: list[int]) -> bool:
+    """Whether the rules of a request allow the last token of an answer."""
+    sampling, n = request.sampling_params, len(answer)
+    inside = sampling.allowed_token_ids is None or answer[-1] in sampling.allowed_token_ids
+    bad = any(tuple(answer[max(0, n - len(word)) :]) == tuple(word) for word in sampling.bad_words)
+    early = n <= sampling.min_tokens and answer[-1] in endings(request)
+    return inside and not bad and not early and (request.constraint is None or _states(request, answer) is not None)
+
+
+def is_complete(request: Request, answer: list[int]) -> bool:
+    """Whether the constraint of a request ends the answer."""
+    return request.constraint is not None and request.constraint.is_final(_states(request, answer))
+
+
+def _states(request: Request, answer: list[int]) -> Any:
+    assert request.constraint is not None
+    state = request.constraint.start()
+    for token in answer:
+        state = None if state is None else request.constraint.advance(state, token)
+    return state
 
 
 def exact_distribution(network: Decoder, prompt: Sequence[int], length: int, sampling: SamplingParams) -> Distribution:
@@ -348,7 +406,10 @@ def exact_distribution(network: Decoder, prompt: Sequence[int], length: int, sam
     def grow(text: list[int], chance: float) -> list[float]:
         if len(text) == len(prompt) + length:
             return [chance]
-        distribution = process(all_logits(network, text)[-1], text, len(prompt), sampling)
+        logits, answer = all_logits(network, text)[-1].astype(np.float64), text[len(prompt) :]
+        ruled = Request(prompt, sampling)
+        logits[[not may_follow(ruled, [*answer, token]) for token in range(len(logits))]] = -np.inf
+        distribution = process(logits, text, len(prompt), sampling)
         return [c for token, p in enumerate(distribution.tolist()) for c in grow([*text, token], chance * p)]
 
     return np.array(grow(list(prompt), 1.0))

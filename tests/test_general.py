@@ -19,12 +19,16 @@ from foretell.model.runner import DecoderRunner, Runner
 from helpers import (
     VARIANTS,
     VOCAB,
+    Phrases,
     Variant,
     all_logits,
     chain_tree,
     engine_for,
     exact_distribution,
     generate,
+    is_complete,
+    letters,
+    may_follow,
     naive,
     p_value,
     random_tokens,
@@ -85,6 +89,32 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
         | {
             "bias": replace(
                 plain, sampling_params=replace(plain.sampling_params, logit_bias={start[0]: -float("inf"), 5: 3.0})
+            ),
+            "bad words": replace(
+                plain,
+                sampling_params=replace(
+                    plain.sampling_params, bad_words=((start[2],), tuple(start[4:6]), tuple(start[5:9]))
+                ),
+            ),
+            "allowed": replace(
+                plain, sampling_params=replace(plain.sampling_params, allowed_token_ids=tuple(range(3, 17)))
+            ),
+            "min tokens": replace(
+                plain,
+                sampling_params=replace(plain.sampling_params, min_tokens=9),
+                eos=(start[3],),
+                stop_token_ids=(start[6],),
+                stop=(letters(start[1:3]),),
+            ),
+            "ignore eos": replace(plain, eos=(start[3],), ignore_eos=True),
+            "stop token": replace(plain, stop_token_ids=(start[6],)),
+            "constraint": replace(plain, constraint=Phrases()),
+            "constraint and more": replace(
+                plain,
+                constraint=Phrases(),
+                sampling_params=replace(
+                    plain.sampling_params, bad_words=((12, 4), (12, 6)), repetition_penalty=1.3, min_p=0.01, top_k=3
+                ),
             ),
             "stop": replace(plain, stop=("zzz", "".join(chr(ord("a") + t) for t in start[4:6]))),
             "eos": replace(plain, eos=(start[6],)),
@@ -269,10 +299,26 @@ def assert_naive(variant: Variant, temperature: float) -> None:
         updates = run(engine_for(variant.make(VOCAB), rows=5), requests)
     assert dict(zip(names, map(tokens_of, updates), strict=True)) == dict(zip(names, texts, strict=True))
     reasons = {name: u[-1].finish_reason for name, u in zip(names, updates, strict=True)}
-    assert reasons == {name: "stop" if name in ("stop", "eos") else "length" for name in names}
+    assert reasons == {
+        name: "stop" if len(text) < r.max_new_tokens else "length" for name, r, text in matrix(temperature)
+    }
     found = [p for u in updates[-1] for p in u.logprobs]
     logits = torch.from_numpy(all_logits(target(), [*requests[-1].prompt, *texts[-1]])[-len(texts[-1]) - 1 : -1])
     assert found == pytest.approx(torch.log_softmax(logits, -1)[range(len(texts[-1])), texts[-1]].tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.same_seed], ids=str)
+def test_sampled_drafts_and_lossy_rules_never_break_the_rules(variant: Variant) -> None:
+    sampling = SamplingParams(temperature=3.0, bad_words=((12, 4), (8,)), min_tokens=3)
+    requests = [
+        Request(PROMPTS[i], replace(sampling, seed=i), 14, eos=(6,), constraint=Phrases() if i < 3 else None)
+        for i in range(5)
+    ]
+    with unchecked():
+        answers = generate(variant.make(VOCAB), requests)
+    for request, answer in zip(requests, answers, strict=True):
+        assert all(may_follow(request, answer[: i + 1]) for i in range(len(answer)))
+        assert len(answer) == 14 or answer[-1] == 6 or is_complete(request, answer)
 
 
 @every_kind_of_rejection
@@ -281,8 +327,9 @@ def assert_naive(variant: Variant, temperature: float) -> None:
     [
         replace(FLAT, top_k=3, top_p=0.9, min_p=0.12),
         replace(FLAT, repetition_penalty=1.5, presence_penalty=0.9, frequency_penalty=0.8, logit_bias={0: 1.5}),
+        replace(FLAT, bad_words=((3,), (0, 2), (2, 1, 0)), top_k=3),
     ],
-    ids=["truncated", "penalised"],
+    ids=["truncated", "penalised", "ruled"],
 )
 def test_every_sampling_parameter_keeps_the_distribution(variant: Variant, sampling: SamplingParams) -> None:
     assert fit(variant, sampling, 1000) > 1e-3

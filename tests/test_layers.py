@@ -27,6 +27,8 @@ ORDER = [
         "model.linear",
         "model.load.experts",
         "model.load.gguf",
+        "model.load.mapped_file",
+        "model.load.safetensors_file",
         "model.moe",
         "model.rope",
         "model.rope_config",
@@ -40,7 +42,7 @@ ORDER = [
     ("distributions.topk",),
     ("core",),
     ("tokenizer", "retrieval.suffix_array"),
-    ("distributions", "retrieval"),
+    ("distributions", "retrieval", "structured"),
     ("model.decoder",),
     (
         "model.compress",
@@ -70,7 +72,7 @@ ORDER = [
     ("train", "train.objective", "quantize"),
     ("train.recipe",),
     ("train.loop",),
-    ("bench", "roofline", "verify"),
+    ("bench", "roofline", "verify", "serve"),
     ("cli",),
     ("__main__",),
 ]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from foretell.engine.method import Method
     from foretell.engine.statistics import RequestStatistics
     from foretell.load import load
+    from foretell.structured.outputs import StructuredOutputs
 
 __version__ = version("foretell")
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "RequestStatistics",
     "SamplingParams",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "Update",
     "__version__",
     "catalogue",
@@ -53,6 +55,7 @@ _MODULES = {
     "RequestStatistics": "engine.statistics",
     "SamplingParams": "core.sampling",
     "SpeculativeConfig": "catalogue.config",
+    "StructuredOutputs": "structured.outputs",
     "Update": "engine.engine",
     "catalogue": "catalogue",
     "load": "load",

@@ -1,15 +1,18 @@
 """The Python interface: a model that generates with any method, and its answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.sampling import SamplingParams
+from foretell.core.token_rules import TokenConstraint
 from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
+from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
@@ -19,6 +22,8 @@ from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator
+from foretell.structured.compiler import ConstraintCompiler
+from foretell.structured.outputs import StructuredOutputs
 from foretell.tokenizer.codec import Message, TextCodec
 from foretell.utils.names import unknown
 
@@ -39,6 +44,13 @@ class Answer:
     backend: Backend
     """Implementation and precision of the target's passes."""
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens in the place of each token with their log-probabilities, best first."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens from the second one on."""
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    stop_reason: str | int | None = None
+    """The stop string or the token of `stop_token_ids` that ended the answer."""
     error: str = ""
     """The error message, where `finish_reason` is `error`."""
 
@@ -56,6 +68,10 @@ class Answer:
             statistics=completion.statistics,
             backend=engine.runner.backend,
             logprobs=completion.logprobs,
+            top_logprobs=completion.top_logprobs,
+            prompt_logprobs=completion.prompt_logprobs,
+            prompt_top_logprobs=completion.prompt_top_logprobs,
+            stop_reason=completion.stop_reason,
             error="" if completion.error is None else describe_error(completion.error),
         )
 
@@ -89,6 +105,7 @@ class Model:
         self._network = network if isinstance(network, Network) else None
         self._runner = partial(DecoderRunner, network) if isinstance(network, Network) else network
         self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
+        self._speculators: dict[object, Speculator] = {}
 
     @property
     def network(self) -> Network:
@@ -151,7 +168,7 @@ class Model:
         Raises:
             ValueError: there is none, it is damaged, or it is for another model.
         """
-        context = self._build_context()
+        context = replace(self._build_context(), known_speculators={})  # a copy of its own, which may be trained
         if Path(reference).is_dir():
             return read_speculator(context, Path(reference))
         if reference not in NETWORKS:
@@ -169,6 +186,7 @@ class Model:
             codec=self.codec,
             draft_codecs=tuple(d.codec for d in models),
             checkpoint=self._checkpoint,
+            known_speculators=self._speculators,
             speculators=tuple(d for d in drafts if isinstance(d, Path)),
         )
 
@@ -201,6 +219,24 @@ class Model:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.codec.chat(messages, allow_special_tokens)
 
+    def constraint(self, outputs: StructuredOutputs) -> TokenConstraint:
+        """The constraint that makes an answer of this model match `outputs`; equal ones are compiled once.
+
+        Raises:
+            ValueError: the extra `structured` is not installed, or the schema or grammar is invalid or too large.
+        """
+        return self._constraints.compile(outputs)
+
+    @cached_property
+    def _constraints(self) -> ConstraintCompiler:
+        return ConstraintCompiler(self.codec, self.eos)
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of these words, at the beginning of a text and after a blank."""
+        texts = [text for word in words for text in (word.strip(), " " + word.strip()) if word.strip()]
+        found = (tuple(self.codec.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(dict.fromkeys(tokens for tokens in found if tokens))
+
     def request(
         self,
         prompt: str | Sequence[Message],
@@ -209,27 +245,46 @@ class Model:
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         raw: bool = False,
-        logprobs: bool = False,
+        logprobs: bool | int | None = False,
+        prompt_logprobs: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        bad_words: str | Sequence[str] = (),
+        structured_outputs: StructuredOutputs | None = None,
         allow_special_tokens: bool = False,
         method: AnyMethod | None = None,
         max_drafts: int | None = None,
     ) -> Request:
-        """A request for an engine; for `raw` and `allow_special_tokens` see `tokens`, for `method` and `max_drafts` see
-        `Request`.
+        """A request for an engine; for `raw` and `allow_special_tokens` see `tokens`, for the others `Request`.
 
-        `stop`: one stop string, or several.
+        `stop`: one stop string, or several. `bad_words`: words that do not occur in the answer, as the tokenizer writes
+        them. `structured_outputs`: what the answer must match (extra `structured`).
 
         Raises:
-            ValueError: the prompt is empty or cannot be encoded, or a stop string is no string.
+            ValueError: the prompt is empty or cannot be encoded, a stop string is no string, or the structured outputs
+                are invalid.
         """
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: write what the model should answer")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(s, str) for s in stop):
-            raise ValueError(f"stop must be a string or several strings, found {stop!r}")
-        tokens = self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens)
+        stop, bad_words = _texts("stop", stop), _texts("bad_words", bad_words)
+        sampling = sampling or SamplingParams()
+        if bad_words:
+            sampling = replace(sampling, bad_words=(*sampling.bad_words, *self.bad_words(bad_words)))
         return Request(
-            *(tokens, sampling or SamplingParams(), max_new_tokens, stop, self.eos, logprobs),
+            self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens),
+            sampling,
+            max_new_tokens,
+            stop,
+            self.eos,
+            logprobs,
+            prompt_logprobs=prompt_logprobs,
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+            include_stop_str_in_output=include_stop_str_in_output,
+            skip_special_tokens=skip_special_tokens,
+            constraint=None if structured_outputs is None else self.constraint(structured_outputs),
             method=method,
             max_drafts=max_drafts,
         )
@@ -239,24 +294,11 @@ class Model:
         prompt: str | Sequence[Message],
         method: AnyMethod | str = "autoregressive",
         sampling: SamplingParams | None = None,
-        *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        raw: bool = False,
-        allow_special_tokens: bool = False,
+        **options: Any,
     ) -> Iterator[Update]:
-        """Generate one answer and yield its updates, one per step."""
+        """Generate one answer and yield its updates, one per step. `options`: those of `request`."""
         engine = self.engine(method, rows=1)
-        engine.submit(
-            self.request(
-                prompt,
-                sampling,
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-                raw=raw,
-                allow_special_tokens=allow_special_tokens,
-            )
-        )
+        engine.submit(self.request(prompt, sampling, **options))
         yield from engine.run()
 
     def generate(
@@ -265,30 +307,22 @@ class Model:
         method: AnyMethod | str = "autoregressive",
         sampling: SamplingParams | None = None,
         *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        raw: bool = False,
-        logprobs: bool = False,
         rows: int = 16,
-        allow_special_tokens: bool = False,
+        **options: Any,
     ) -> list[Answer]:
-        """Answer one prompt or several, at most `rows` at a time; answers come in the order of the prompts.
+        """Answer one prompt or several, at most `rows` at a time; answers come in the order of the prompts. `options`:
+        those of `request`.
 
         A request that fails ends with `finish_reason` `error`; the others continue.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         engine = self.engine(method, rows=rows)
-        requests = [
-            self.request(
-                p,
-                sampling,
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-                raw=raw,
-                logprobs=logprobs,
-                allow_special_tokens=allow_special_tokens,
-            )
-            for p in prompts
-        ]
-        completions = engine.complete(requests, raise_errors=False)
+        completions = engine.complete([self.request(p, sampling, **options) for p in prompts], raise_errors=False)
         return [Answer.from_completion(c, engine) for c in completions]
+
+
+def _texts(name: str, values: str | Sequence[str]) -> tuple[str, ...]:
+    values = (values,) if isinstance(values, str) else tuple(values)
+    if not all(isinstance(v, str) for v in values):
+        raise ValueError(f"{name} must be a string or several strings, found {values!r}")
+    return values

@@ -2,11 +2,12 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -47,7 +48,7 @@ from foretell.model.load.weights import (
 from foretell.model.network import Network
 from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.speculator import is_speculator
-from foretell.tokenizer.codec import TextCodec, from_directory
+from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, read_json
@@ -93,45 +94,37 @@ def load(
         ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, or the limit is
             too small.
     """
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    if kv_cache_dtype not in get_args(CacheDtype):
-        raise unknown("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))
+    for name, value, known in (("dtype", dtype, DTYPES), ("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))):
+        if value not in known:
+            raise unknown(name, value, known)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
-    if path.is_dir() and not is_decoder_family(_read_config(path)):
+    if _is_foreign(path):
         if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto":
             raise ValueError(
                 f"{reference}: rope_scaling, max_model_len and kv_cache_dtype are for architectures of the own decoder"
             )
         return _load_with_transformers(reference, path, dtype, torch_device)
-    config, weights, codec, eos = _read_gguf(path) if path.is_file() else _read_directory(path)
-    config = with_context(with_rope_scaling(config, rope_scaling), max_model_len)
+    opened = open_checkpoint(path)
+    config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":
         raise ValueError(
             f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
         )
     config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
-    precision = _choose_precision(reference, dtype, config, weights, torch_device)
-    if dtype == "int4":
-        weights = RoundedWeights(weights)
+    precision = _choose_precision(reference, dtype, config, opened.weights, torch_device)
+    weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
     if memory_limit is None and _runs_on_kernels(config, torch_device):
         check_memory(reference, precision, packed_bytes(config, weights, precision))
-
-    network = (
-        _build_network(config, weights, precision, torch_device)
-        if memory_limit is None
-        else _build_streamed_network(config, weights, precision, torch_device, memory_limit)
-    )
-    return Model(
-        reference,
-        config,
-        codec,
-        network,
-        weights.variant or precision,
-        eos,
-        _FileCheckpoint(config, weights, precision, torch_device),
-    )
+    with ThreadPoolExecutor(1) as beside:
+        codec = beside.submit(opened.read_codec)
+        network = (
+            _build_network(config, weights, precision, torch_device)
+            if memory_limit is None
+            else _build_streamed_network(config, weights, precision, torch_device, memory_limit)
+        )
+    checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
+    return Model(reference, config, codec.result(), network, weights.variant or precision, opened.eos, checkpoint)
 
 
 def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Model | Path:
@@ -156,10 +149,15 @@ def resolve_dtype(reference: str, dtype: str, device: str) -> str:
     if dtype != "auto":
         return dtype
     path = resolve_reference(reference)
-    if path.is_dir() and not is_decoder_family(_read_config(path)):
+    if _is_foreign(path):
         return "bfloat16"
-    config, weights, *_ = _read_gguf(path) if path.is_file() else _read_directory(path)
-    return _choose_precision(reference, dtype, config, weights, parse_device(device))
+    opened = open_checkpoint(path)
+    return _choose_precision(reference, dtype, opened.config, opened.weights, parse_device(device))
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether transformers runs the model."""
+    return path.is_dir() and not is_decoder_family(_read_config(path))
 
 
 def _choose_precision(
@@ -276,29 +274,32 @@ def load_codec(reference: str = DEFAULT_MODEL) -> TextCodec:
     return codec_from_gguf(GGUF(path).metadata) if path.is_file() else from_directory(path)
 
 
-_Parsed = tuple[ModelConfig, Weights, TextCodec, tuple[int, ...]]
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint of which no weight is read yet."""
+
+    config: ModelConfig
+    weights: Weights
+    read_codec: Callable[[], TextCodec]
+    """Reads the tokenizer."""
+    eos: tuple[int, ...]
+    """Tokens that end an answer."""
 
 
-def open_checkpoint(path: Path) -> _Parsed:
-    """Configuration, weights, tokenizer and end tokens of a GGUF file or a directory; no weight is read yet.
+def open_checkpoint(path: Path) -> OpenCheckpoint:
+    """Open a GGUF file or a directory.
 
     Raises:
         ValueError: see `load`.
     """
-    return _read_gguf(path) if path.is_file() else _read_directory(path)
-
-
-def _read_gguf(path: Path) -> _Parsed:
-    file = GGUF(path)
-    config = gguf_config(file)
-    return config, GGUFWeights(file, config), codec_from_gguf(file.metadata), config.eos
-
-
-def _read_directory(path: Path) -> _Parsed:
+    if path.is_file():
+        file = GGUF(path)
+        config = gguf_config(file)
+        return OpenCheckpoint(config, GGUFWeights(file, config), partial(codec_from_gguf, file.metadata), config.eos)
     raw, source = _read_config(path), str(path / "config.json")
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
-    return config, weights, from_directory(path), _eos_tokens(path, config)
+    require_tokenizer(path)
+    return OpenCheckpoint(config, weights, partial(from_directory, path), _eos_tokens(path, config))
 
 
 def _load_with_transformers(reference: str, path: Path, dtype: str, device: torch.device) -> Model:

@@ -1,5 +1,7 @@
 """Sampling: distributions equal those of transformers and of plain formulas; random numbers are independent."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -37,10 +39,10 @@ NODE_STREAMS = [
     (Stream.DRAFT, 1),
     (Stream.DRAFT, 17),
 ]
-PINNED = [0.254629, 0.171477, 0.112755, 0.260577, 0.076932, 0.493423]
+PINNED = [0.254629, 0.171477, 0.112755, 0.260577, 0.076932, 0.493423, 0.334483]
 """First numbers of every stream at position 4 under seed 7."""
 settings_ = st.builds(
-    SamplingParams,
+    dict[str, Any],
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 3, 39, 40, 99]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
@@ -61,7 +63,8 @@ def distributions_of(
 
 @given(settings_, st.integers(0, 1000))
 @settings(max_examples=150, deadline=None)
-def test_every_parameter_is_exact_at_every_node_of_a_tree(sampling: SamplingParams, seed: int) -> None:
+def test_every_parameter_is_exact_at_every_node_of_a_tree(values: dict[str, Any], seed: int) -> None:
+    sampling = SamplingParams(**values)
     tokens, parents, text = random_tokens(6, VOCAB, seed + 1), [-1, 0, 0, 1, 3, 2], random_tokens(12, VOCAB, seed)
     tree = tree_from_lists([[text[-1], *tokens[1:]]], [parents])
     logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -74,7 +77,8 @@ def test_every_parameter_is_exact_at_every_node_of_a_tree(sampling: SamplingPara
 
 @given(settings_, st.integers(0, 1000))
 @settings(max_examples=100, deadline=None)
-def test_distributions_equal_those_of_transformers(sampling: SamplingParams, seed: int) -> None:
+def test_distributions_equal_those_of_transformers(values: dict[str, Any], seed: int) -> None:
+    sampling = SamplingParams(**values)
     text = torch.tensor([random_tokens(9, VOCAB, seed)])
     logits = 3 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     plain = SamplingParams(repetition_penalty=sampling.repetition_penalty)
@@ -148,7 +152,7 @@ def test_no_two_uses_share_a_random_number() -> None:
             for use in NODE_STREAMS:
                 value = distributions.uniform(0, node, *use)
                 assert seen.setdefault(value, (length, node, *use)) == (length, node, *use)
-        for stream in (Stream.TARGET, Stream.JACOBI, Stream.LOOKAHEAD):
+        for stream in (Stream.TARGET, Stream.JACOBI, Stream.LOOKAHEAD, Stream.CHOICE):
             assert seen.setdefault(rng.uniform(length, stream), (length, stream)) == (length, stream)
 
 
@@ -159,7 +163,7 @@ def test_random_numbers_of_the_streams_stay_the_same() -> None:
     raw = {(Stream.ACCEPT, 2): 3 << 10, (Stream.RESIDUAL, 0): 1 << 21, (Stream.DRAFT, 5): (1 << 22) + (5 << 10)}
     for use, stream in raw.items():
         assert distributions.uniform(0, 2, *use) == CounterRNG(7).uniform(4, stream + 2)
-    assert (Stream.JACOBI, Stream.LOOKAHEAD) == (1 << 30, (1 << 30) + 1)
+    assert (Stream.JACOBI, Stream.LOOKAHEAD, Stream.CHOICE) == (1 << 30, (1 << 30) + 1, (1 << 30) + 2)
     assert [round(CounterRNG(7).uniform(4, stream), 6) for stream in Stream] == PINNED
 
 

@@ -21,7 +21,6 @@ from foretell.model import kernels as native
 from foretell.model.attention import AttentionBackend
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.kernels import Precision
 from foretell.model.layout import Layout
 from foretell.model.rope import apply_rope
 from foretell.model.runner import DecoderRunner
@@ -29,7 +28,7 @@ from foretell.shape import Chain, DynamicTree, FixedTree
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.speculator.network.layer import make_norm
-from foretell.speculator.network.pack import pack_network
+from foretell.speculator.network.pack import DraftPrecision, pack_network
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,
@@ -314,7 +313,7 @@ def test_nothing_is_drafted_before_the_target_has_read_the_prompt() -> None:
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize(("precision", "near"), [("float32", 2e-5), ("int8", 0.6)])
 @every_kind
-def test_the_kernels_draft_what_torch_drafts(kind: str, precision: Precision, near: float) -> None:
+def test_the_kernels_draft_what_torch_drafts(kind: str, precision: DraftPrecision, near: float) -> None:
     wide = replace(TINY, hidden=64, vocab=VOCAB)
     decoder = tiny_decoder(wide, dtype=torch.float32)
     card = TargetInfo(name="tiny", hidden=64, vocab=wide.vocab, layers=wide.layers)
@@ -347,7 +346,7 @@ class Stepwise(EagleDrafter):
 
 
 @cache
-def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None) -> tuple[Decoder, EagleNetwork]:
+def kernel_network(precision: DraftPrecision, dtype: torch.dtype, subset: int | None) -> tuple[Decoder, EagleNetwork]:
     """A random EAGLE-3 on the CPU kernels, with its target."""
     decoder = tiny_decoder(replace(TINY, hidden=64, vocab=VOCAB), dtype=dtype)
     card = TargetInfo(name="tiny", hidden=64, vocab=VOCAB, layers=2)
@@ -364,7 +363,7 @@ def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None)
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.float32), ("int8", torch.bfloat16)]
+    ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)]
 )
 @pytest.mark.parametrize(
     "shape",
@@ -379,7 +378,7 @@ def kernel_network(precision: Precision, dtype: torch.dtype, subset: int | None)
 )
 @pytest.mark.parametrize("subset", [20, None])
 def test_the_kernels_grow_the_trees_that_grow_level_by_level(
-    precision: Precision, dtype: torch.dtype, shape: DynamicTree, subset: int | None
+    precision: DraftPrecision, dtype: torch.dtype, shape: DynamicTree, subset: int | None
 ) -> None:
     """Texts of unequal length, one of them with room for two more tokens, one with none."""
     decoder, network = kernel_network(precision, dtype, subset)

@@ -4,8 +4,10 @@ import errno
 import json
 import logging
 import os
+import struct
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from foretell.model import kernels as native
 from foretell.model.kernels import packed_file
 from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.load import packed_cache
-from foretell.model.load.native import weight_dtype
+from foretell.model.load.native import finish_writing, weight_dtype
 from foretell.model.load.packed_cache import PackedWeightsFile, cache_entries, cache_folder, cache_limit
 from foretell.model.load.rounding import RoundedWeights
 from foretell.model.load.weights import build_decoder
@@ -66,7 +68,9 @@ def model_file(folder: Path, name: str = "model.gguf") -> Path:
 
 def load(weights: RandomWeights, precision: Precision = "bfloat16", limit: int | None = None) -> Network:
     if limit is None:
-        return _build_network(CONFIG, weights, precision, CPU)
+        network = _build_network(CONFIG, weights, precision, CPU)
+        finish_writing()
+        return network
     return _build_streamed_network(CONFIG, weights, precision, CPU, limit)
 
 
@@ -76,7 +80,7 @@ def scores(network: Network) -> torch.Tensor:
 
 
 def cached_file() -> Path:
-    (path,) = cache_folder().iterdir()
+    (path,) = cache_folder().glob("*.packed")
     return path
 
 
@@ -208,7 +212,7 @@ _PEAK = """
 import importlib, resource, sys
 from pathlib import Path
 load = importlib.import_module("foretell.load")
-config, weights, *_ = load._read_gguf(Path(sys.argv[1]))
+config, weights, *_ = load.open_checkpoint(Path(sys.argv[1]))
 load.native.available()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
@@ -227,7 +231,53 @@ def test_the_peak_is_little_more_than_the_packed_weights(tmp_path: Path, monkeyp
     assert packed > 100e6 and peak < 1.1 * packed + 80e6, (packed, peak)
 
 
-def test_the_command_lists_and_clears(weights: FileWeights) -> None:
+_HEAD_PEAK = """
+import resource, sys
+from pathlib import Path
+from foretell.model import kernels
+from foretell.model.kernels.linear import NativeLinear
+from foretell.model.load.weights import SafetensorsWeights
+kernels.available()
+matrix = SafetensorsWeights(Path(sys.argv[1])).matrix("lm_head.weight", 32768, 2048)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+print(NativeLinear(matrix, None, "bfloat16").nbytes, peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts in kilobytes")
+def test_pages_of_a_matrix_are_released_while_it_is_packed(tmp_path: Path) -> None:
+    size = 32768 * 2048 * 2
+    place = {"dtype": "BF16", "shape": [32768, 2048], "data_offsets": [0, size]}
+    header = json.dumps({"lm_head.weight": place}).encode().ljust(96)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)
+    done = subprocess.run([sys.executable, "-c", _HEAD_PEAK, tmp_path], check=True, capture_output=True)
+    packed, peak = map(int, done.stdout.split())
+    assert packed == size and peak < 1.1 * packed + 100e6, (packed, peak)
+
+
+def test_interrupted_work_is_removed(weights: FileWeights) -> None:
+    folder = cache_folder()
+    folder.mkdir()
+    old, names = (
+        time.time() - 7200,
+        ("tmp1x", "tmp-999999999-x", f"tmp-{os.getpid()}-x", "new", "tmp-999999999-new"),
+    )
+    for name in names:
+        (folder / name).mkdir() if name == "tmp1x" else (folder / name).write_bytes(b"")
+        if "new" not in name:
+            os.utime(folder / name, (old, old))
+    load(weights)
+    assert {path.name for path in folder.iterdir()} - set(names[2:]) == {cached_file().name}
+
+
+def test_the_command_lists_and_clears(weights: FileWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "foretell").mkdir()
+    (tmp_path / "foretell" / "kernels-0.so").write_bytes(b"12")
+    assert json.loads(run_foretell("cache", "clear", "kernels", "--json").stdout)["bytes"] == 2
     assert "0 files" in run_foretell("cache").stdout
     load(weights), load(weights, "float32")
     listed = json.loads(run_foretell("cache", "--json").stdout)

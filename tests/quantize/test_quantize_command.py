@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from command import expect_error, run_foretell, save_tiny_model
 from foretell.load import load, open_checkpoint
 from foretell.model.load.gguf import GGUF
+from foretell.quantize.calibration import split_text, text_documents
 from foretell.quantize.evaluate import compare
 from foretell.quantize.gguf_metadata import pre_tokenizer_name
 from foretell.tokenizer.gguf import _pre_tokenizer as gguf_pre_tokenizer
@@ -71,7 +72,8 @@ def test_a_gguf_file_is_written_and_loads(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "group"), [("Q4_0", "32"), ("Q4_1", "32"), ("Q8_0", "16")])
 def test_a_directory_is_written_and_holds_the_numbers_that_it_reports(kind: str, group: str, tmp_path: Path) -> None:
     found = quantize(tmp_path / "out", "--type", kind, "--group-size", group, "--method", "gptq")
-    _, weights, codec, _ = open_checkpoint(tmp_path / "out")
+    _, weights, read_codec, _ = open_checkpoint(tmp_path / "out")
+    codec = read_codec()
     assert weights.matrix("model.layers.0.mlp.down_proj.weight", 64, 96).kind == (
         {"Q4_0": "Q4_0", "Q4_1": "Q4_Z"}.get(kind, "F32")
     )
@@ -102,6 +104,23 @@ def test_a_model_is_equal_to_itself() -> None:
     found = compare((config, weights), (config, weights), torch.randint(0, 257, (2, 40)))
     assert (found.tokens, found.same_top) == (78, 1.0) and found.kl < 1e-6
     assert found.perplexity == found.quantized_perplexity
+
+
+def test_a_dtype_is_compared_with_the_exact_model() -> None:
+    options = ("--text", text(), "--tokens", "300", "--length", "64")
+    result = run_foretell("evaluate", "--model", model(), "--dtype", "float32,int8", *options, "--json")
+    same, rounded = json.loads(result.stdout)
+    assert (same["kl"], same["same_top"], same["tokens"]) == (0, 1, 4 * 63)
+    assert 0 < rounded["kl"] < 0.1 and rounded["dtype"] == "int8"
+    opened, exact = open_checkpoint(model()), load(str(model()), "float32")
+    tokens = split_text(text_documents([text()], exact.codec, 64), 0, 300, 64, "").held_back
+    by_blocks = compare(opened[:2], opened[:2], tokens).perplexity
+    assert (
+        same["perplexity"] == pytest.approx(by_blocks, rel=1e-4) and same["quantized_perplexity"] == same["perplexity"]
+    )
+    assert (
+        "float32) beside float32" in run_foretell("evaluate", "--model", model(), "--dtype", "float32", *options).stdout
+    )
 
 
 def test_an_existing_output_is_kept_until_the_new_one_is_complete(tmp_path: Path) -> None:

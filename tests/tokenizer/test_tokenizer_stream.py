@@ -114,22 +114,28 @@ parts = st.lists(st.text("ab.", max_size=3), max_size=12)
 def test_text_ends_before_the_first_stop_string_however_it_arrives(pieces: list[str], stops: list[str]) -> None:
     whole = "".join(pieces)
     hits = [whole.find(s) for s in stops if s in whole]
-    watch, shown, stopped = StopStrings(stops), "", False
+    watch, shown, stop = StopStrings(stops), "", None
     for piece in pieces:
-        part, stopped = watch.push(piece)
+        part, stop = watch.push(piece)
         shown += part
         assert whole.startswith(shown)
-        if stopped:
+        if stop is not None:
             break
-    shown += "" if stopped else watch.finish()
-    assert stopped == bool(hits)
+    shown += "" if stop is not None else watch.finish()
+    assert stop in stops if hits else stop is None
     # Two stop strings may overlap: which ends the text first depends on which is complete first.
     assert shown == whole if not hits else shown in {whole[:h] for h in hits}
 
 
 def test_only_the_beginning_of_a_stop_string_is_held_back() -> None:
     watch = StopStrings(["END"])
-    assert watch.push("the E") == ("the ", False)
-    assert watch.push("N") == ("", False)
-    assert watch.push("T") == ("ENT", False)
-    assert watch.push(" END more") == (" ", True)
+    assert watch.push("the E") == ("the ", None)
+    assert watch.push("N") == ("", None)
+    assert watch.push("T") == ("ENT", None)
+    assert watch.push(" END more") == (" ", "END")
+
+
+def test_the_stop_string_is_shown_if_asked_for() -> None:
+    watch = StopStrings(["END", "ENDING", "DI"], include=True)
+    assert watch.push("the EN") == ("the ", None)
+    assert watch.push("DING") == ("END", "END")

@@ -20,6 +20,7 @@ from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchSettings
 from foretell.load import load
+from foretell.model.load.native import finish_writing
 
 _PEER_CONTEXT = 4096
 """Longest sequence of a peer, in tokens: its cache is allocated at once."""
@@ -56,6 +57,7 @@ class BenchPlan:
         models = {d: load(self.settings.model, d, self.settings.device) for d in self.settings.dtypes}
         for model in models.values():
             model.cache_checkpoint()
+        finish_writing()
         return models
 
     def create_run(self, models: dict[str, Model], repeats: int) -> BenchRun:

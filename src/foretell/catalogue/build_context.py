@@ -1,7 +1,7 @@
 """What methods are built from, and helpers that several builders use."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretell.accept import Acceptor, BlockVerification, Match, Rejection
@@ -30,6 +30,7 @@ from foretell.shape import (
     Shape,
     Trie,
 )
+from foretell.speculator.network.base import Speculator
 from foretell.tokenizer.codec import TextCodec
 
 _MIN_EXPANDED_NODES = 4
@@ -57,6 +58,8 @@ class BuildContext:
     """The tokenizers of `drafts`."""
     checkpoint: Checkpoint | None = None
     """The target's checkpoint. Changed copies of the weights need it, unless `network` is a plain `Decoder`."""
+    known_speculators: dict[object, Speculator] = field(default_factory=dict, compare=False)
+    """Speculators that were read for this target before, by their directories and when these were written."""
     speculators: tuple[Path, ...] = ()
     """Directories of trained speculators; empty: the one that is installed for this target is used."""
 

@@ -10,7 +10,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
-from foretell.speculator.network.pack import pack_network
+from foretell.speculator.network.pack import describe_packed, pack_network
 
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
@@ -41,7 +41,7 @@ def eagle(context: BuildContext, options: EagleOptions) -> AnyMethod:
     else:
         nodes = options.num_draft_tokens or len(_EAGLE1_TREE)
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, options.num_steps, draw)
-    return Method(EagleDrafter(_eagle_network(context, "eagle")), shape, _acceptor(draw))
+    return _method(EagleDrafter(_eagle_network(context, "eagle")), shape, draw)
 
 
 def eagle2(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
@@ -69,7 +69,7 @@ def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
     else:
         grown = _DEFAULT_DEPTH + nodes // _NODES_PER_EXTRA_LEVEL if given else _MAX_LEVELS
         shape = cost_aware_tree(options, options.num_steps or grown)
-    return Method(EagleDrafter(network), shape, _acceptor(draw))
+    return _method(EagleDrafter(network), shape, draw)
 
 
 def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyMethod:
@@ -100,11 +100,13 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     else:
         shape = Chain(length, draw, _chain_confidence(options)) if is_chain else cost_aware_tree(options, depth)
-    return Method(MLPSpeculatorDrafter(network), shape, _acceptor(draw))
+    return _method(MLPSpeculatorDrafter(network), shape, draw)
 
 
-def _acceptor(draw: bool) -> Acceptor:
-    return Rejection() if draw else Match()
+def _method(drafter: EagleDrafter | MLPSpeculatorDrafter, shape: Shape[Predictor], draw: bool) -> AnyMethod:
+    """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
+    accept: Acceptor = Rejection() if draw else Match()
+    return Method(drafter, shape, accept, drafter_label=describe_packed(drafter.label, drafter.network))
 
 
 def _chain_confidence(options: FeatureTreeOptions) -> float:
@@ -126,8 +128,7 @@ def _fixed(
 def _eagle_network(context: BuildContext, kind: str) -> EagleNetwork:
     network = trained_speculator(context, kind)
     assert isinstance(network, EagleNetwork)
-    # int8 halves the time of a level; rounding changes drafts, not the output.
-    return pack_network(network, "int8")
+    return pack_network(network)
 
 
 ENTRIES = (

@@ -32,7 +32,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, RetrievalOrModel, Shape
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.pack import pack_network
+from foretell.speculator.network.pack import describe_packed, pack_network
 
 _SPECULATORS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
     "eagle3": (eagle_method, EagleTreeOptions),
@@ -67,13 +67,14 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
     speculator = _find_speculator(context)
     if speculator is not None:
         make, reads = _SPECULATORS[speculator.kind]
+        packed = pack_network(speculator)
         method = make(
-            pack_network(speculator),
+            packed,
             reads.from_values(f"hybrid_model, which drafts with {speculator.kind} here,", named),
         )
         # The speculator predicts successors of single tokens better than token recycling does.
         suffix = SuffixRetriever(context.references)
-        label = f"a trained speculator ({speculator.kind})"
+        label = describe_packed(f"a trained speculator ({speculator.kind})", packed)
         return _retrieval_or_model(suffix, method.draft, method.tree, options, label)
     models = find_draft_models(context)
     if models:

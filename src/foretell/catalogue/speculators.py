@@ -39,7 +39,11 @@ def read_speculator(context: BuildContext, folder: Path) -> Speculator:
     Raises:
         ValueError: it is damaged or for another target, or transformers runs the target.
     """
-    return load_speculator(folder, target_card(context), embedding_and_head(context)).eval().requires_grad_(False)
+    key = folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in folder.iterdir()))
+    if key not in context.known_speculators:
+        found = load_speculator(folder, target_card(context), embedding_and_head(context))
+        context.known_speculators[key] = found.eval().requires_grad_(False)
+    return context.known_speculators[key]
 
 
 def target_card(context: BuildContext) -> TargetInfo:

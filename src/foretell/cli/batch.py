@@ -35,11 +35,20 @@ class _ActiveRequest:
 class Batch:
     """Answers prompts with one engine, which decodes those that name no other method by its own.
 
-    `errors` collects the lines that the model cannot answer. `writer` shows text as it comes (one prompt only).
+    `logprobs`, `prompt_logprobs`: as in `Request`. `errors` collects the lines that the model cannot answer. `writer`
+    shows text as it comes (one prompt only).
     """
 
-    def __init__(self, setup: ModelSetup, engine: Engine, logprobs: bool, writer: AnswerWriter | None = None) -> None:
-        self._setup, self._engine, self._logprobs, self._writer = setup, engine, logprobs, writer
+    def __init__(
+        self,
+        setup: ModelSetup,
+        engine: Engine,
+        logprobs: int | None = None,
+        writer: AnswerWriter | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self._setup, self._engine, self._writer = setup, engine, writer
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self._methods = {engine.method.name: engine.method}
         self._active: dict[int, _ActiveRequest] = {}
         self._answered: dict[int, list[AnsweredPrompt]] = {}
@@ -71,7 +80,9 @@ class Batch:
                 stop=prompt.stop,
                 raw=prompt.raw,
                 logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
                 allow_special_tokens=prompt.allow_special_tokens,
+                **vars(prompt.options),
                 method=self._method(prompt),
                 max_drafts=prompt.max_drafts,
             )

@@ -31,8 +31,10 @@ from foretell.bench.replay import method_replays, replay_all
 from foretell.bench.results import build_results
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.cli.errors import print_error, report_errors
+from foretell.cli.options import split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import DEFAULT_MODEL, load, parse_device, resolve_dtype
+from foretell.model.load.native import finish_writing
 from foretell.utils.store import RunStore
 
 
@@ -91,11 +93,6 @@ _CONTEXT_MARGIN = 64
 """Cache slots of a peer beyond the tokens of a step."""
 
 
-def split_commas(text: str) -> list[str]:
-    """Parts of a comma-separated option."""
-    return [w.strip() for w in text.split(",") if w.strip()]
-
-
 def parse_counts(text: str, option: str) -> list[int]:
     """Parse positive whole numbers of a comma-separated option.
 
@@ -147,7 +144,7 @@ def step(
     ] = "",
     dtype: Annotated[
         str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
-    ] = "bfloat16",
+    ] = "auto",
     device: Device = "cpu",
     tokens: Annotated[str, typer.Option(help="Numbers of new tokens per pass.")] = "1,2,4,8,16,32,64",
     context: Annotated[int, typer.Option(min=1, help="Tokens cached before the pass.")] = 256,
@@ -219,8 +216,10 @@ def check_peer_device(names: Sequence[str], device: str) -> None:
 def _load_models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
     """The model in every precision, or random ones of a shape."""
     if shape is None:
-        return [load(reference, p, device) for p in precisions]
-    return random_models(shape, precisions, parse_device(device))
+        models = [load(reference, p, device) for p in precisions]
+        finish_writing()
+        return models
+    return random_models(shape, ["bfloat16" if p == "auto" else p for p in precisions], parse_device(device))
 
 
 def _prefix_tokens(model: Model, length: int, random: bool) -> list[int]:
@@ -242,7 +241,7 @@ def run(
     model: ModelName = DEFAULT_MODEL,
     dtype: Annotated[
         str, typer.Option(help="Comma-separated: auto, float32, bfloat16, int8, int8-activations, int4.")
-    ] = "bfloat16",
+    ] = "auto",
     device: Device = "cpu",
     peers: Annotated[
         str,
@@ -306,7 +305,7 @@ def record_(
     per_category: PerCategory = None,
     max_new_tokens: Length = 160,
     model: ModelName = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, int8-activations or int4.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, int8-activations or int4.")] = "auto",
     device: Device = "cpu",
     top_k: Annotated[int, typer.Option(min=1, help="Best tokens recorded at every position.")] = 32,
     threads: Threads = None,

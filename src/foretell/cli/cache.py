@@ -1,4 +1,4 @@
-"""`foretell cache`: the packed weights that are kept for the next start."""
+"""`foretell cache`: the packed weights and compiled kernels that are kept for the next start."""
 
 import json
 import time
@@ -21,15 +21,17 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def cache(
     action: Annotated[str, typer.Argument(metavar="[list|clear]", help="What to do.")] = "list",
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="With clear: names of files or models, paths of models.")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="With clear: files, models or their paths, dtypes, or kernels."),
     ] = None,
     all_files: Annotated[bool, typer.Option("--all", help="With clear: remove everything.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """List or clear the packed weights that are kept for the next start.
+    """List or clear the packed weights and compiled kernels that are kept for the next start.
 
-    The folder is $FORETELL_CACHE, by default foretell/weights in the user's cache directory. $FORETELL_CACHE_LIMIT
-    (such as 20G; 0: no cache) limits its size; what was used least recently leaves first.
+    Weights are in $FORETELL_CACHE, by default foretell/weights in the user's cache directory. $FORETELL_CACHE_LIMIT
+    (such as 20G; 0: no cache) limits their size; what was used least recently leaves first. Kernels that were not used
+    for 30 days leave when others are compiled.
     """
     if action == "list":
         if names or all_files:
@@ -42,29 +44,35 @@ def cache(
 
 
 def _list(as_json: bool) -> None:
-    from foretell.model.load.packed_cache import cache_entries, cache_folder, cache_limit
+    from foretell.model.kernels.build import cache_directory
+    from foretell.model.load.packed_cache import cache_entries, cache_folder, cache_limit, kernel_entries
 
-    folder, entries = cache_folder(), cache_entries()
+    folder, entries, kernels = cache_folder(), cache_entries(), kernel_entries()
     limit = cache_limit(folder)
     if as_json:
-        records = [_record(entry) for entry in entries]
-        typer.echo(json.dumps({"folder": str(folder), "limit_bytes": limit, "entries": records}, indent=1))
+        found: dict[str, object] = {"folder": str(folder), "limit_bytes": limit, "entries": _records(entries)}
+        found |= {"kernels_folder": str(cache_directory()), "kernels": _records(kernels)}
+        typer.echo(json.dumps(found, indent=1))
         return
-    for entry in entries:
+    for entry in (*entries, *kernels):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        typer.echo(
-            f"{entry.bytes / 1e6:9,.0f} MB  last used {used}  {entry.dtype:16}  {entry.name}\n{'':14}{entry.model}"
-        )
-    total = sum(entry.bytes for entry in entries)
-    typer.echo(f"{folder}: {len(entries)} files, {total / 1e6:,.0f} MB of at most {limit / 1e6:,.0f} MB")
+        typer.echo(f"{entry.bytes / 1e6:9,.0f} MB  last used {used}  {entry.dtype:16}  {entry.name}")
+        if entry.model:
+            typer.echo(f"{'':14}{entry.model}")
+    typer.echo(f"{folder}: {_total(entries)} of at most {limit / 1e6:,.0f} MB")
+    typer.echo(f"{cache_directory()}: {_total(kernels)} of kernels")
+
+
+def _total(entries: Sequence["CacheEntry"]) -> str:
+    return f"{len(entries)} files, {sum(entry.bytes for entry in entries) / 1e6:,.0f} MB"
 
 
 def _clear(names: Sequence[str], all_files: bool, as_json: bool) -> None:
-    from foretell.model.load.packed_cache import cache_entries, remove_entries
+    from foretell.model.load.packed_cache import cache_entries, kernel_entries, remove_entries
 
     if bool(names) == all_files:
         raise ValueError("name what to remove (`foretell cache` lists it), or give --all")
-    entries = cache_entries()
+    entries = [*cache_entries(), *kernel_entries()]
     chosen = entries if all_files else list({e.path: e for name in names for e in _named(name, entries)}.values())
     freed = remove_entries(chosen)
     if as_json:
@@ -74,17 +82,12 @@ def _clear(names: Sequence[str], all_files: bool, as_json: bool) -> None:
 
 
 def _named(name: str, entries: Sequence["CacheEntry"]) -> list["CacheEntry"]:
-    found = [e for e in entries if name in (e.name, e.path.name, e.model, Path(e.model).name, Path(e.model).stem)]
+    known = ((e, (e.name, e.path.name, e.dtype, e.model, Path(e.model).name, Path(e.model).stem)) for e in entries)
+    found = [entry for entry, its_names in known if name in its_names]
     if not found:
         raise unknown("file of the cache", name, [entry.name for entry in entries])
     return found
 
 
-def _record(entry: "CacheEntry") -> dict[str, object]:
-    return {
-        "name": entry.name,
-        "model": entry.model,
-        "dtype": entry.dtype,
-        "bytes": entry.bytes,
-        "last_use": entry.used,
-    }
+def _records(entries: Sequence["CacheEntry"]) -> list[dict[str, object]]:
+    return [{"name": e.name, "model": e.model, "dtype": e.dtype, "bytes": e.bytes, "last_use": e.used} for e in entries]

@@ -48,7 +48,7 @@ def generate(
     text: Annotated[
         list[Path] | None, typer.Option(help="Plain text instead of answers: files or directories; repeatable.")
     ] = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
     rows: Annotated[int, typer.Option(min=1, help="Batch size: sequences that are generated together.")] = 32,
     greedy_share: Annotated[

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from foretell.cli.batch import AnsweredPrompt
     from foretell.cli.prompts import LineError, PromptDefaults, PromptSpec
     from foretell.cli.setup import ModelSetup
+    from foretell.structured.outputs import StructuredOutputs
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -31,8 +32,10 @@ class OutputFormat:
 
     as_json: bool
     stream: bool
-    logprobs: bool
+    logprobs: int | None
+    """Most probable tokens to print in the place of each token; None: no log-probabilities."""
     is_batch: bool
+    prompt_logprobs: int | None = None
 
 
 @app.command()
@@ -52,6 +55,19 @@ def generate(
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = 0,
     stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    include_stop: options.IncludeStop = False,
+    ignore_eos: options.IgnoreEos = False,
+    min_tokens: options.MinTokens = 0,
+    bad_word: options.BadWord = None,
+    allowed_token_id: options.AllowedTokenId = None,
+    show_special_tokens: options.ShowSpecialTokens = False,
+    json_schema: options.JsonSchema = None,
+    json_object: options.JsonObject = False,
+    regex: options.Regex = None,
+    choice: options.Choice = None,
+    grammar: options.Grammar = None,
+    any_whitespace: options.AnyWhitespace = False,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     allow_special_tokens: options.AllowSpecialTokens = False,
@@ -75,6 +91,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Log-probability of every token (with --json).")] = False,
+    top_logprobs: options.TopLogprobs = None,
+    prompt_logprobs: options.PromptLogprobs = None,
 ) -> None:
     """Answer a prompt, or a file of prompts, with any decoding method.
 
@@ -86,25 +104,66 @@ def generate(
         foretell generate - --method llma --reference notes.txt < question.txt
 
         foretell generate --prompts prompts.jsonl --temperature 0.7 --json > answers.jsonl
+
+        foretell generate "Describe a person." --json-schema person.json --method ngram
     """
-    from foretell.cli.prompts import PromptDefaults
+    from foretell.cli.prompts import AnswerOptions, PromptDefaults
     from foretell.cli.setup import LongTextOptions, load_models, parse_method
     from foretell.core.sampling import SamplingParams
 
     sampling = SamplingParams(
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed=seed
+        *(temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty),
+        seed=seed,
+        min_tokens=min_tokens,
+        allowed_token_ids=None if allowed_token_id is None else tuple(allowed_token_id),
+    )
+    answer_options = AnswerOptions(
+        bad_words=tuple(bad_word or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+        include_stop_str_in_output=include_stop,
+        skip_special_tokens=not show_special_tokens,
+        structured_outputs=_structured_outputs(json_schema, json_object, regex, choice, grammar, any_whitespace),
     )
     if max_new_tokens < 1 or rows < 1:
         raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
     selection = parse_method(method, speculative_config, draft_model)
-    defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens)
+    defaults = PromptDefaults(
+        sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens, answer_options
+    )
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
     long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype)
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, long_text)
-    output = OutputFormat(as_json, prompts is None and not as_json and not no_stream, logprobs, prompts is not None)
+    number = 0 if logprobs and top_logprobs is None else top_logprobs
+    stream, is_batch = prompts is None and not as_json and not no_stream, prompts is not None
+    output = OutputFormat(as_json, stream, number, is_batch, prompt_logprobs)
     status = run(setup, selection.name, specs, rows, output)
     if status or bad:
         raise typer.Exit(status or 1)
+
+
+def _structured_outputs(
+    json_schema: Path | None,
+    json_object: bool,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: Path | None,
+    any_whitespace: bool,
+) -> "StructuredOutputs | None":
+    """What the options ask for; None: free text."""
+    from foretell.cli.setup import read_text
+    from foretell.structured.outputs import StructuredOutputs
+
+    if not (json_schema or json_object or regex is not None or choice or grammar):
+        return None
+    return StructuredOutputs(
+        json=None if json_schema is None else read_text(json_schema),
+        json_object=json_object,
+        regex=regex,
+        choice=tuple(choice) if choice else None,
+        grammar=None if grammar is None else read_text(grammar),
+        any_whitespace=any_whitespace,
+    )
 
 
 def _read_prompt(
@@ -146,7 +205,8 @@ def run(
 
     engine = setup.model.engine(setup.method(method), rows=min(rows, len(specs)))
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
-    batch, answers = Batch(setup, engine, output.logprobs, writer), list["Answer"]()
+    batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs)
+    answers = list["Answer"]()
     started = time.perf_counter()
     with Interrupt() as interrupt:
         for answered in batch.run(specs, interrupt):
@@ -167,14 +227,14 @@ def run(
 def print_answer(answered: "AnsweredPrompt", output: OutputFormat) -> None:
     """Print a finished answer, unless it was streamed."""
     if output.as_json:
-        print(json.dumps(answer_record(answered.answer, output.logprobs), ensure_ascii=False), flush=True)
+        print(json.dumps(answer_record(answered.answer, output), ensure_ascii=False), flush=True)
     elif output.is_batch:
         print(f"── {answered.line} ── {answered.title[:_TITLE_WIDTH]}\n{answered.answer.text}\n", flush=True)
     elif not output.stream:
         print(answered.answer.text, flush=True)
 
 
-def answer_record(answer: "Answer", logprobs: bool) -> dict[str, object]:
+def answer_record(answer: "Answer", output: OutputFormat) -> dict[str, object]:
     """An answer as `--json` prints it; times in seconds."""
     s = answer.statistics
     out: dict[str, object] = {
@@ -205,4 +265,14 @@ def answer_record(answer: "Answer", logprobs: bool) -> dict[str, object]:
             "total_variation": s.fidelity.mean_variation,
             "kl_divergence": s.fidelity.mean_divergence,
         }
-    return out | ({"logprobs": list(answer.logprobs)} if logprobs else {})
+    if answer.stop_reason is not None:
+        out["stop_reason"] = answer.stop_reason
+    if output.logprobs is not None:
+        out["logprobs"] = list(answer.logprobs)
+    if output.logprobs:
+        out["top_logprobs"] = answer.top_logprobs
+    if output.prompt_logprobs is not None:
+        out["prompt_logprobs"] = [None, *answer.prompt_logprobs]
+    if output.prompt_logprobs:
+        out["prompt_top_logprobs"] = [None, *answer.prompt_top_logprobs]
+    return out

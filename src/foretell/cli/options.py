@@ -51,6 +51,41 @@ PresencePenalty = Annotated[
 FrequencyPenalty = Annotated[float, typer.Option(metavar="X", help="Subtracted for every occurrence in the answer.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal answers in every batch.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="S", help="End before this text; repeatable.")]
+StopTokenId = Annotated[
+    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="End at this token; repeatable.")
+]
+IncludeStop = Annotated[
+    bool, typer.Option("--include-stop", help="Show the stop string or stop token that ends the answer.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
+MinTokens = Annotated[int, typer.Option(metavar="N", help="Fewest tokens of an answer.")]
+BadWord = Annotated[
+    list[str] | None, typer.Option("--bad-word", metavar="S", help="A word that must not occur; repeatable.")
+]
+AllowedTokenId = Annotated[
+    list[int] | None,
+    typer.Option("--allowed-token-id", metavar="ID", help="The only tokens that an answer may hold; repeatable."),
+]
+ShowSpecialTokens = Annotated[bool, typer.Option("--show-special-tokens", help="Show special tokens in the text.")]
+JsonSchema = Annotated[
+    Path | None, typer.Option("--json-schema", metavar="FILE", help="Answer with JSON that fits this schema.")
+]
+JsonObject = Annotated[bool, typer.Option("--json-object", help="Answer with a JSON object.")]
+Regex = Annotated[str | None, typer.Option(metavar="RE", help="Answer with text that this expression matches.")]
+Choice = Annotated[
+    list[str] | None, typer.Option("--choice", metavar="S", help="Answer with one of these texts; repeatable.")
+]
+Grammar = Annotated[Path | None, typer.Option(metavar="FILE", help="Answer by this grammar: Lark, or GBNF.")]
+AnyWhitespace = Annotated[
+    bool, typer.Option("--any-whitespace", help="Allow blanks and line ends in JSON; otherwise it is compact.")
+]
+TopLogprobs = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="The same with the N most probable tokens in each place (with --json)."),
+]
+PromptLogprobs = Annotated[
+    int | None, typer.Option(metavar="N", min=0, help="The same for the tokens of the prompt (with --json).")
+]
 System = Annotated[str | None, typer.Option(metavar="S", help="System message.")]
 AllowSpecialTokens = Annotated[
     bool,
@@ -90,3 +125,8 @@ KvCacheDtype = Annotated[
         help="Cached keys and values: auto (as the model computes) or int8 (half the bytes of bfloat16).",
     ),
 ]
+
+
+def split_commas(text: str) -> list[str]:
+    """Parts of a comma-separated option."""
+    return [w.strip() for w in text.split(",") if w.strip()]

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foretell.catalogue import find
 from foretell.core.sampling import SamplingParams
+from foretell.structured.outputs import StructuredOutputs
 from foretell.tokenizer.codec import Message
 from foretell.utils.validation import parse_json, validate
 
@@ -43,6 +44,15 @@ class PromptLine(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """The fields of `StructuredOutputs`."""
     max_new_tokens: int | None = None
     stop: list[str] | str | None = None
     raw: bool | None = None
@@ -68,6 +78,18 @@ class PromptLine(BaseModel):
 
 
 @dataclass(frozen=True)
+class AnswerOptions:
+    """Further parameters of `Model.request`, under its names."""
+
+    bad_words: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+
+
+@dataclass(frozen=True)
 class PromptDefaults:
     """The parameters that the command line gives for all prompts."""
 
@@ -77,6 +99,7 @@ class PromptDefaults:
     raw: bool
     system: str | None
     allow_special_tokens: bool = False
+    options: AnswerOptions = AnswerOptions()
 
 
 @dataclass(frozen=True)
@@ -90,6 +113,7 @@ class PromptSpec:
     stop: tuple[str, ...]
     raw: bool
     allow_special_tokens: bool = False
+    options: AnswerOptions = AnswerOptions()
     method: str | None = None
     """What decodes it, by its name; None: the method of the command line."""
     max_drafts: int | None = None
@@ -158,23 +182,41 @@ def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
         ValueError: the prompt is empty, a parameter is out of range, there is no method of this name, or raw text has
             several turns or a system message.
     """
-    names = {f.name for f in fields(SamplingParams)} & set(PromptLine.model_fields)
-    given = {name: value for name in names if (value := getattr(line, name)) is not None}
+    options = _given(line, AnswerOptions)
+    if isinstance(structured := options.get("structured_outputs"), dict):
+        options["structured_outputs"] = _structured_outputs(structured)
+    sampling = {name: value for name, value in _given(line, SamplingParams).items() if name not in options}
     stop = defaults.stop if line.stop is None else (line.stop,) if isinstance(line.stop, str) else tuple(line.stop)
     raw = defaults.raw if line.raw is None else line.raw
     prompt, turns = _split_turns(line, raw, defaults.system)
     return PromptSpec(
         prompt=prompt,
         turns=turns,
-        sampling=replace(defaults.sampling, **given),
+        sampling=replace(defaults.sampling, **sampling),
         max_new_tokens=defaults.max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
         stop=stop,
         raw=raw,
         allow_special_tokens=defaults.allow_special_tokens,
+        options=replace(defaults.options, **options),
         method=None if line.method is None else find(line.method).name,
         max_drafts=line.max_drafts,
         priority=line.priority,
     )
+
+
+def _given(line: PromptLine, kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that a line gives, lists as tuples."""
+    names = {f.name for f in fields(kind)} & set(PromptLine.model_fields)
+    values = {name: value for name in names if (value := getattr(line, name)) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _structured_outputs(values: dict[str, Any]) -> StructuredOutputs:
+    known = {f.name for f in fields(StructuredOutputs)}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"structured_outputs has no field {key!r}; known: {', '.join(sorted(known))}")
+    return StructuredOutputs(**values)
 
 
 def _split_turns(line: PromptLine, raw: bool, system: str | None) -> tuple[str | tuple[Message, ...], tuple[str, ...]]:

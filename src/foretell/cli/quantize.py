@@ -14,7 +14,7 @@ from foretell.cli import options
 from foretell.load import DEFAULT_MODEL, load, resolve_reference
 from foretell.quantize import METHODS
 from foretell.quantize.base import Quantizer
-from foretell.quantize.calibration import CalibrationText, generated_documents, split_text, text_documents
+from foretell.quantize.calibration import LENGTH, CalibrationText, generated_documents, split_text, text_documents
 from foretell.quantize.evaluate import Comparison
 from foretell.quantize.gguf_grids import GGUF_GRIDS
 from foretell.quantize.gptq import GPTQ
@@ -112,16 +112,16 @@ def _text(
     source: Source, files: list[Path], calibration: int, held_back: int, seed: int, console: Console
 ) -> CalibrationText:
     """Calibration and held-back sequences of the user's files, or of what the model writes."""
-    context = source.config.context
+    length = min(LENGTH, source.config.context)
     if files:
         documents = text_documents(find_files(files), source.codec)
-        return split_text(documents, calibration, held_back, context, ", ".join(map(str, files)))
+        return split_text(documents, calibration, held_back, length, ", ".join(map(str, files)))
     if source.codec.chat_template is None:
         raise ValueError(f"{source.name}: a model without a chat template writes no text to calibrate on; give --text")
     console.print(f"{source.name} writes {calibration + held_back:,} tokens of text", highlight=False, soft_wrap=True)
     # Questions count too, but are not known before; whole documents are kept.
     documents = generated_documents(load(source.name), calibration + 2 * held_back, seed)
-    return split_text(documents, calibration, held_back, context, "text of the model")
+    return split_text(documents, calibration, held_back, length, "text of the model")
 
 
 def _summary(target: Target, method: str, found: Comparison, text: CalibrationText, size: int, seconds: float) -> str:
@@ -129,9 +129,16 @@ def _summary(target: Target, method: str, found: Comparison, text: CalibrationTe
         f"{target.path}: {target.kind} by {method}, {size / 1e6:,.1f} MB, {seconds:,.0f} s",
         *target.notes,
         f"compared with the source on {found.tokens:,} positions held back ({text.origin}):",
-        f"  KL divergence {found.kl:.4f} nats (99th percentile {found.kl_99:.3f})",
-        f"  same most probable token {found.same_top:.1%}",
-        f"  perplexity {found.quantized_perplexity:.3f}, of the source {found.perplexity:.3f} "
-        f"({found.quantized_perplexity / found.perplexity:.4f} times)",
+        format_comparison(found),
     ]
     return "\n".join(lines)
+
+
+def format_comparison(found: Comparison) -> str:
+    """A comparison in three lines."""
+    return (
+        f"  KL divergence {found.kl:.4f} nats (99th percentile {found.kl_99:.3f})\n"
+        f"  same most probable token {found.same_top:.1%}\n"
+        f"  perplexity {found.quantized_perplexity:.3f}, of the source {found.perplexity:.3f} "
+        f"({found.quantized_perplexity / found.perplexity:.4f} times)"
+    )

@@ -14,6 +14,7 @@ from foretell.bench.random_model import random_network
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.load import DEFAULT_MODEL, load
 from foretell.model.config import ModelConfig
+from foretell.model.load.native import finish_writing
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from foretell.roofline.calibrate import PROBES, PassTimer
@@ -106,6 +107,7 @@ def probe_timers(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, Pas
 def embedded_timer(precision: str, repeat: int) -> tuple[PassTimer, ModelConfig]:
     """The timer of the embedded model, and its configuration."""
     model = load(DEFAULT_MODEL, dtype=precision)
+    finish_writing()
     return pass_timer(model.network, repeat), model.config
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
 
 
@@ -68,6 +69,8 @@ class Context:
     """Greatest useful depth of drafts per request: the tokens it may still get after the next one."""
     coupled: bool = False
     """Whether the acceptor keeps the drafts that the target samples itself, so that drafters may know its noise."""
+    rules: tuple[TokenRules | None, ...] = ()
+    """Which tokens may follow, per request; empty: no request has rules."""
     max_drafts: tuple[int | None, ...] = ()
     """Greatest number of drafted tokens per request; None: no limit. Empty: no limit for any."""
     other_rows: int = 0
@@ -90,10 +93,7 @@ class Context:
         if self.max_drafts:
             pairs = zip(max_depth.tolist(), self.max_drafts, strict=True)
             max_depth = np.array([depth if most is None else min(depth, most) for depth, most in pairs], np.int64)
-        return Context(
-            *(self.rows, self.sequences, self.sampling_params, self.rngs, max_depth, coupled),
-            *(self.max_drafts, self.other_rows),
-        )
+        return replace(self, max_depth=max_depth, coupled=coupled)
 
     def select(self, indices: Sequence[int]) -> "Context":
         """The context of these requests only, in this order."""
@@ -106,6 +106,7 @@ class Context:
             rngs=tuple(self.rngs[i] for i in indices),
             max_depth=self.max_depth[list(indices)],
             coupled=self.coupled,
+            rules=tuple(self.rules[i] for i in indices) if self.rules else (),
             max_drafts=tuple(self.max_drafts[i] for i in indices) if self.max_drafts else (),
             other_rows=self.other_rows,
         )

@@ -1,12 +1,13 @@
 """Sampling parameters, how they turn logits into a distribution, and random numbers.
 
-Order of the steps, as in Hugging Face `generate`: repetition penalty, presence and frequency penalties, bias,
-temperature, top-k, top-p, min-p. Penalties count the tokens of the sequence and the ancestors of the tree node, so that
-every parameter is exact at every drafted token. Temperature 0 is a one-hot distribution. The target's token is chosen
-by the Gumbel-max trick, with a number per position and token; see `distributions.sampler`.
+Order of the steps, as in Hugging Face `generate`: repetition penalty, presence and frequency penalties, bias, tokens
+that are not allowed (`core.token_rules`), temperature, top-k, top-p, min-p. Penalties count the tokens of the sequence
+and the ancestors of the tree node, so that every parameter is exact at every drafted token. Temperature 0 is a one-hot
+distribution. The target's token is chosen by the Gumbel-max trick, with a number per position and token; see
+`distributions.sampler`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf, isfinite, sqrt
@@ -45,9 +46,15 @@ class SamplingParams:
     """Subtracted once for every occurrence in the answer (OpenAI)."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
+    min_tokens: int = 0
+    """Least number of new tokens: no token that ends the answer before."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that do not occur in the answer."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens of the answer; None: all."""
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed"):
+        for name in ("top_k", "seed", "min_tokens"):
             if not is_integer(value := getattr(self, name)):
                 raise ValueError(f"{name} must be a whole number, found {value!r}")
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else ((None, None),)
@@ -60,6 +67,12 @@ class SamplingParams:
         _check_range("repetition_penalty", self.repetition_penalty, 0, above=True)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("min_tokens", self.min_tokens, 0)
+        if not isinstance(self.bad_words, Sequence):
+            raise ValueError(f"bad_words must hold sequences of token ids, found {self.bad_words!r:.80}")
+        object.__setattr__(self, "bad_words", tuple(_token_ids("each of bad_words", word) for word in self.bad_words))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
 
     @property
     def depends_on_history(self) -> bool:
@@ -78,6 +91,12 @@ def _check_range(name: str, value: float, low: float, high: float = inf, above: 
     if not (isfinite(value) and low <= value <= high) or (above and value == low):
         bound = f"{'above' if above else 'at least'} {low:g}" + ("" if high == inf else f" and at most {high:g}")
         raise ValueError(f"{name} must be {bound}, found {value}")
+
+
+def _token_ids(name: str, tokens: object) -> tuple[int, ...]:
+    if not isinstance(tokens, Sequence) or not all(is_integer(t) for t in tokens) or not tokens:
+        raise ValueError(f"{name} must be a sequence of token ids that is not empty, found {tokens!r:.80}")
+    return tuple(int(t) for t in tokens)
 
 
 def is_integer(value: object) -> bool:
@@ -104,6 +123,8 @@ class Stream(IntEnum):
     """Initial tokens of Jacobi decoding."""
     LOOKAHEAD = (1 << 30) + 1
     """Initial tokens in the window of lookahead decoding."""
+    CHOICE = (1 << 30) + 2
+    """Seeds of the second and further answers to one prompt."""
 
 
 DEPTHS_PER_STREAM = 1 << 10

@@ -126,6 +126,23 @@ class TokenTree:
             return self
         return replace(self, valid=self.valid & (below <= max_depth[:, None]))
 
+    def with_drafts(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> "TokenTree":
+        """The tree with drafts appended from index `nodes` on, which were not sampled; `parents`: indices in the new
+        tree. A new node has the score of its parent.
+        """
+        first, count = self.nodes, max(len(t) for t in tokens)
+        if count == 0:
+            return self
+        out, score = concatenate_trees([self, _empty_trees(0, first + count)]), self.score
+        if score is not None:
+            score = np.pad(score, ((0, 0), (0, count)))
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            for node, (new, above) in enumerate(zip(token, parent, strict=True), first):
+                out.token[row, node], out.parent[row, node], out.valid[row, node] = new, above, True
+                if score is not None:
+                    score[row, node] = score[row, above]
+        return replace(out, score=score)
+
     def limit_drafts(self, most: Sequence[int | None]) -> "TokenTree":
         """The tree with at most `most[i]` drafts in row `i` (None: all of them; empty: in all rows): those of the best
         scores, or without scores the first ones, so that which drafts are left out does not depend on what was sampled.
@@ -144,23 +161,6 @@ class TokenTree:
                 drafts = drafts[np.argsort(-self.score[row, drafts], kind="stable")]
             valid[row, drafts[most[row] :]] = False
         return replace(self, valid=valid)
-
-    def with_drafts(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> "TokenTree":
-        """The tree with drafts appended from index `nodes` on, which were not sampled; `parents`: indices in the new
-        tree. A new node has the score of its parent.
-        """
-        first, count = self.nodes, max(len(t) for t in tokens)
-        if count == 0:
-            return self
-        out, score = concatenate_trees([self, _empty_trees(0, first + count)]), self.score
-        if score is not None:
-            score = np.pad(score, ((0, 0), (0, count)))
-        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            for node, (new, above) in enumerate(zip(token, parent, strict=True), first):
-                out.token[row, node], out.parent[row, node], out.valid[row, node] = new, above, True
-                if score is not None:
-                    score[row, node] = score[row, above]
-        return replace(out, score=score)
 
     def with_probes(
         self,

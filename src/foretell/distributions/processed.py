@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
 from foretell.core.sampling import DEPTHS_PER_STREAM, SamplingParams, Stream, apply_penalties
+from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
-from foretell.distributions.sampler import KeptTokens, kept_tokens, sample
+from foretell.distributions.sampler import KeptTokens, kept_tokens, no_token_error, sample
 from foretell.distributions.topk import argmax
 
 
@@ -18,8 +19,9 @@ class ProcessedDistributions:
     """Next-token distributions after the scored nodes of `tree`, under the sampling parameters of each request.
 
     `logits[logit_index[i, j]]` are the logits at node `j` of row `i`, from the target or from a draft model; `best`:
-    the argmax of every row of them, if it is known. Random
-    numbers depend on the request's seed, the position that the node predicts, and the stream.
+    the argmax of every row of them, if it is known. `rules`: which tokens may follow, per request (empty: any);
+    drafters need none. Random numbers depend on the request's seed, the position that the node predicts, and the
+    stream.
     """
 
     def __init__(
@@ -29,9 +31,11 @@ class ProcessedDistributions:
         logits: Float[torch.Tensor, "k v"],
         logit_index: Int[np.ndarray, "b n"],
         best: Int[np.ndarray, " k"] | None = None,
+        rules: Sequence[TokenRules | None] = (),
     ) -> None:
         self._context, self._tree, self._logits, self._logit_index = context, tree, logits, logit_index
         self._argmax: list[int] | None = None if best is None else best.tolist()
+        self._rules = rules
         self._samples = dict[tuple[int, int], int]()
 
     def sampling_params(self, row: int) -> SamplingParams:
@@ -63,12 +67,15 @@ class ProcessedDistributions:
         )
 
     def _sample_nodes(self, nodes: Sequence[tuple[int, int]]) -> None:
-        raw = [n for n in nodes if self.sampling_params(n[0]).uses_raw_logits]
+        raw = [n for n in nodes if self._uses_raw_logits(n[0])]
         if raw:
             self._sample_from_rows(raw, self._logits, [int(self._logit_index[n]) for n in raw])
         for n in nodes:
             if n not in self._samples:
                 self._sample_from_rows([n], self._processed(*n)[None], [0])
+
+    def _uses_raw_logits(self, row: int) -> bool:
+        return self.sampling_params(row).uses_raw_logits and not (self._rules and self._rules[row] is not None)
 
     def _sample_from_rows(
         self, nodes: Sequence[tuple[int, int]], logits: Float[torch.Tensor, "k v"], rows: Sequence[int]
@@ -80,8 +87,12 @@ class ProcessedDistributions:
     def argmax(self, row: int, node: int) -> int:
         """The most probable token after this node."""
         k = int(self._logit_index[row, node])
-        if not self.sampling_params(row).uses_raw_logits:
-            return int(self._processed(row, node).argmax())
+        if not self._uses_raw_logits(row):
+            processed = self._processed(row, node)
+            best = int(processed.argmax())
+            if processed[best] == -torch.inf:
+                raise no_token_error()
+            return best
         if self._argmax is None:
             self._argmax = argmax(self._logits).tolist()
         return self._argmax[k]
@@ -114,12 +125,18 @@ class ProcessedDistributions:
 
     def _processed(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
         logits, sampling = self._logits[self._logit_index[row, node]], self.sampling_params(row)
-        if sampling.uses_raw_logits:
+        if self._uses_raw_logits(row):
             return logits
         sequence = self._context.sequences[row]
-        drafted = self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]
-        history = np.concatenate([sequence.tokens, self._tree.token[row, drafted]])
-        return apply_penalties(logits, history, sequence.prompt_length, sampling)
+        drafted = self._tree.token[row, self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]]
+        if not sampling.uses_raw_logits:
+            history = np.concatenate([sequence.tokens, drafted])
+            logits = apply_penalties(logits, history, sequence.prompt_length, sampling)
+        rules = self._rules[row] if self._rules else None
+        allowed = None if rules is None else rules.allowed(sequence.generated, drafted.tolist(), len(logits))
+        if allowed is None:
+            return logits
+        return torch.where(torch.from_numpy(allowed).to(logits.device), logits, -torch.inf)
 
     def _position(self, row: int, node: int) -> int:
         """Position in the sequence of the token that the node predicts."""
@@ -135,5 +152,9 @@ def target_distributions(step: StepResult) -> ProcessedDistributions:
     pairs = zip(step.context.sequences, step.new_tokens, strict=True)
     sequences = tuple(sequence.prefix(sequence.length - len(new)) for sequence, new in pairs)
     return ProcessedDistributions(
-        replace(step.context, sequences=sequences), step.tree, step.output.logits, step.output.logit_index
+        replace(step.context, sequences=sequences),
+        step.tree,
+        step.output.logits,
+        step.output.logit_index,
+        rules=step.context.rules,
     )

@@ -77,7 +77,7 @@ def sample(
     else:
         found = [_race(_keep_with_torch(logits[row], s), key) for row, s, key in zip(rows, sampling, keys, strict=True)]
     if min(found, default=0) < 0:
-        raise _no_token()
+        raise no_token_error()
     return found
 
 
@@ -92,14 +92,15 @@ def kept_tokens(logits: Float[torch.Tensor, " v"], sampling: SamplingParams) -> 
     else:
         kept = _keep_with_torch(logits, sampling)
     if not len(kept.token):
-        raise _no_token()
+        raise no_token_error()
     return kept
 
 
-def _no_token() -> ValueError:
+def no_token_error() -> ValueError:
+    """The error where no token may follow."""
     return ValueError(
-        "no token can be sampled: the model's logits are NaN or -infinity for all tokens; check logit_bias and the "
-        "model's weights"
+        "no token can be sampled: the logits are NaN or -infinity for all tokens; check logit_bias, allowed_token_ids, "
+        "bad_words, min_tokens and the constraint, which together may forbid every token, and the model's weights"
     )
 
 

@@ -26,6 +26,8 @@ class Drafter(EngineBound, ABC):
     """What drafts, in a few words, for the table of methods."""
     learns: ClassVar[bool] = False
     """Whether it is trained while it serves."""
+    drafts_forced: ClassVar[bool] = True
+    """Whether the tokens that the constraint of a request leaves next are drafted too."""
 
     hidden_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it needs; see `Runner.forward`."""
@@ -83,6 +85,7 @@ class NoDrafter(Drafter):
     """Drafts nothing: plain decoding."""
 
     label = "nothing"
+    drafts_forced = False
 
     def bind(self, engine: BindingEngine) -> bool:
         """Do nothing: without state, any number of engines may share it."""

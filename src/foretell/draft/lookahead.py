@@ -179,7 +179,8 @@ class LookaheadDrafter(Retriever):
 
     def observe(self, step: StepResult) -> None:
         """Advance the windows, add the completed n-grams to the pools, and update the acceptance rates."""
-        rows = [(i, self._rows[r]) for i, r in enumerate(step.context.rows) if step.new_tokens[i] and r in self._rows]
+        known = [(i, self._rows[r]) for i, r in enumerate(step.context.rows) if step.new_tokens[i] and r in self._rows]
+        rows = [(i, state) for i, state in known if state.probes]
         if not rows:
             return
         at = np.concatenate(
@@ -195,6 +196,7 @@ class LookaheadDrafter(Retriever):
                 state.estimator.update_run(rank, tokens, step.new_tokens[i])
             for ngram in state.window.advance(predicted, len(step.new_tokens[i]) if self.follow else 1, self.eos):
                 state.pool.add(ngram)
+            state.probes, state.offered = [], []
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

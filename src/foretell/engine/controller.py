@@ -132,7 +132,7 @@ class Controller:
         self._states: WeakKeyDictionary[BoundMethod, _MethodState] = WeakKeyDictionary()
         self._load = StepLoad(0, False, np.zeros(0))
         self._step, self._passes = 0, 0
-        self._measures_plain, self._probed_nodes = False, 0
+        self._measures_plain, self._probed_nodes, self._drafted_nodes = False, 0, 0
         self._expected_tokens, self._expected_seconds = 0.0, 0.0
         self._parts: Sequence[DraftedTrees] = ()
 
@@ -152,7 +152,8 @@ class Controller:
 
     def begin(self, load: StepLoad) -> None:
         """Begin a step; the one before may have failed."""
-        self._load, self._parts, self._step, self._probed_nodes = load, (), self._step + 1, 0
+        self._load, self._parts, self._step = load, (), self._step + 1
+        self._probed_nodes = self._drafted_nodes = 0
         self._measures_plain = load.is_decode and self.cost.needs_measurement(load.tokens)
         self._expected_tokens = float(self._decoding)
         self._expected_seconds = float(self.cost.seconds(load.tokens, load.tokens)[0])
@@ -221,6 +222,7 @@ class Controller:
         chances = [self._chances(part) for part in parts]
         weights = [self._load.weights[part.indices][:, None] for part in parts]
         free = [part.removable() for part in parts]
+        self._drafted_nodes = sum(int(np.count_nonzero(part.drafts)) for part in parts)
         kept = [part.drafts & ~f for part, f in zip(parts, free, strict=True)]
         worth = sum(float((c * w)[k].sum()) for c, w, k in zip(chances, weights, kept, strict=True))
         first = self._load.tokens + sum(int(np.count_nonzero(k)) for k in kept)
@@ -253,6 +255,8 @@ class Controller:
         """The nodes that are verified, by their values (0: no node), for a pass of `first` tokens without them, which
         is worth `worth` tokens.
         """
+        if self._measures_plain:
+            return np.zeros(len(value), bool)
         chosen, candidates = value > 0, int(np.count_nonzero(value > 0))
         if not candidates or not self._knows_cost:
             return chosen
@@ -291,12 +295,11 @@ class Controller:
 
     def _count(self, step: StepResult) -> None:
         s, requests = self.statistics, range(len(step.paths))
-        drafted = sum(int(np.count_nonzero((part.own or part.tree).valid)) - len(part.rows) for part in self._parts)
         verified, tokens = sum(map(step.num_drafted, requests)), sum(map(len, step.new_tokens))
         plain = float(self.cost.seconds(self._load.tokens, self._load.tokens)[0]) / len(step.paths)
         s.steps += 1
         s.drafting_steps += verified > 0
-        s.nodes_drafted += drafted
+        s.nodes_drafted += self._drafted_nodes
         s.nodes_verified += verified
         s.nodes_accepted += sum(map(step.num_accepted, requests))
         s.tokens += tokens

@@ -20,7 +20,7 @@ class DraftedTrees:
     """Trees of some requests of a step, with a prefix of 1, before they are pruned."""
 
     bound: BoundMethod | None
-    """The method that drafted them; None: there are only predicted outputs."""
+    """The method that drafted them; None: there are only predicted outputs and tokens that constraints force."""
     indices: list[int]
     """Of the requests in the step."""
     rows: list[int]
@@ -33,7 +33,7 @@ class DraftedTrees:
     own: TokenTree | None = None
     """The tree as the method drafted it; None: the same."""
     predicted: Float[np.ndarray, "b n"] | None = None
-    """Probability of acceptance of the nodes that continue a predicted output, 0 for others; None: there are none."""
+    """Probability of acceptance of nodes that no method drafted, 0 for others; None: there are none."""
 
     @property
     def drafts(self) -> Bool[np.ndarray, "b n"]:
@@ -54,5 +54,7 @@ class DraftedTrees:
     def add_predicted(self, continuations: Sequence[Continuation]) -> None:
         """Add a continuation to each tree."""
         if any(c.tokens for c in continuations):
-            self.own = self.tree
+            self.own, before = self.tree, self.predicted
             self.tree, self.predicted = add_continuations(self.tree, continuations)
+            if before is not None:
+                self.predicted[:, : before.shape[1]] = np.maximum(self.predicted[:, : before.shape[1]], before)

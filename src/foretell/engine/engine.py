@@ -16,12 +16,15 @@ from jaxtyping import Bool
 from foretell.accept import AcceptResult, Match
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, is_integer
+from foretell.core.token_rules import TokenConstraint, TokenRules
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
 from foretell.draft.prediction import Prediction
+from foretell.engine.answer_text import AnswerText
 from foretell.engine.controller import LATE_WEIGHT, Controller, StepLoad
 from foretell.engine.groups import DraftError, MethodGroups
+from foretell.engine.logprobs import TokenLogprobs, TopLogprobs, new_token_logprobs, prompt_token_logprobs
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
@@ -45,8 +48,20 @@ class Request:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     eos: tuple[int, ...] = ()
-    logprobs: bool = False
-    """Report the natural logarithm of every token's probability under the model's softmax."""
+    logprobs: bool | int | None = False
+    """Report the natural logarithm of every token's probability under the model's softmax (True or 0), and of this many
+    most probable tokens in its place; False or None: nothing.
+    """
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt but the first; the prefix cache is not used then."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the answer; `finish_reason` is `stop`."""
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """Whether the text holds the stop string, or the token of `eos` or `stop_token_ids`, that ended it."""
+    skip_special_tokens: bool = True
+    constraint: TokenConstraint | None = None
+    """What the answer must match, a grammar for example."""
     method: AnyMethod | None = None
     """What decodes it, beside the requests of other methods in one pass; None: the engine's own method."""
     max_drafts: int | None = None
@@ -64,6 +79,11 @@ class Request:
     `prediction`).
     """
 
+    @property
+    def ending_tokens(self) -> frozenset[int]:
+        """Tokens that end the answer."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else self.eos)
+
 
 @dataclass(frozen=True)
 class Update:
@@ -75,12 +95,33 @@ class Update:
     accepted: int
     """Number of `tokens`, from the first one on, that were drafted."""
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens in the place of each token, where `Request.logprobs` asks for them."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens from the second one on; only in the first update."""
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     finish_reason: str | None = None
     """`stop` (end of sequence or stop string), `length`, `cancelled` or `error`; None: the request goes on."""
+    stop_reason: str | int | None = None
+    """The stop string or the token of `stop_token_ids` that ended the request."""
     error: Exception | None = None
     """The exception that ended the request, if `finish_reason` is `error`."""
     statistics: RequestStatistics | None = None
     """Only in the last update of the request."""
+
+    @staticmethod
+    def join(updates: "Sequence[Update]") -> "Update":
+        """Consecutive updates of a request as one."""
+        return replace(
+            updates[-1],
+            tokens=tuple(t for u in updates for t in u.tokens),
+            text="".join(u.text for u in updates),
+            accepted=sum(u.accepted for u in updates),
+            logprobs=tuple(p for u in updates for p in u.logprobs),
+            top_logprobs=tuple(p for u in updates for p in u.top_logprobs),
+            prompt_logprobs=tuple(p for u in updates for p in u.prompt_logprobs),
+            prompt_top_logprobs=tuple(p for u in updates for p in u.prompt_top_logprobs),
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +134,10 @@ class Completion:
     finish_reason: str
     error: Exception | None
     statistics: RequestStatistics
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    stop_reason: str | int | None = None
 
     @staticmethod
     def of(updates: Sequence[Update]) -> "Completion":
@@ -104,14 +149,23 @@ class Completion:
         last = updates[-1] if updates else None
         if last is None or last.finish_reason is None or last.statistics is None:
             raise ValueError("the request is not over: its last update is missing")
+        all_of_it = Update.join(updates)
         return Completion(
-            tokens=tuple(t for u in updates for t in u.tokens),
-            text="".join(u.text for u in updates),
-            logprobs=tuple(p for u in updates for p in u.logprobs),
+            tokens=all_of_it.tokens,
+            text=all_of_it.text,
+            logprobs=all_of_it.logprobs,
             finish_reason=last.finish_reason,
             error=last.error,
             statistics=last.statistics,
+            top_logprobs=all_of_it.top_logprobs,
+            prompt_logprobs=all_of_it.prompt_logprobs,
+            prompt_top_logprobs=all_of_it.prompt_top_logprobs,
+            stop_reason=last.stop_reason,
         )
+
+
+_PROMPT_LOGPROBS_CHUNK = 128
+"""Most prompt tokens per step of a request whose prompt's logits are needed: they take 4 bytes times the vocabulary."""
 
 
 class _WaitingRequest:
@@ -133,8 +187,11 @@ class _RunningRequest:
         self.statistics = RequestStatistics(prompt_tokens=len(request.prompt), cached_tokens=cached)
         self.sequence = waiting.sequence
         self.rng = CounterRNG(request.sampling_params.seed)
-        self.detokenizer = detokenizer
-        self.stop_strings = StopStrings(request.stop)
+        stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        self.text = AnswerText(detokenizer, stop_strings, request.sampling_params.min_tokens)
+        rules = TokenRules(request.sampling_params, request.ending_tokens, request.constraint)
+        self.rules = rules if rules.restricts else None
+        self.prompt_logprobs = TokenLogprobs()
         self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
         self.prediction = Prediction(request.prediction) if request.prediction else None
         self.count_prediction()
@@ -151,28 +208,29 @@ class _RunningRequest:
             self.statistics.accepted_prediction_tokens = self.prediction.appeared
             self.statistics.rejected_prediction_tokens = self.prediction.missing
 
-    def detokenize(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
-        """Detokenize new tokens: how many of them count, the text that may be shown, and whether a stop string ended
-        it.
-        """
-        if self.detokenizer is None:
-            return len(tokens), "", False
-        if not self.request.stop:
-            return len(tokens), self.detokenizer.push(tokens), False
-        shown = ""
-        for count, token in enumerate(tokens, 1):
-            text, stopped = self.stop_strings.push(self.detokenizer.push([token]))
-            shown += text
-            if stopped:
-                return count, shown, True
-        return len(tokens), shown, False
+    @property
+    def shows_end(self) -> bool:
+        """Whether the text of the token that ends the answer is shown: a token that only completes a constraint is."""
+        return self.request.include_stop_str_in_output or self.sequence.last_token not in self.request.ending_tokens
 
-    def flush(self) -> tuple[str, bool]:
-        """The text held back so far, and whether it contains a stop string."""
-        if self.detokenizer is None:
-            return "", False
-        text, stopped = self.stop_strings.push(self.detokenizer.finish())
-        return (text if stopped else text + self.stop_strings.finish()), stopped
+    @property
+    def reads_prompt_logprobs(self) -> bool:
+        """Whether logits of its prompt are still needed."""
+        return self.request.prompt_logprobs is not None and len(self.sequence.generated) == 0
+
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens up to the first that ends the answer, which is included."""
+        ending = self.request.ending_tokens
+        for count, token in enumerate(tokens, 1):
+            done = self.rules is not None and self.rules.is_complete(self.sequence.generated, tokens[:count])
+            if token in ending or done:
+                return list(tokens[:count])
+        return list(tokens)
+
+    def has_ended(self) -> bool:
+        """Whether the last token ended the answer."""
+        ends = self.sequence.last_token in self.request.ending_tokens
+        return ends or (self.rules is not None and self.rules.is_complete(self.sequence.generated))
 
 
 R = TypeVar("R", _WaitingRequest, _RunningRequest)
@@ -182,7 +240,8 @@ class Engine:
     """Runs requests by continuous batching and chunked prefill; `method` decodes those that name no method.
 
     `rows`: maximum number of requests per batch; `chunk`: maximum number of prompt tokens per step; `detokenizer` makes
-    the incremental detokenizer of a request (None: tokens only, no stop strings). `prefix_caching`: a request reuses
+    the incremental detokenizer of a request (None: tokens only, no stop strings); it is called with
+    `skip_special_tokens=False` where a request shows special tokens. `prefix_caching`: a request reuses
     the longest prefix of its prompt that the cache holds of a finished or running request; a prompt that begins as one
     that is being read waits for it. `controller` chooses the drafts of every step by expected tokens per second; None:
     each method by itself. `itl_target`: seconds between two tokens of an answer that chunks of prompts leave room for
@@ -200,7 +259,7 @@ class Engine:
         method: AnyMethod,
         rows: int = 16,
         chunk: int = 512,
-        detokenizer: Callable[[], Detokenizer] | None = None,
+        detokenizer: Callable[..., Detokenizer] | None = None,
         prefix_caching: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         controller: Controller | None = None,
@@ -284,13 +343,8 @@ class Engine:
         if running is not None:
             pending = [u for u in self._undelivered if u.request == number]
             self._undelivered = deque(u for u in self._undelivered if u.request != number)
-            text = "".join(u.text for u in pending) + running.flush()[0]
-            tokens, logprobs = (
-                tuple(t for u in pending for t in u.tokens),
-                tuple(p for u in pending for p in u.logprobs),
-            )
-            accepted = sum(u.accepted for u in pending)
-            return self._finish(running, Update(number, tokens, text, accepted, logprobs, finish_reason="cancelled"))
+            pending.append(Update(number, (), running.text.finish().text, 0, finish_reason="cancelled"))
+            return self._finish(running, Update.join(pending))
         waiting = self._waiting.pop(number, None)
         if waiting is None:
             return None
@@ -409,11 +463,13 @@ class Engine:
             self.controller.begin(self._load(scheduled, ready))
         tree = groups.propose(context, list(scheduled.values()), ready)
         drafted = self._clock()
+        whole = [r.reads_prompt_logprobs for r in scheduled]
         output = self.runner.forward(
-            context.rows, tree, scored=_nodes_to_score(tree, ready), hidden_layers=groups.hidden_layers
+            context.rows, tree, scored=_nodes_to_score(tree, ready, whole), hidden_layers=groups.hidden_layers
         )
         verified = self._clock()
-        distributions = ProcessedDistributions(context, tree, output.logits, output.logit_index, output.argmax)
+        logits, index = output.logits, output.logit_index
+        distributions = ProcessedDistributions(context, tree, logits, index, output.argmax, context.rules)
         results = [
             r.method.method.accept.accept(tree, i, distributions) if yes else None
             for i, (r, yes) in enumerate(zip(scheduled, ready, strict=True))
@@ -453,11 +509,17 @@ class Engine:
         for waiting in self._by_urgency(self._waiting.values()):
             if not self._rows.free:
                 return
-            if not self._rows.awaits(waiting.sequence, waiting.method):
+            reuses = waiting.request.prompt_logprobs is None
+            if not (reuses and self._rows.awaits(waiting.sequence, waiting.method)):
                 del self._waiting[waiting.number]
-                row, cached = self._rows.allocate(waiting.sequence, waiting.method)
-                detokenizer = self._detokenizer() if self._detokenizer else None
+                row, cached = self._rows.allocate(waiting.sequence, waiting.method, reuses)
+                detokenizer = self._new_detokenizer(waiting.request)
                 self._running.append(_RunningRequest(waiting, row, cached, detokenizer, self.runner.context))
+
+    def _new_detokenizer(self, request: Request) -> Detokenizer | None:
+        if self._detokenizer is None:
+            return None
+        return self._detokenizer() if request.skip_special_tokens else self._detokenizer(skip_special_tokens=False)
 
     def _by_urgency(self, requests: Iterable[R]) -> list[R]:
         """Requests that are late first, then by priority, then by arrival."""
@@ -481,7 +543,8 @@ class Engine:
                 out[r] = [r.sequence.last_token]
         left = self._chunks.size(decoding=bool(out))
         for r in self._by_urgency(reading) if len(reading) > 1 else reading:
-            unread = r.sequence.tokens[self.runner.length(r.row) :][:left]
+            most = min(left, _PROMPT_LOGPROBS_CHUNK) if r.reads_prompt_logprobs else left
+            unread = r.sequence.tokens[self.runner.length(r.row) :][:most]
             if len(unread):
                 out[r] = unread.tolist()
                 left -= len(unread)
@@ -508,6 +571,7 @@ class Engine:
             sampling_params=tuple(r.request.sampling_params for r in running),
             rngs=tuple(r.rng for r in running),
             max_depth=np.array([r.remaining_tokens - 1 for r in running]),
+            rules=tuple(r.rules for r in running) if any(r.rules is not None for r in running) else (),
             max_drafts=tuple(limits) if limits.count(None) < len(limits) else (),
         )
 
@@ -525,7 +589,7 @@ class Engine:
                 path += result.path
                 drafted = tree.token[i]
                 tokens = [*(int(drafted[node]) for node in result.path), result.token][: r.remaining_tokens]
-                tokens = _truncate_at_eos(tokens, r.request.eos)
+                tokens = r.until_end(tokens)
             if tokens:
                 r.sequence.append(tokens)
             self.runner.commit(r.row, path)
@@ -561,29 +625,45 @@ class Engine:
         Tokens after a stop string do not count.
         """
         r.count_prediction()
-        count, text, stopped = r.detokenize(step.new_tokens[i])
-        prefix_length, tokens, statistics = int(step.tree.prefix_length[i]), step.new_tokens[i][:count], r.statistics
-        accepted = None if result is None else len(result.path)
+        ended = result is not None and r.has_ended()
+        new = r.text.push(step.new_tokens[i], hidden=int(ended and not r.shows_end))
+        prefix_length, tokens, statistics = (
+            int(step.tree.prefix_length[i]),
+            step.new_tokens[i][: new.count],
+            r.statistics,
+        )
+        accepted = None if result is None else min(len(result.path), len(tokens))
         statistics.add(time, prefix_length, step.num_drafted(i), accepted, len(tokens))
-        if result is None:
+        if r.request.prompt_logprobs is not None and step.start_positions[i] == len(r.prompt_logprobs.logprobs):
+            r.prompt_logprobs += prompt_token_logprobs(step, i, r.request.prompt_logprobs)
+        if result is None or accepted is None:
             return None
         if prefix_length == 1:
             statistics.experts_read += sum(step.output.experts)
             statistics.moe_layers_read += len(step.output.experts)
         for token_fidelity in result.fidelity[: len(tokens)]:
             statistics.fidelity.add(token_fidelity)
-        logprobs = _logprobs(step, i)[:count] if r.request.logprobs else ()
-        reason = "stop" if stopped or tokens[-1] in r.request.eos else "length" if r.remaining_tokens <= 0 else None
-        if reason is not None and not stopped:
-            rest, stopped = r.flush()
-            text, reason = text + rest, "stop" if stopped else reason
-        return Update(r.number, tokens, text, min(len(result.path), len(tokens)), logprobs, reason)
+        asked, logprobs, prompt = r.request.logprobs, TokenLogprobs(), TokenLogprobs()
+        if asked is not None and asked is not False:
+            logprobs = new_token_logprobs(step, i, len(tokens), 0 if asked is True else asked)
+        if statistics.new_tokens == len(tokens):
+            prompt = r.prompt_logprobs
+        text, stop = new.text, new.stop
+        reason = "stop" if stop is not None or ended else "length" if r.remaining_tokens <= 0 else None
+        if reason is not None and stop is None:
+            rest = r.text.finish()
+            text, stop, reason = text + rest.text, rest.stop, "stop" if rest.stop is not None else reason
+        by_token = reason == "stop" and stop is None and tokens[-1] in r.request.stop_token_ids
+        return Update(
+            *(r.number, tokens, text, accepted, logprobs.logprobs, logprobs.top, prompt.logprobs, prompt.top, reason),
+            stop_reason=tokens[-1] if by_token else stop,
+        )
 
     def _finish_with_error(self, r: _RunningRequest, error: Exception) -> Update:
         """End a request with an error and the text held back."""
         text = ""
         with suppress(Exception):
-            text = r.flush()[0]
+            text = r.text.finish().text
         return self._finish(r, Update(r.number, (), text, 0, finish_reason="error", error=error))
 
     def _finish(self, r: _RunningRequest, update: Update) -> Update:
@@ -607,8 +687,15 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
     if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
         raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
-    if not all(is_integer(t) for t in request.eos):
-        raise ValueError(f"eos must be a sequence of token ids, found {request.eos!r}")
+    for name in ("eos", "stop_token_ids"):
+        if not all(is_integer(t) for t in getattr(request, name)):
+            raise ValueError(f"{name} must be a sequence of token ids, found {getattr(request, name)!r}")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(request, name)
+        if not (value is None or (isinstance(value, bool) and name == "logprobs") or is_integer(value)) or (
+            value is not None and not 0 <= value <= vocab
+        ):
+            raise ValueError(f"{name} must be a number of tokens from 0 to the vocabulary of {vocab}, found {value!r}")
     if len(request.prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
     if len(request.prompt) >= context:
@@ -622,8 +709,16 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not all(0 <= t < vocab for t in request.prompt):
         raise ValueError(f"the prompt holds a token outside the model's vocabulary of {vocab}")
-    if not all(0 <= t < vocab for t in request.sampling_params.logit_bias):
-        raise ValueError(f"logit_bias names a token outside the model's vocabulary of {vocab}")
+    sampling = request.sampling_params
+    named = {
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words": [t for word in sampling.bad_words for t in word],
+        "stop_token_ids": request.stop_token_ids,
+    }
+    for name, tokens in named.items():
+        if not all(0 <= t < vocab for t in tokens):
+            raise ValueError(f"{name} names a token outside the model's vocabulary of {vocab}")
 
 
 def _validate_serving(request: Request) -> None:
@@ -656,24 +751,11 @@ def describe_error(error: Exception) -> str:
     return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
 
 
-def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"]) -> Bool[np.ndarray, "b n"]:
-    """Nodes whose logits are needed: those from the root on, of requests that are ready to decode."""
+def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"], whole: Sequence[bool]) -> Bool[np.ndarray, "b n"]:
+    """Nodes whose logits are needed: those from the root on, of requests that are ready to decode, and all of the
+    requests marked in `whole`.
+    """
     if tree.is_decode and ready.all():
         return tree.scored
-    first = np.where(ready, tree.prefix_length - 1, tree.nodes)
+    first = np.where(whole, 0, np.where(ready, tree.prefix_length - 1, tree.nodes))
     return tree.scored & (np.arange(tree.nodes) >= first[:, None])
-
-
-def _truncate_at_eos(tokens: list[int], eos: tuple[int, ...]) -> list[int]:
-    """Tokens up to the first end-of-sequence token, which is included."""
-    for i, token in enumerate(tokens):
-        if token in eos:
-            return tokens[: i + 1]
-    return tokens
-
-
-def _logprobs(step: StepResult, i: int) -> tuple[float, ...]:
-    """Log-probability of each new token at the node that it follows."""
-    nodes = step.paths[i][int(step.tree.prefix_length[i]) - 1 :][: len(step.new_tokens[i])]
-    scores = torch.log_softmax(step.output.logits[[int(step.output.logit_index[i, n]) for n in nodes]], -1)
-    return tuple(float(scores[j, t]) for j, t in enumerate(step.new_tokens[i]))

@@ -101,7 +101,7 @@ class MethodGroups:
 
     def _grow(self, context: Context, ready: Bool[np.ndarray, " b"]) -> list[DraftedTrees]:
         """The drafts of all requests that are `ready`: those of each method, and roots where none is asked."""
-        count, parts, roots = int(np.count_nonzero(ready)), list[DraftedTrees](), list[int]()
+        count, parts = int(np.count_nonzero(ready)), list[DraftedTrees]()
         for group in self.groups:
             which = [i for i in group.indices if ready[i]]
             if not which:
@@ -110,16 +110,21 @@ class MethodGroups:
             if self._controller is not None:
                 depths = self._controller.depths(group.bound, len(which))
             asked = {i: depth for i, depth in zip(which, depths, strict=True) if depth}
-            roots += [i for i in which if i not in asked]
+            roots = [i for i in which if i not in asked]
+            if roots:
+                parts.append(self._roots(group, roots, context.select(roots)))
             if asked:
                 part = context.select(list(asked))
                 depths = list(asked.values())
                 limited = replace(part, max_depth=np.minimum(part.max_depth, depths), other_rows=count - len(asked))
                 parts.append(self._draft(group, list(asked), depths, limited))
-        if roots:
-            rows = [context.rows[i] for i in roots]
-            parts.append(DraftedTrees(None, roots, rows, root_tree([context.last_tokens[i] for i in roots])))
         return parts
+
+    def _roots(self, group: MethodGroup, indices: list[int], context: Context) -> DraftedTrees:
+        """Roots, and the tokens that constraints force."""
+        tree = group.method.fit(root_tree(context.last_tokens), context).limit_drafts(context.max_drafts)
+        forced = tree.valid.astype(np.float64) if tree.nodes > 1 else None
+        return DraftedTrees(None, indices, list(context.rows), tree, predicted=forced)
 
     def _draft(self, group: MethodGroup, indices: list[int], depths: list[int], context: Context) -> DraftedTrees:
         started = self._clock()
@@ -141,13 +146,23 @@ class MethodGroups:
         if context.max_drafts and (limit := context.max_drafts[i]) is not None:
             drafted = np.count_nonzero(part.tree.valid[part.indices.index(i)]) - 1
             most = min(most, limit - int(drafted))
-        return prediction.propose(most)
+        found = prediction.propose(most)
+        rules = context.rules[i] if context.rules else None
+        if rules is None:
+            return found
+        allowed = 0
+        while allowed < len(found.tokens) and rules.allows(
+            context.sequences[i].generated, found.tokens[:allowed], found.tokens[allowed]
+        ):
+            allowed += 1
+        return Continuation(found.tokens[:allowed], found.cumulative_acceptance[:allowed])
 
     def _add_probes(self, part: DraftedTrees, context: Context) -> TokenTree:
         if part.bound is None:
             return part.tree
         try:
-            return part.bound.method.draft.add_probes(part.tree, context.select(part.indices))
+            tree: TokenTree = part.bound.method.draft.add_probes(part.tree, context.select(part.indices))
+            return tree
         except Exception as error:
             if len(self.groups) == 1:
                 raise

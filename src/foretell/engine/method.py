@@ -9,6 +9,7 @@ from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.shape.base import Shape
+from foretell.shape.constrained import TreeLimits, fit_to_rules
 
 D = TypeVar("D", bound=Drafter)
 
@@ -62,7 +63,16 @@ class Method(Generic[D]):
         """
         limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
         tree = self.tree.grow(self.draft, limited).limit_depth(limited.max_depth)
-        return tree.limit_drafts(limited.max_drafts)
+        return self.fit(tree.limit_drafts(limited.max_drafts), context).limit_drafts(limited.max_drafts)
+
+    def fit(self, tree: TokenTree, context: Context) -> TokenTree:
+        """The tree without drafts that the rules of its requests forbid, and with the tokens that they force."""
+        return fit_to_rules(tree, context, self._tree_limits)
+
+    @property
+    def _tree_limits(self) -> TreeLimits:
+        accept = self.accept
+        return TreeLimits(accept.same_seed or not accept.lossless, accept.takes_added and self.draft.drafts_forced)
 
     def observe(self, step: StepResult) -> None:
         """Update drafter and shape after a pass of the target."""

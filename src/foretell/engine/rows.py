@@ -35,9 +35,11 @@ class RowPool:
         self._contents = dict[int, _RowContent]()
         """Of the rows in use, and of the free rows that keep their tokens; among these the oldest first."""
 
-    def allocate(self, sequence: TokenBuffer, method: BoundMethod) -> tuple[int, int]:
-        """Take a free row for a prompt; the row, and how many tokens of the prompt its cache holds already."""
-        source, length = self._find_prefix(sequence, method)
+    def allocate(self, sequence: TokenBuffer, method: BoundMethod, reuses: bool = True) -> tuple[int, int]:
+        """Take a free row for a prompt; the row, and how many tokens of the prompt its cache holds already: none unless
+        the prompt `reuses` prefixes.
+        """
+        source, length = self._find_prefix(sequence, method) if reuses else (-1, 0)
         row = self._choose(source, length)
         self.free.remove(row)
         before = self._contents.pop(row, None)

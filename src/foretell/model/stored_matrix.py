@@ -1,6 +1,7 @@
 """Matrices as their checkpoint stores them: rows of quantised blocks, or of floats. They are widened on request."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
@@ -32,6 +33,8 @@ class StoredMatrix:
     inputs: int
     data: UInt8[torch.Tensor, "o bytes"]
     """The rows, a whole number of blocks each."""
+    release_pages: Callable[[], None] | None = field(default=None, compare=False)
+    """Returns the pages of the mapped file that the rows come from to the system; they are read again when needed."""
 
     def __post_init__(self) -> None:
         per_block, size = BLOCKS[self.kind]
@@ -42,13 +45,14 @@ class StoredMatrix:
             )
 
     @classmethod
-    def of(cls, tensor: Float[torch.Tensor, "o i"]) -> "StoredMatrix":
+    def of(cls, tensor: Float[torch.Tensor, "o i"], release_pages: Callable[[], None] | None = None) -> "StoredMatrix":
         """A float tensor as it is; float64 becomes float32."""
         kinds = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
         tensor = tensor.detach().contiguous()
         if tensor.dtype not in kinds:
             tensor = tensor.float()
-        return cls(kinds[tensor.dtype], tensor.shape[1], tensor.view(torch.uint8).view(len(tensor), -1))
+        raw = tensor.view(torch.uint8).view(len(tensor), -1)
+        return cls(kinds[tensor.dtype], tensor.shape[1], raw, release_pages)
 
     @property
     def outputs(self) -> int:
@@ -67,7 +71,8 @@ class StoredMatrix:
 
     def rows(self, index: Int[torch.Tensor, " n"]) -> "StoredMatrix":
         """The rows of these indices, copied."""
-        return StoredMatrix(self.kind, self.inputs, self.data.index_select(0, index))
+        chosen = np.take(self.data.numpy(), index.numpy(), 0)
+        return StoredMatrix(self.kind, self.inputs, torch.from_numpy(chosen))
 
     def rounded(self, dtype: torch.dtype) -> "StoredMatrix":
         """The numbers rounded to bfloat16 or float32."""

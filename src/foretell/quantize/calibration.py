@@ -65,27 +65,27 @@ def generated_documents(model: Model, num_tokens: int, seed: int) -> list[list[i
         return [document.tokens.tolist() for document in Dataset.open(Path(folder))]
 
 
-def text_documents(files: Iterable[Path], codec: TextCodec) -> list[list[int]]:
-    """Pieces of the texts, of at most one sequence each, with the tokens that begin a prompt.
+def text_documents(files: Iterable[Path], codec: TextCodec, length: int = LENGTH) -> list[list[int]]:
+    """Pieces of the texts, of at most `length` tokens each, with the tokens that begin a prompt.
 
     Raises:
         ValueError: a file is no text.
     """
     first = codec.encode("")
-    step = LENGTH - len(first)
+    step = length - len(first)
     documents = tokenize_documents((text for file in files for text in read_documents(file)), codec)
     return [[*first, *d[at : at + step].tolist()] for d in documents for at in range(0, len(d), step)]
 
 
 def split_text(
-    documents: Sequence[Sequence[int]], calibration: int, held_back: int, context: int, origin: str
+    documents: Sequence[Sequence[int]], calibration: int, held_back: int, length: int, origin: str
 ) -> CalibrationText:
-    """Sequences of whole documents for calibration, and of the documents after them.
+    """Sequences of `length` tokens of whole documents for calibration, and of the documents after them.
 
     Raises:
         ValueError: there is not enough text.
     """
-    length, total = min(LENGTH, context), sum(map(len, documents))
+    total = sum(map(len, documents))
     first, second = list[int](), list[int]()
     for document in documents:
         if len(first) < calibration:
@@ -96,7 +96,7 @@ def split_text(
     if len(first) < wanted or len(second) < length:
         raise ValueError(
             f"{origin}: {total:,} tokens of text were found, and {calibration + held_back:,} are needed; give more "
-            "text, or lower --calibration-tokens"
+            "text, or ask for fewer tokens"
         )
     return CalibrationText(_sequences(first, length, wanted), _sequences(second, length, held_back), origin)
 

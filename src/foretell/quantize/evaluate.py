@@ -1,8 +1,10 @@
 """How far a quantised model is from its source: on text held back, in float32, one block at a time."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 
@@ -14,6 +16,8 @@ from foretell.quantize.calibration import model_rope_tables, run_block
 Tensor = torch.Tensor
 _CHUNK = 256
 """Positions whose distributions are compared at once."""
+_MAX_EXPONENT = 700.0
+"""Above it, the exponential is beyond float64."""
 _CPU = torch.device("cpu")
 
 
@@ -39,23 +43,32 @@ def compare(
     """Compare the next-token distributions of two models."""
     (p_states, p_head, p_cap), (q_states, q_head, q_cap) = (_final_states(c, w, tokens) for c, w in (source, quantized))
     targets = tokens[:, 1:].flatten()
+    parts = [slice(at, at + _CHUNK) for at in range(0, len(targets), _CHUNK)]
+    return compare_logits(
+        (_logits(p_states[part], p_head, p_cap), _logits(q_states[part], q_head, q_cap), targets[part])
+        for part in parts
+    )
+
+
+def compare_logits(
+    parts: Iterable[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"], Int[Tensor, " t"]]],
+) -> Comparison:
+    """Compare logits of the source and of the quantised model, given with the tokens that follow in the text."""
     kl, same = list[Tensor](), 0
     losses = [0.0, 0.0]
-    for at in range(0, len(targets), _CHUNK):
-        part = slice(at, at + _CHUNK)
-        p, q = _logits(p_states[part], p_head, p_cap), _logits(q_states[part], q_head, q_cap)
+    for p, q, targets in parts:
         kl.append(forward_kl(p, q).clamp(min=0))
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         for i, logits in enumerate((p, q)):
-            losses[i] += float(torch.nn.functional.cross_entropy(logits, targets[part], reduction="sum"))
-    every = torch.cat(kl)
-    count = len(targets)
+            losses[i] += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    every = torch.cat(kl).double()
+    count = len(every)
     return Comparison(
         count,
-        float(every.double().mean()),
-        float(every.quantile(0.99)),
+        float(every.mean()),
+        float(np.quantile(every.numpy(), 0.99)),
         same / count,
-        *(math.exp(min(loss / count, 700)) for loss in losses),
+        *(math.exp(min(loss / count, _MAX_EXPONENT)) for loss in losses),
     )
 
 

@@ -77,9 +77,9 @@ class Source:
         Raises:
             ValueError: see `load`; or an architecture that cannot be quantised.
         """
-        config, weights, codec, eos = open_checkpoint(path)
+        config, weights, read_codec, eos = open_checkpoint(path)
         require_supported(config, name)
-        return Source(name, path, config, weights, codec, eos)
+        return Source(name, path, config, weights, read_codec(), eos)
 
 
 @dataclass(frozen=True)

@@ -322,19 +322,35 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"the chat template is no Jinja template: {_reason(error)}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], bos: str = "", eos: str = "") -> str:
-        """The text of the conversation with the generation prompt.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        bos: str = "",
+        eos: str = "",
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of the conversation, with the generation prompt unless `add_generation_prompt` is False.
+
+        `variables`: further variables of the template.
 
         Raises:
-            ValueError: the template refuses the conversation, fails on it, or exceeds a limit.
+            ValueError: the template refuses the conversation, fails on it, or exceeds a limit, or a variable has the
+                name of one that is always there.
         """
-        given = [dict(m) for m in messages]
-        budget = _Budget(_input_bytes(given))
+        own: dict[str, Any] = {
+            "messages": [dict(m) for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": bos,
+            "eos_token": eos,
+        }
+        given = dict(variables or {})
+        if taken := sorted(own.keys() & given):
+            raise ValueError(f"{taken[0]} is no variable that can be set for a chat template")
+        budget = _Budget(_input_bytes(own["messages"]) + _input_bytes(given))
         token, written, size = _BUDGET.set(budget), list[str](), 0
         try:
-            for piece in self._template.generate(
-                messages=given, add_generation_prompt=True, bos_token=bos, eos_token=eos
-            ):
+            for piece in self._template.generate(given | own):
                 size += sys.getsizeof(piece)
                 budget.check_size(size)
                 written.append(piece)

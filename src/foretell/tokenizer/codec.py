@@ -3,9 +3,9 @@
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +40,39 @@ class TextCodec:
         """
         return list(self.tokenizer.encode(_checked_text(text), add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, without special tokens unless asked for."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
-    def chat(self, messages: Sequence[Message], allow_special_tokens: bool = False) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        allow_special_tokens: bool = False,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation with the generation prompt.
 
         Special tokens of the template are encoded as such. The text of a special token inside a message is encoded as
-        ordinary text unless `allow_special_tokens`.
+        ordinary text unless `allow_special_tokens`. `continue_final_message`: the ids end with the text of the last
+        message, which the model continues, without a generation prompt. `variables`: further variables of the template.
 
         Raises:
-            ValueError: a message without role or content, no chat template, or the template refuses the conversation.
+            ValueError: a message without role or content, no chat template, or the template refuses the conversation,
+                or the last message is to be continued and its text is not in the template's output.
         """
         for number, message in enumerate(messages, 1):
             _check_message(number, message)
+
+        def render(messages: Sequence[Message]) -> str:
+            text = self._render(messages, add_generation_prompt and not continue_final_message, variables)
+            return _up_to_final_message(text, messages) if continue_final_message else text
+
         if allow_special_tokens or not any(self._contains_special_token(x) for m in messages for x in m.values()):
-            return self.encode(self._render(messages), add_special_tokens=False)
-        return self._encode_with_special_text(messages)
+            return self.encode(render(messages), add_special_tokens=False)
+        return self._encode_with_special_text(messages, render)
 
     def user_turn_prefix(self) -> list[int]:
         """Token ids of a conversation up to the content of the first user message: a model that continues them writes
@@ -70,10 +85,15 @@ class TextCodec:
             self._render([{"role": "user", "content": _CONTENT_MARK}]).split(_CONTENT_MARK)[0], add_special_tokens=False
         )
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         if self.chat_template is None:
             raise ValueError("this model has no chat template: give raw text (`foretell generate --raw`)")
-        return self._template.render(messages, self.bos or "", self.eos or "")
+        return self._template.render(messages, self.bos or "", self.eos or "", add_generation_prompt, variables)
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -99,7 +119,9 @@ class TextCodec:
         )
         return bool(self._special_token_pattern.search(text) or self._special_token_pattern.search(normalized))
 
-    def _encode_with_special_text(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_with_special_text(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+    ) -> list[int]:
         """Token ids of a conversation whose messages contain the text of special tokens.
 
         The template is rendered with a placeholder for each such text. The special tokens in its output are then those
@@ -117,7 +139,7 @@ class TextCodec:
             return f"{mark}{len(hidden) - 1}{mark}"
 
         masked = [{k: self._special_token_pattern.sub(hide, x) for k, x in m.items()} for m in messages]
-        text = self._special_token_pattern.sub(lambda match: names[match[0]], self._render(masked))
+        text = self._special_token_pattern.sub(lambda match: names[match[0]], render(masked))
         text = re.sub(f"{mark}([0-9]+){mark}", lambda match: hidden[int(match[1])], text)
         found = tokenizer.encode(_checked_text(text), add_special_tokens=False).ids
         return [ids.get(i, i) for i in found]
@@ -145,9 +167,11 @@ class TextCodec:
         found = {text: renamed.token_to_id(name) for text, name in names.items()}
         return renamed, names, {new: special[text] for text, new in found.items() if new is not None}
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental detokenizer."""
-        return Detokenizer(self.decode, self._run_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A new incremental detokenizer, of text without special tokens unless asked for."""
+        if skip_special_tokens:
+            return Detokenizer(self.decode, self._run_tokens)
+        return Detokenizer(partial(self.decode, skip_special_tokens=False), self._run_tokens)
 
     @cached_property
     def _run_tokens(self) -> frozenset[int]:
@@ -187,17 +211,40 @@ def _check_message(number: int, message: Message) -> None:
             raise ValueError(f"message {number} has no {key!r}: give it as {{'role': 'user', 'content': '...'}}")
 
 
-def from_directory(path: Path) -> TextCodec:
-    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a Hugging Face model directory.
+def _up_to_final_message(text: str, messages: Sequence[Message]) -> str:
+    """The text of a conversation up to the end of its last message.
 
     Raises:
-        ValueError: there is no `tokenizer.json`, or a file is damaged.
+        ValueError: the last message is empty, or the template changes its text.
+    """
+    content = messages[-1]["content"].strip() if messages else ""
+    start = text.rfind(content) if content else -1
+    if start < 0:
+        raise ValueError("the last message cannot be continued: its text is empty, or the chat template changes it")
+    return text[: start + len(content)]
+
+
+def require_tokenizer(path: Path) -> Path:
+    """The `tokenizer.json` of a model directory.
+
+    Raises:
+        ValueError: there is none.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
             f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first"
         )
+    return file
+
+
+def from_directory(path: Path) -> TextCodec:
+    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a Hugging Face model directory.
+
+    Raises:
+        ValueError: there is no `tokenizer.json`, or a file is damaged.
+    """
+    file = require_tokenizer(path)
     raw = _read_tokenizer_config(path / "tokenizer_config.json")
     template = raw.get("chat_template")
     if isinstance(template, list):

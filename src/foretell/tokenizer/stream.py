@@ -41,28 +41,38 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends streamed text before the first stop string; holds back text that may be the beginning of one."""
+    """Ends streamed text before the first stop string, or after it with `include`; holds back text that may be the
+    beginning of one.
+    """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [s for s in stops if s]
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops, self._include = [s for s in stops if s], include
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop string was found."""
+    @property
+    def active(self) -> bool:
+        """Whether there is any stop string."""
+        return bool(self._stops)
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that can be shown now, and the stop string that was found; of those that begin at the same place,
+        the shortest.
+        """
         if not self._stops:
-            return text, False
+            return text, None
         self._held += text
-        hits = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
+        hits = [(i, len(s), s) for s in self._stops if (i := self._held.find(s)) >= 0]
         if hits:
-            shown, self._held = self._held[: min(hits)], ""
-            return shown, True
+            start, length, stop = min(hits)
+            shown, self._held = self._held[: start + length * self._include], ""
+            return shown, stop
         held_back = max(
             (k for s in self._stops for k in range(1, len(s)) if self._held.endswith(s[:k])),
             default=0,
         )
         end = len(self._held) - held_back
         shown, self._held = self._held[:end], self._held[end:]
-        return shown, False
+        return shown, None
 
     def finish(self) -> str:
         """The text that was held back: it was not a stop string."""

@@ -20,10 +20,11 @@ def target_logits(runner: Runner, tokens: Sequence[int], last: int, single_pass:
     head = len(tokens) if single_pass else len(tokens) - last
     chunks = [tokens[:head]] if head else []
     chunks += [[t] for t in tokens[head:]]
-    return torch.cat([_read(runner, chunk, min(last, len(chunk))) for chunk in chunks])[-last:]
+    return torch.cat([read_chunk(runner, chunk, min(last, len(chunk))) for chunk in chunks])[-last:]
 
 
-def _read(runner: Runner, chunk: Sequence[int], last: int) -> Float[torch.Tensor, "last v"]:
+def read_chunk(runner: Runner, chunk: Sequence[int], last: int) -> Float[torch.Tensor, "last v"]:
+    """Read tokens after those of row 0, and keep them; logits after each of the `last` ones."""
     tree = root_tree([chunk[-1]]).with_prefix([chunk])
     scored = np.zeros(tree.valid.shape, bool)
     scored[:, -last:] = True

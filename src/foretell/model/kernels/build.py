@@ -3,6 +3,7 @@
 The library works without them where both fail.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -11,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,12 @@ from pathlib import Path
 import torch
 
 from foretell.model.kernels import instruction_sets, packaged, structures
+from foretell.utils.unfinished import remove_unfinished, unfinished_prefix
 
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 FLAGS = (*packaged.FLAGS, "-march=native")
+_UNUSED_SECONDS = 30 * 86400
+"""Time without use after which compiled kernels are removed: those of other versions of the library."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,8 @@ def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]
     try:
         target = _cache_path(compiler, compile_flags, link_flags)
         if target.exists() and (library := _open(target)) is not None:
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                os.utime(target)
             return structures.declare_signatures(library), ""
         return _compile(target, compiler, compile_flags, link_flags), ""
     except subprocess.CalledProcessError as error:
@@ -189,7 +196,11 @@ def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_fla
     Processes that start together may each compile; the last one replaces an equal file atomically.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    remove_unfinished(target.parent)
+    for old in kernel_files():
+        if time.time() - old.stat().st_mtime > _UNUSED_SECONDS:
+            old.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=unfinished_prefix(), dir=target.parent) as scratch:
         object_file, library = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
         for command in (
             [compiler, *compile_flags, "-c", str(SOURCE), "-o", str(object_file)],
@@ -208,6 +219,11 @@ def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_fla
 def cache_directory() -> Path:
     """The user's cache directory of this package."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell"
+
+
+def kernel_files() -> list[Path]:
+    """The kernels that were compiled on this machine; the time of a file is that of its last use."""
+    return sorted(cache_directory().glob("kernels-*.so"))
 
 
 @functools.cache

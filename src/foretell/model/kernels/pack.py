@@ -23,6 +23,8 @@ HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
 _CHUNK = 1 << 20
 """Numbers that a thread packs at a time: bounds the memory for widened rows."""
+_RELEASED = 64 << 20
+"""Packed bytes after which the pages of the source are returned to the system."""
 _ROW_TYPES = list(FLOAT_KINDS)
 """Float rows that the kernels read, in the order of `RowType` in csrc/pack.h."""
 
@@ -55,13 +57,14 @@ class Panels:
         """Bytes of all panels."""
         return len(self.order) // PANEL * self.panel_bytes(kernels)
 
-    def tasks(self, words: Tensor, kernels: ctypes.CDLL) -> Iterator[Callable[[], None]]:
-        """Calls that pack a few panels each into `words`."""
+    def tasks(self, words: Tensor, kernels: ctypes.CDLL) -> Iterator[Callable[[], int]]:
+        """Calls that pack a few panels each into `words`, and return their bytes."""
         size, step = self.panel_bytes(kernels), max(_CHUNK // self.inputs // PANEL, 1) * PANEL
         for first in range(0, len(self.order), step):
-            yield partial(self._pack, self.order[first : first + step], words[first // PANEL * size :], kernels)
+            place = slice(first // PANEL * size, (first + step) // PANEL * size)
+            yield partial(self._pack, self.order[first : first + step], words[place], kernels)
 
-    def _pack(self, order: Int[np.ndarray, " rows"], words: Tensor, kernels: ctypes.CDLL) -> None:
+    def _pack(self, order: Int[np.ndarray, " rows"], words: Tensor, kernels: ctypes.CDLL) -> int:
         kinds = {part.kind for part in self.parts}
         as_stored = len(kinds) == 1 and (self.kind in kinds or kinds <= FLOAT_KINDS.keys())
         address, first = np.zeros(len(order), np.uint64), 0
@@ -81,6 +84,7 @@ class Panels:
             *(PANEL_KINDS.index(self.kind), _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0),
             *(self.through_bfloat16, address.ctypes.data, len(order) // PANEL, self.inputs, words.data_ptr()),
         )
+        return words.nbytes
 
 
 def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
@@ -143,13 +147,22 @@ def _pad(numbers: Int[np.ndarray, " n"], multiple: int) -> Int[np.ndarray, " row
 
 
 def pack(weights: Sequence[Panels], kernels: ctypes.CDLL) -> list[Tensor]:
-    """Pack weights into one block of huge pages, which takes fewer TLB misses to stream, on all threads."""
+    """Pack weights into one block of huge pages, which takes fewer TLB misses to stream, on all threads.
+
+    Pages of mapped files that have been packed are returned to the system on the way.
+    """
     sizes = [weight.nbytes(kernels) for weight in weights]
     packed = list(torch.split(allocate(sum(sizes)), sizes))
     tasks = [t for weight, words in zip(weights, packed, strict=True) for t in weight.tasks(words, kernels)]
+    releases = {part.release_pages for weight in weights for part in weight.parts if part.release_pages is not None}
+    resident = 0
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
         for done in [pool.submit(task) for task in tasks]:
-            done.result()
+            resident += done.result()
+            if resident >= _RELEASED:
+                resident = 0
+                for release in releases:
+                    release()
     return packed
 
 

@@ -46,10 +46,11 @@ class PackedPart:
 
 
 class PackedWriter:
-    """Writes a file of packed parts; it is complete after `finish`."""
+    """Writes packed parts to an empty file; it is complete after `finish`."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = path, path.open("wb", buffering=0)
+        # Not truncated: Linux would write such a file to the disk when it is closed.
+        self.path, self._file = path, path.open("r+b", buffering=0)
         self._file.write(bytes(_PAGE))
         self._offset, self._parts = _PAGE, list[Mapping[str, object]]()
 

@@ -28,6 +28,7 @@ class Weights(Protocol):
     def expert_matrices(  # noqa: D102
         self, name: str, count: int, outputs: int, inputs: int
     ) -> Iterator[StoredMatrix]: ...
+    def release_pages(self) -> None: ...  # noqa: D102
 
 
 def read_expert_layer(config: ModelConfig, prefix: str, weights: Weights) -> ExpertMatrices:
@@ -138,7 +139,7 @@ def _stacked_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iter
     down = weights.require(f"{prefix}down_proj", experts.count, hidden, experts.ffn)
     for both, last in zip(gate_up, down, strict=True):
         parts = (both[: experts.ffn], both[experts.ffn :], last)
-        yield GatedMatrices(*(StoredMatrix.of(part) for part in parts))
+        yield GatedMatrices(*(StoredMatrix.of(part, weights.release_pages) for part in parts))
 
 
 def _every_second_row(matrix: StoredMatrix, first: int) -> StoredMatrix:

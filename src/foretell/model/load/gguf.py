@@ -4,7 +4,6 @@ tensors are dequantised by `gguf.quants`.
 
 import mmap
 import struct
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from foretell.model.load.mapped_file import map_file, release_pages
 from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -28,13 +28,23 @@ _KIND_OF_TYPE: Mapping[int, Kind] = {
 
 
 def _block_size(ggml_type: int) -> tuple[int, int]:
-    """Numbers and bytes of a block."""
+    """Numbers and bytes of a block.
+
+    Raises:
+        ValueError: an unknown type.
+    """
     if ggml_type in _KIND_OF_TYPE:
         return BLOCKS[_KIND_OF_TYPE[ggml_type]]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     found: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
     return found
+
+
+def _type_name(ggml_type: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(ggml_type).name if ggml_type in list(GGMLQuantizationType) else str(ggml_type)
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,10 @@ class GGUF:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size < 24:
-                raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
-            # Writable, so that torch makes tensors of it; what is written stays in this process.
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        size = path.stat().st_size
+        if size < 24:
+            raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
+        self._data = map_file(path)
         cursor = _Cursor(self._data)
         if self._data[:4] != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
@@ -116,6 +124,8 @@ class GGUF:
             raise ValueError(
                 f"{path}: damaged GGUF file near byte {cursor.position} of {size}: {error}; download it again"
             ) from error
+        for name, entry in self.tensors.items():
+            self._check(name, entry)
 
     def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
         cursor.position = 4
@@ -131,11 +141,28 @@ class GGUF:
             found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
         base = -(-cursor.position // align) * align
-        entries = {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
-        for name, e in entries.items():
-            if e.offset + self._bytes(e) > len(self._data):
-                raise ValueError(f"tensor {name} reaches past the end of the file")
-        return meta, entries
+        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
+
+    def _check(self, name: str, e: TensorInfo) -> None:
+        try:
+            per_block, _ = _block_size(e.ggml_type)
+        except (KeyError, ValueError) as error:
+            raise self._unsupported(name, e) from error
+        if e.shape and e.shape[-1] % per_block:
+            raise ValueError(
+                f"{self.path}: rows of {e.shape[-1]} numbers in the tensor {name} are no whole blocks of {per_block}, "
+                f"as its type {_type_name(e.ggml_type)} needs; download it again"
+            )
+        if e.offset + self._bytes(e) > len(self._data):
+            raise ValueError(
+                f"{self.path}: damaged GGUF file: the tensor {name} reaches past its end; download it again"
+            )
+
+    def _unsupported(self, name: str, e: TensorInfo) -> ValueError:
+        return ValueError(
+            f"{self.path}: the tensor {name} has the type {_type_name(e.ggml_type)}, which is not supported; take a "
+            f"file of {', '.join(_KIND_OF_TYPE.values())}"
+        )
 
     @staticmethod
     def _bytes(e: TensorInfo) -> int:
@@ -144,8 +171,7 @@ class GGUF:
 
     def release_pages(self) -> None:
         """Return the file's memory pages to the system; they are read again when needed."""
-        if sys.platform == "linux":
-            self._data.madvise(mmap.MADV_DONTNEED)
+        release_pages(self._data)
 
     @property
     def storage(self) -> Literal["quantized", "float32", "half"]:
@@ -164,7 +190,7 @@ class GGUF:
         if len(e.shape) != 2 or kind is None:
             return None
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
-        return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1))
+        return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1), self.release_pages)
 
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, or one expert's part of it, dequantised to float32."""
@@ -179,7 +205,11 @@ class GGUF:
         from gguf.quants import dequantize
 
         rows = prod(e.shape[:-1])
-        return torch.from_numpy(dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type)).reshape(e.shape))
+        try:
+            wide = dequantize(raw.reshape(rows, -1), GGMLQuantizationType(e.ggml_type))
+        except NotImplementedError as error:
+            raise self._unsupported(name, e) from error
+        return torch.from_numpy(wide.reshape(e.shape))
 
     def _part(self, name: str, expert: int | None) -> TensorInfo:
         """Where a tensor is, or one expert's part of it.

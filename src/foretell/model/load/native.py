@@ -1,8 +1,7 @@
 """Loads the decoder on the CPU kernels from a checkpoint, one block at a time, or from the cache of packed weights."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,11 +30,10 @@ from foretell.model.load.layer_parts import (
     layer_inputs_sizes,
     layer_scale,
 )
-from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile
+from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
 from foretell.model.load.weights import BlockNames, Weights, block_names, build_block
 from foretell.model.stored_matrix import StoredMatrix
 
-log = logging.getLogger(__name__)
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTER_PARTS = 2
 """Parts of a file of packed weights before the blocks: the head, and the final norm."""
@@ -49,7 +47,8 @@ def weight_dtype(precision: Precision) -> torch.dtype:
 def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
     """The decoder of a checkpoint on the kernels.
 
-    Memory beyond the packed weights: a few rows, and the pages of the file until they are released after every block.
+    Memory beyond the packed weights: a few rows, and the pages of the file until they are released. A thread writes
+    the weights to the cache, beyond this call; see `finish_writing`.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
@@ -97,7 +96,9 @@ def native_blocks(
         if keep.wanted:
             for i in range(config.layers):
                 keep(pack(i))
+                keep.wait()
                 weights.release_pages()
+    keep.wait()
     kept = None if place is None else place.open()
     return outer, pack if kept is None else _block_reader(outer, kept)
 
@@ -134,8 +135,17 @@ def _place_in_cache(config: ModelConfig, weights: Weights, precision: Precision)
     return PackedWeightsFile(weights.files, weights.variant or precision, [repr(sizes)])
 
 
+_writing = set[Future[None]]()
+"""Files of the cache that threads of this process write."""
+
+
+def finish_writing() -> None:
+    """Wait until the packed weights of all models that were loaded are kept for the next start."""
+    wait(set(_writing))
+
+
 class _Keep:
-    """Writes packed parts to a file of the cache while others are packed; what fails is reported once."""
+    """Writes packed parts to a file of the cache, in a thread of its own; what fails is reported once."""
 
     def __init__(self, file: UnfinishedFile | None) -> None:
         self._file, self._pool = file, ThreadPoolExecutor(1)
@@ -147,37 +157,38 @@ class _Keep:
         return self._file is not None
 
     def __call__(self, part: PackedPart) -> None:
-        """Write a part, after those before it; waits until there is one part to write at most."""
-        if self._file is None:
-            return
-        try:
-            if self._last is not None:
-                self._last.result()
-            self._last = self._pool.submit(self._file.writer.add, part)
-        except OSError as error:
-            self._give_up(error)
+        """Write a part after those before it."""
+        if self._file is not None:
+            self._last = self._pool.submit(self._guarded, lambda file: file.writer.add(part))
+
+    def wait(self) -> None:
+        """Wait until all parts are written."""
+        if self._last is not None:
+            self._last.result()
 
     def finish(self) -> None:
-        """Complete the file."""
-        if self._file is None:
-            return
-        try:
-            if self._last is not None:
-                self._last.result()
-            self._file.finish()
-        except OSError as error:
-            self._give_up(error)
+        """Complete the file after the last part is written; does not wait."""
+        if self._file is not None:
+            self._last = self._pool.submit(self._guarded, UnfinishedFile.finish)
+            _writing.add(self._last)
+            self._last.add_done_callback(_writing.discard)
+        self._pool.shutdown(wait=False)
 
     def abandon(self) -> None:
         """Remove the file."""
+        self._pool.shutdown(cancel_futures=True)
         if self._file is not None:
-            self._pool.shutdown()
             self._file.abandon()
 
-    def _give_up(self, error: OSError) -> None:
-        log.warning("the packed weights are not kept for the next start: %s", error)
-        self.abandon()
-        self._file = None
+    def _guarded(self, action: Callable[[UnfinishedFile], None]) -> None:
+        if self._file is None:
+            return
+        try:
+            action(self._file)
+        except OSError as error:
+            report_not_kept(error)
+            self._file.abandon()
+            self._file = None
 
 
 @contextmanager

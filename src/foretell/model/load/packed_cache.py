@@ -6,16 +6,17 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from foretell.model.kernels import build
 from foretell.model.kernels.packed_file import FORMAT_VERSION, PackedFileError, PackedReader, PackedWriter
+from foretell.utils.unfinished import remove_unfinished, unfinished_prefix
 
 log = logging.getLogger(__name__)
 SUFFIX = ".packed"
+KERNELS = "kernels"
 WORTH_CACHING = 16 << 20
 """Bytes of packed weights from which on reading them is faster than packing again."""
 _SAMPLE = 1 << 20
@@ -24,8 +25,6 @@ _LARGEST, _LARGEST_SHARE = 64 << 30, 0.25
 """Default limit: bytes, and share of the disk."""
 _RESERVE, _RESERVE_SHARE = 1 << 30, 0.05
 """What stays free on the disk: bytes, and share of it."""
-_STALE_SECONDS = 3600
-"""Age from which on an unfinished file belongs to a process that ended."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -68,8 +67,9 @@ class CacheEntry:
 
     path: Path
     model: str
-    """Path of the model."""
+    """Path of the model; empty: kernels."""
     dtype: str
+    """Of the weights, or `kernels`."""
     bytes: int
     used: float
     """Time of the last use, seconds since the epoch."""
@@ -92,6 +92,16 @@ def cache_entries() -> list[CacheEntry]:
             except PackedFileError:
                 model, dtype = "(damaged)", ""
             found.append(CacheEntry(path, model, dtype, stat.st_size, stat.st_mtime))
+    return sorted(found, key=lambda entry: -entry.used)
+
+
+def kernel_entries() -> list[CacheEntry]:
+    """The kernels that were compiled on this machine, the last used first."""
+    found = []
+    for path in build.kernel_files():
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found.append(CacheEntry(path, "", KERNELS, stat.st_size, stat.st_mtime))
     return sorted(found, key=lambda entry: -entry.used)
 
 
@@ -118,7 +128,7 @@ class PackedWeightsFile:
     def __init__(self, files: Iterable[Path], dtype: str, details: Iterable[str]) -> None:
         files = [file.resolve() for file in files]
         key = [str(FORMAT_VERSION), dtype, build.packing_key(), *details, *map(_identity, files)]
-        self.model, self.dtype = str(files[0] if len(files) == 1 else files[0].parent), dtype
+        self.model, self.dtype = str(files[0].parent if files[0].suffix == ".safetensors" else files[0]), dtype
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"{Path(self.model).stem}-{dtype}-{digest}{SUFFIX}"
 
@@ -157,19 +167,23 @@ class PackedWeightsFile:
             _make_room(folder, size, limit)
             return UnfinishedFile(self)
         except OSError as error:
-            log.warning("the packed weights are not kept for the next start: %s", error)
+            report_not_kept(error)
             return None
 
 
+def report_not_kept(error: OSError) -> None:
+    """Say why packed weights are not in the cache."""
+    where = f"{error.filename}: " if error.filename else ""
+    log.warning("the packed weights are not kept for the next start: %s%s", where, error.strerror or error)
+
+
 def _make_room(folder: Path, size: int, limit: int) -> None:
-    """Remove unfinished files of processes that ended, then the least recently used weights.
+    """Remove files that interrupted processes left, then the least recently used weights.
 
     Raises:
         OSError: the disk has no room.
     """
-    for path in folder.glob(f"*{SUFFIX}.tmp"):
-        if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-            path.unlink(missing_ok=True)
+    remove_unfinished(folder)
     entries = cache_entries()
     while True:
         disk = shutil.disk_usage(folder)
@@ -186,7 +200,7 @@ class UnfinishedFile:
 
     def __init__(self, target: PackedWeightsFile) -> None:
         self._target = target
-        handle, name = tempfile.mkstemp(suffix=f"{SUFFIX}.tmp", dir=target.path.parent)
+        handle, name = tempfile.mkstemp(".tmp", unfinished_prefix(), target.path.parent)
         os.close(handle)
         self.writer = PackedWriter(Path(name))
 

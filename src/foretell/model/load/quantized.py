@@ -6,7 +6,7 @@ exact product `scale * (level - zero)`; engines that dequantise in 16 bits round
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -423,7 +423,7 @@ class QuantizedWeights(Weights):
             self.widened[name] = stored
             stored = _narrowest(found.widen())
         self._checked(name, torch.empty(stored.shape, device="meta"), (outputs, inputs))
-        return stored
+        return replace(stored, release_pages=self.release_pages)
 
     @property
     def storage(self) -> Storage:
@@ -447,7 +447,8 @@ class QuantizedWeights(Weights):
         if self._read(name) is None:
             return self._inner.expert_matrices(name, count, outputs, inputs)
         whole = self.matrix(name, count * outputs, inputs)
-        return (StoredMatrix(whole.kind, inputs, rows) for rows in whole.data.view(count, outputs, -1))
+        each = whole.data.view(count, outputs, -1)
+        return (StoredMatrix(whole.kind, inputs, rows, self.release_pages) for rows in each)
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, as in `SafetensorsWeights`.
@@ -459,7 +460,7 @@ class QuantizedWeights(Weights):
         return found
 
     def release_pages(self) -> None:
-        """Reopen the files."""
+        """Return the files' memory pages to the system."""
         self._inner.release_pages()
 
 

@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
 
 from foretell.model.config import ModelConfig, from_gguf
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
@@ -31,6 +30,7 @@ from foretell.model.load.layer_parts import (
     unit_norm,
 )
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
+from foretell.model.load.safetensors_file import SafetensorsFile
 from foretell.model.load.state_blocks import build_state_parts
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.stored_matrix import Matrix, StoredMatrix
@@ -95,7 +95,7 @@ class Weights(ABC):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        return StoredMatrix.of(self.require(name, outputs, inputs))
+        return StoredMatrix.of(self.require(name, outputs, inputs), self.release_pages)
 
     def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
         """The matrices of all experts, one after the other, from one tensor: floats [experts, inputs, outputs].
@@ -103,7 +103,8 @@ class Weights(ABC):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        return (StoredMatrix.of(each.T) for each in self.require(name, count, inputs, outputs))
+        whole = self.require(name, count, inputs, outputs)
+        return (StoredMatrix.of(each.T, self.release_pages) for each in whole)
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding.
@@ -117,7 +118,7 @@ class Weights(ABC):
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """As `head`, but as the file stores it."""
         found = self.head(vocab, hidden)
-        return None if found is None else StoredMatrix.of(found)
+        return None if found is None else StoredMatrix.of(found, self.release_pages)
 
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The output matrix as the file stores it; the embedding where the two are tied."""
@@ -174,30 +175,19 @@ class SafetensorsWeights(Weights):
                     "convert it to safetensors with `save_pretrained` of transformers"
                 )
             raise ValueError(f"{path}: no model.safetensors here")
-        self._files, self._path = files, path
         self.files = [path / name for name in files]
-        self._readers: dict[str, Callable[[str], Tensor]] = {}
-        self._open(check)
-
-    def _open(self, check: Callable[[Path, str, str], None] | None = None) -> None:
-        path = self._path
-        for name in self._files:
-            try:
-                handle = safe_open(path / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{path / name}: missing or damaged safetensors file ({error}); download it again"
-                ) from error
-            for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
-                self._readers[key] = handle.get_tensor
-                if check is not None:
-                    check(path / name, key, handle.get_slice(key).get_dtype())  # type: ignore[no-untyped-call]
+        self._mapped = [SafetensorsFile(file) for file in self.files]
+        self._file_of = {name: file for file in self._mapped for name in file.dtypes}
+        for file in self._mapped:
+            for name, dtype in file.dtypes.items():
+                check(file.path, name, dtype)
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
         for candidate in candidate_names(name):
-            if candidate in self._readers:
-                return self._readers[candidate](candidate)
+            if candidate in self._file_of:
+                found: Tensor = self._file_of[candidate].tensor(candidate)
+                return found
         return None
 
     @property
@@ -220,8 +210,9 @@ class SafetensorsWeights(Weights):
         return found
 
     def release_pages(self) -> None:
-        """Reopen the files; an old mapping ends with the last tensor that uses it."""
-        self._open()
+        """Return the files' memory pages to the system."""
+        for file in self._mapped:
+            file.release_pages()
 
 
 def _shards(index: Path) -> list[str]:

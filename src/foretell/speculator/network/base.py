@@ -103,6 +103,8 @@ class Speculator(nn.Module, ABC):
         self.register_buffer("_shared_head", None if config.own_head else rows, persistent=False)
         self.packed_head: NativeLinear | None = None
         """The output matrix in the format of the CPU kernels, set by `pack_network`."""
+        self.packed_precision = ""
+        """What its matrices are rounded to, set by `pack_network`; empty: they are not packed."""
 
     @property
     @abstractmethod

@@ -1,7 +1,8 @@
 """Packs a trained network for drafting on a CPU: its matrices in the format of the native kernels."""
 
 import copy
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,21 +16,49 @@ from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import BlockWeights, NativeStack
 from foretell.model.kernels.structures import Precision
+from foretell.model.load.rounding import round_to_blocks
 from foretell.model.rope import rope_tables
+from foretell.model.stored_matrix import BLOCKS, Kind, Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EXTRA_POSITIONS, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
 
 S = TypeVar("S", bound=Speculator)
+DraftPrecision = Literal[Precision, "int4"]
+"""`int4`: weights of four bits with a scale and a minimum per 32 inputs (Q4_1), and int8 activations."""
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How the matrices of a network are stored."""
+
+    precision: Precision
+    kind: Kind | None = None
+    """Blocks that matrices are rounded to; None: they are packed as they are."""
+
+    @staticmethod
+    def of(precision: DraftPrecision) -> "_Format":
+        """The format of a precision."""
+        return _Format("int8-activations", "Q4_1") if precision == "int4" else _Format(precision)
+
+    def matrix(self, weight: torch.Tensor) -> Matrix:
+        """A weight [outputs, inputs] as it is packed; it is not rounded if its rows are no whole blocks."""
+        if self.kind is None or weight.shape[1] % BLOCKS[self.kind][0]:
+            return weight
+        return round_to_blocks(StoredMatrix.of(weight), self.kind)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        """A packed linear layer."""
+        return NativeLinear(self.matrix(weight), bias, self.precision)
 
 
 class PackedLinear(nn.Module):
     """A linear layer on the native kernels; float32 in and out, whatever the weight's precision."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, precision: Precision) -> None:
+    def __init__(self, linear: NativeLinear) -> None:
         super().__init__()
-        self.linear = NativeLinear(weight, bias, precision)
+        self.linear = linear
 
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
         """Apply to the last axis."""
@@ -49,7 +78,7 @@ class PackedNorm(nn.Module):
         return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, self._eps).view(x.shape)
 
 
-def pack_network(network: S, precision: Precision = "int8") -> S:
+def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
     """A copy of the network with every `nn.Linear` and its output matrix packed; the network itself where the kernels
     do not run or do not support its dtype.
 
@@ -60,15 +89,15 @@ def pack_network(network: S, precision: Precision = "int8") -> S:
     unsupported = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
     if unsupported or network.packed_head is not None:
         return network
-    packed = _shallow_copy(network)
+    packed, form = _shallow_copy(network), _Format.of(precision)
     stacked: nn.Module | None = None
     if isinstance(packed, EagleNetwork):
-        packed.native_stack = _pack_layers(packed, precision)
+        packed.native_stack = _pack_layers(packed, form)
         stacked = packed.layers if packed.native_stack else None
-    packed.packed_head = NativeLinear(head, None, precision)
+    packed.packed_head, packed.packed_precision = form.linear(head), precision
     if isinstance(packed, Eagle3):
-        packed.native = _pack_eagle3(packed, precision)
-    _replace_modules(packed, precision, stacked)
+        packed.native = _pack_eagle3(packed, form)
+    _replace_modules(packed, form, stacked)
     for module in packed.modules():
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, nn.Parameter(parameter.detach().float(), requires_grad=False))
@@ -77,6 +106,11 @@ def pack_network(network: S, precision: Precision = "int8") -> S:
         table, scale = packed.get_buffer("_embedding"), packed.embedding_scale
         packed.native = NativeStages(stages, table, scale, packed.token_of)
     return packed
+
+
+def describe_packed(label: str, network: Speculator) -> str:
+    """What drafts, and the precision of its packed matrices."""
+    return f"{label}, {network.packed_precision} weights" if network.packed_precision else label
 
 
 def _shallow_copy(network: S) -> S:
@@ -106,42 +140,42 @@ def _linear(layer: nn.Module) -> NativeLinear:
     return layer.linear
 
 
-def _plain_block(layer: EagleLayer) -> BlockWeights:
+def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
     """A layer's weights as the input of the kernels' packer."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
     gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
     return BlockWeights(
         # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
-        qkv=[attention.qkv_proj.weight],
+        qkv=[form.matrix(attention.qkv_proj.weight)],
         qkv_bias=attention.qkv_proj.bias,
         q_norm=None if attention.q_norm is None else attention.q_norm.weight,
         k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-        output=attention.o_proj.weight,
+        output=form.matrix(attention.o_proj.weight),
         mlp_norm=norm,
-        gate=gate,
-        up=up,
-        down=layer.mlp.down_proj.weight,
+        gate=form.matrix(gate),
+        up=form.matrix(up),
+        down=form.matrix(layer.mlp.down_proj.weight),
     )
 
 
-def _pack_layers(network: EagleNetwork, precision: Precision) -> NativeStack | None:
+def _pack_layers(network: EagleNetwork, form: _Format) -> NativeStack | None:
     """The network's layers on the kernels; None where these do not support them."""
     config = network.config.decoder_config
     if not NativeStack.supports(config):
         return None
-    blocks = [_plain_block(layer) for layer in network.layers if isinstance(layer, EagleLayer)]
+    blocks = [_block(layer, form) for layer in network.layers if isinstance(layer, EagleLayer)]
     tables = rope_tables(network.config.rope, config.head_dim, network.config.context, EXTRA_POSITIONS)
-    return NativeStack(config, blocks, precision, tables)
+    return NativeStack(config, blocks, form.precision, tables)
 
 
-def _pack_eagle3(network: Eagle3, precision: Precision) -> NativeEagle | None:
+def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
     """The whole network on the kernels; None where these do not support it."""
     first, own, head, config = network.layers[0], network.embedding, network.packed_head, network.config
     if network.native_stack is None or config.norm_output or config.norm_before_fc or network.softcap:
         return None
     assert isinstance(first, Eagle3FirstLayer) and head is not None
-    norms, fuse = network.fc_norm, PackedLinear(network.fc.weight, network.fc.bias, precision)
+    norms, fuse = network.fc_norm, PackedLinear(form.linear(network.fc.weight, network.fc.bias))
     weights = EagleWeights(
         embedding=network.get_buffer("_embedding") if own is None else own,
         embedding_scale=network.embedding_scale if own is None else 1.0,
@@ -158,12 +192,12 @@ def _pack_eagle3(network: Eagle3, precision: Precision) -> NativeEagle | None:
     return NativeEagle(network.native_stack, weights)
 
 
-def _replace_modules(module: nn.Module, precision: Precision | None, stacked: nn.Module | None) -> None:
+def _replace_modules(module: nn.Module, form: _Format | None, stacked: nn.Module | None) -> None:
     """Replace norms and linear layers by their packed forms; the linear layers in `stacked` are packed already."""
     for name, child in list(module.named_children()):
         if isinstance(child, RMSNorm):
             setattr(module, name, PackedNorm(child))
         elif not isinstance(child, nn.Linear):
-            _replace_modules(child, None if child is stacked else precision, stacked)
-        elif precision is not None:
-            setattr(module, name, PackedLinear(child.weight, child.bias, precision))
+            _replace_modules(child, None if child is stacked else form, stacked)
+        elif form is not None:
+            setattr(module, name, PackedLinear(form.linear(child.weight, child.bias)))

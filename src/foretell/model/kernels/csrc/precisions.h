@@ -92,7 +92,7 @@ template <class P>
 struct FloatProduct {
   static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
   static constexpr int kMaxTokens = kAccumulators / 2;
-  static constexpr int kFewTokens = 4;             // at most so many tokens are bound by memory
+  static constexpr int kFewTokens = 2;             // at most so many tokens are bound by memory
   static constexpr bool kPrefetchesAhead = true;
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
@@ -136,8 +136,8 @@ struct Int8 {
   static constexpr bool kRoundsEachNumber = false;
   static constexpr int kBlock = 64;
   static constexpr int kGroup = 192;
-  static constexpr int kMaxTokens = std::min(8, kAccumulators / 2);
-  static constexpr int kFewTokens = 4;
+  static constexpr int kMaxTokens = kAccumulators / 2;
+  static constexpr int kFewTokens = 2;
   static constexpr bool kPrefetchesAhead = true;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
   static int groups(int in) { return (in + kGroup - 1) / kGroup; }

@@ -1,0 +1,52 @@
+"""Log-probabilities of tokens under the model's softmax, before any sampling parameter, with the likeliest tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from foretell.core.context import StepResult
+from foretell.distributions.topk import top_k
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most probable tokens of a position with their log-probabilities, best first."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the probabilities of some tokens, and the most probable tokens in their places."""
+
+    logprobs: tuple[float, ...] = ()
+    top: tuple[TopLogprobs, ...] = ()
+    """Empty where no alternatives were asked for."""
+
+    def __add__(self, other: "TokenLogprobs") -> "TokenLogprobs":
+        return TokenLogprobs(self.logprobs + other.logprobs, self.top + other.top)
+
+
+def new_token_logprobs(step: StepResult, i: int, count: int, alternatives: int) -> TokenLogprobs:
+    """Of the first `count` new tokens of request `i`."""
+    nodes = step.paths[i][int(step.tree.prefix_length[i]) - 1 :][:count]
+    return _node_logprobs(step, i, nodes, step.new_tokens[i][:count], alternatives)
+
+
+def prompt_token_logprobs(step: StepResult, i: int, alternatives: int) -> TokenLogprobs:
+    """Of the tokens of the prompt of request `i` that follow those which this step read."""
+    sequence, start = step.context.sequences[i], step.start_positions[i]
+    following = sequence.tokens[start + 1 : min(sequence.prompt_length, start + int(step.tree.prefix_length[i]) + 1)]
+    return _node_logprobs(step, i, range(len(following)), following.tolist(), alternatives)
+
+
+def _node_logprobs(
+    step: StepResult, i: int, nodes: Sequence[int], tokens: Sequence[int], alternatives: int
+) -> TokenLogprobs:
+    """Of these tokens, each after its node."""
+    if not tokens:
+        return TokenLogprobs()
+    scores = torch.log_softmax(step.output.logits[[int(step.output.logit_index[i, n]) for n in nodes]], -1)
+    chosen = scores[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+    if not alternatives:
+        return TokenLogprobs(tuple(chosen))
+    values, ids = top_k(scores, min(alternatives, scores.shape[1]))
+    top = (tuple(zip(t, v, strict=True)) for t, v in zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(tuple(chosen), tuple(top))

@@ -1,0 +1,26 @@
+"""Maps the files of checkpoints into memory."""
+
+import mmap
+import sys
+from pathlib import Path
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's flag, which Python does not name in all versions."""
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file: writable, so that torch makes tensors of it; what is written stays in this process.
+
+    No memory is reserved, so the file may be larger than it.
+    """
+    with path.open("rb") as file:
+        if sys.platform != "linux":
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=protection)
+
+
+def release_pages(data: mmap.mmap) -> None:
+    """Return the pages of a mapped file to the system; they are read again when needed."""
+    if sys.platform == "linux":
+        data.madvise(mmap.MADV_DONTNEED)

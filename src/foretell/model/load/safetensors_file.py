@@ -1,0 +1,77 @@
+"""Maps safetensors files: tensors are views, whose pages can be returned to the system at any time."""
+
+import json
+import struct
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+
+from foretell.model.load.mapped_file import map_file, release_pages
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""The readable types, by their names in the file."""
+_SIZE = struct.Struct("<Q")
+"""Size of the header, at the start of a file."""
+
+
+class _Place(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsFile:
+    """A safetensors file.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="np"):  # checks the header
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: missing or damaged safetensors file ({error}); download it again") from error
+        self._data = map_file(path)
+        (size,) = _SIZE.unpack_from(self._data)
+        first = _SIZE.size + size
+        header = json.loads(self._data[_SIZE.size : first])
+        self._places = {
+            name: _Place(found["dtype"], tuple(found["shape"]), first + found["data_offsets"][0])
+            for name, found in header.items()
+            if name != "__metadata__"
+        }
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """The types of all tensors, as the file names them."""
+        return {name: place.dtype for name, place in self._places.items()}
+
+    def tensor(self, name: str) -> Shaped[torch.Tensor, "*shape"]:
+        """A view of a tensor.
+
+        Raises:
+            ValueError: its type is none that torch has.
+        """
+        dtype, shape, offset = self._places[name]
+        if dtype not in _DTYPES:
+            raise ValueError(f"{self.path}: {name} is of type {dtype}, which is not supported")
+        if 0 in shape:
+            return torch.empty(shape, dtype=_DTYPES[dtype])
+        return torch.frombuffer(self._data, dtype=_DTYPES[dtype], count=prod(shape), offset=offset).view(shape)
+
+    def release_pages(self) -> None:
+        """Return the file's memory pages to the system; they are read again when needed."""
+        release_pages(self._data)

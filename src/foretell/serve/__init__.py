@@ -1,0 +1,1 @@
+"""`foretell serve`: an OpenAI-compatible HTTP server on the engine (extra `serve`)."""

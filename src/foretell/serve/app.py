@@ -1,0 +1,85 @@
+"""The ASGI application: its endpoints and middleware."""
+
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from foretell.serve.auth import KeyMiddleware
+from foretell.serve.errors import ApiError
+from foretell.serve.handlers import info, text
+from foretell.serve.handlers.endpoint import WARNING_HEADER, Endpoint, EndpointApp
+from foretell.serve.openapi import openapi
+from foretell.serve.protocol.chat import ChatBody, ChatCompletion
+from foretell.serve.protocol.completions import Completion, CompletionBody
+from foretell.serve.protocol.info import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    HealthAnswer,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeBody,
+    VersionAnswer,
+)
+from foretell.serve.request_id import NAME, RequestIdMiddleware
+from foretell.serve.service import Service
+
+ENDPOINTS: Sequence[Endpoint] = (
+    Endpoint("POST", "/v1/chat/completions", "Answer a conversation", text.chat_completions, ChatCompletion, ChatBody,
+             streams=True),
+    Endpoint("POST", "/v1/completions", "Continue prompts", text.completions, Completion, CompletionBody,
+             streams=True),
+    Endpoint("GET", "/v1/models", "List the served models", info.models, ModelList),
+    Endpoint("GET", "/v1/models/{model}", "A served model", info.model, ModelCard),
+    Endpoint("POST", "/tokenize", "Token ids of a text or a conversation", info.tokenize, TokenizeAnswer,
+             TokenizeBody),
+    Endpoint("POST", "/detokenize", "The text of token ids", info.detokenize, DetokenizeAnswer, DetokenizeBody),
+    Endpoint("GET", "/health", "Whether requests can be served now", info.health, HealthAnswer),
+    Endpoint("GET", "/live", "Whether the process answers", info.live, HealthAnswer),
+    Endpoint("GET", "/version", "The version of the server", info.show_version, VersionAnswer),
+)  # fmt: skip
+"""Every endpoint; a new one is a line here and a handler."""
+_CORS_SECONDS = 600
+
+
+def create_app(service: Service) -> Starlette:
+    """The application that serves a model. The caller starts and stops the service."""
+    document = to_json(openapi(ENDPOINTS))
+
+    async def show_openapi(http: HttpRequest) -> Response:
+        return Response(document, media_type="application/json")
+
+    routes: list[BaseRoute] = [
+        Route(e.path.replace("{model}", "{model:path}"), EndpointApp(e, service), methods=[e.method]) for e in ENDPOINTS
+    ]
+    routes.append(Route("/openapi.json", show_openapi))
+    settings = service.settings
+    middleware = [Middleware(RequestIdMiddleware)]
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(settings.cors_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[NAME, WARNING_HEADER],
+                max_age=_CORS_SECONDS,
+            )
+        )
+    middleware.append(Middleware(KeyMiddleware, keys=settings.api_keys, per_key=settings.limits.per_key))
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+
+
+async def _http_error(http: HttpRequest, error: Exception) -> Response:
+    """An unknown path or method, in the shape of every other error."""
+    assert isinstance(error, HTTPException)
+    message = f"{HTTPStatus(error.status_code).phrase}: {http.method} {http.url.path}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()

@@ -1,0 +1,105 @@
+"""What each choice of a request has got so far, and the pieces that a wire format writes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretell.engine.engine import Request, Update, describe_error
+from foretell.engine.statistics import RequestStatistics
+from foretell.serve.errors import server_error, unavailable
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens of a position with their log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of a choice with its tokens; `finish_reason` as OpenAI knows it, in the last piece only."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens from the second one on; in the first piece only."""
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @staticmethod
+    def of(index: int, updates: Sequence[Update]) -> "Piece":
+        """Consecutive updates of a request as one piece."""
+        last = updates[-1]
+        return Piece(
+            index,
+            "".join(u.text for u in updates),
+            tuple(t for u in updates for t in u.tokens),
+            tuple(p for u in updates for p in u.logprobs),
+            tuple(p for u in updates for p in u.top_logprobs),
+            tuple(p for u in updates for p in u.prompt_logprobs),
+            tuple(p for u in updates for p in u.prompt_top_logprobs),
+            last.finish_reason,
+            last.stop_reason,
+        )
+
+
+@dataclass
+class Choice:
+    """A choice so far."""
+
+    index: int
+    request: Request
+    tokens: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    statistics: RequestStatistics | None = None
+    """Once it is over."""
+
+    def add(self, at: float, updates: Sequence[Update]) -> Piece:
+        """Add updates and return them as one piece.
+
+        Raises:
+            ApiError: the engine has ended the request with an error.
+        """
+        last = updates[-1]
+        if last.error is not None:
+            raise server_error(f"the engine failed on this request: {describe_error(last.error)}")
+        if last.finish_reason == "cancelled":
+            raise unavailable("the request was cancelled")
+        piece = Piece.of(self.index, updates)
+        self.first_at, self.last_at = self.first_at or at, at
+        self.tokens += len(piece.tokens)
+        self.statistics = last.statistics
+        return piece
+
+
+class Choices:
+    """All choices of a request; `started`: seconds of the monotonic clock."""
+
+    def __init__(self, requests: Sequence[Request], per_prompt: int, started: float | None = None) -> None:
+        self.all = [Choice(i, request) for i, request in enumerate(requests)]
+        self.per_prompt = per_prompt
+        self.started = time.monotonic() if started is None else started
+
+    def add(self, batch: Sequence[tuple[int, float, Update]]) -> list[Piece]:
+        """Add the updates of a batch: one piece per choice that got any.
+
+        Raises:
+            ApiError: the engine has ended a request with an error.
+        """
+        updates: dict[int, list[Update]] = {}
+        for index, _, update in batch:
+            updates.setdefault(index, []).append(update)
+        at = {index: at for index, at, _ in batch}
+        return [self.all[index].add(at[index], found) for index, found in updates.items()]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts; a prompt with several choices counts once."""
+        return sum(len(c.request.prompt) for c in self.all[:: self.per_prompt])
+
+    @property
+    def completion_tokens(self) -> int:
+        """New tokens of all choices."""
+        return sum(c.tokens for c in self.all)

@@ -1,0 +1,167 @@
+"""How fields of a request become fields of the engine's `Request` and `SamplingParams`: the one place for it."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from foretell.core.sampling import CounterRNG, SamplingParams, Stream
+from foretell.engine.engine import Request, validate_request
+from foretell.serve.errors import bad_request
+from foretell.serve.loaded import LoadedModel
+from foretell.serve.protocol.chat import ChatBody
+from foretell.serve.protocol.generation import GenerationBody
+
+SAMPLING: type = SamplingParams
+REQUEST: type = Request
+_ATTRIBUTES = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (SAMPLING, REQUEST)}
+_SEED_BITS = 53
+"""Of a seed that the server draws: JavaScript reads such numbers exactly."""
+
+
+def _bad_words(words: Sequence[str], loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of words, at the beginning of a text and after a space."""
+    encode = partial(loaded.model.codec.encode, add_special_tokens=False)
+    return tuple(dict.fromkeys(tuple(encode(text)) for word in words for text in (word, f" {word}")))
+
+
+@dataclass(frozen=True)
+class EngineField:
+    """A field of the API and the engine's attribute that it sets.
+
+    A value that asks for nothing (`False`, 0, empty, or `neutral`) is left out; any other is refused while the engine
+    has no such attribute.
+    """
+
+    name: str
+    """Dotted name in the body."""
+    kind: type
+    attribute: str = ""
+    """Name in the engine, if it is another."""
+    convert: Callable[[Any, LoadedModel], Any] = lambda value, loaded: value
+    neutral: Any = None
+
+    @property
+    def target(self) -> str:
+        """Name of the attribute in the engine."""
+        return self.attribute or self.name.split(".")[-1]
+
+    def read(self, body: GenerationBody, defaults: Mapping[str, Any]) -> Any:
+        """The value that the body asks for, or the server's default; None: neither."""
+        value: Any = body
+        for part in self.name.split("."):
+            value = getattr(value, part, None)
+        return defaults.get(self.name) if value is None else value
+
+
+FIELDS: Sequence[EngineField] = (
+    EngineField("temperature", SAMPLING),
+    EngineField("top_p", SAMPLING),
+    EngineField("top_k", SAMPLING, convert=lambda k, _: max(k, 0)),
+    EngineField("min_p", SAMPLING),
+    EngineField("presence_penalty", SAMPLING),
+    EngineField("frequency_penalty", SAMPLING),
+    EngineField("repetition_penalty", SAMPLING),
+    EngineField("logit_bias", SAMPLING),
+    EngineField("min_tokens", SAMPLING),
+    EngineField("allowed_token_ids", SAMPLING, convert=lambda ids, _: tuple(ids)),
+    EngineField("bad_words", SAMPLING, convert=_bad_words),
+    EngineField("stop", REQUEST, convert=lambda stop, _: tuple(stop)),
+    EngineField("stop_token_ids", REQUEST, convert=lambda ids, _: tuple(ids)),
+    EngineField("ignore_eos", REQUEST),
+    EngineField("include_stop_str_in_output", REQUEST),
+    EngineField("skip_special_tokens", REQUEST, neutral=True),
+    EngineField("prompt_logprobs", REQUEST),
+    EngineField("priority", REQUEST),
+    EngineField("deadline_ms", REQUEST, "deadline", convert=lambda ms, _: time.perf_counter() + ms / 1000),
+    EngineField("speculative.max_drafts", REQUEST),
+    EngineField("speculative.method", REQUEST, convert=lambda name, loaded: loaded.methods.get(name)),
+)
+"""A further field is one line here and one in `protocol.generation`."""
+_NOT_YET = ("structured_outputs",)
+_NOT_YET_CHAT = ("tools", "echo", "documents")
+
+
+def engine_values(body: GenerationBody, loaded: LoadedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Attributes of `SamplingParams` and of `Request` that a body asks for.
+
+    Raises:
+        ApiError: a field asks for what the engine cannot do, or its value is wrong.
+    """
+    _refuse_missing_features(body)
+    values: dict[type, dict[str, Any]] = {SAMPLING: {}, REQUEST: {}}
+    for field in FIELDS:
+        value, known = field.read(body, loaded.defaults), field.target in _ATTRIBUTES[field.kind]
+        if value is None or (not known and (not value or value == field.neutral)):
+            continue
+        if not known:
+            raise bad_request(f"{field.name} is not supported by this server; leave it out", field.name)
+        try:
+            values[field.kind][field.target] = field.convert(value, loaded)
+        except ValueError as error:
+            raise bad_request(str(error), field.name) from error
+    return values[SAMPLING], values[REQUEST]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An encoded prompt, and the most new tokens after it."""
+
+    tokens: list[int]
+    max_new_tokens: int
+
+
+def make_requests(
+    body: GenerationBody, prompts: Sequence[Prompt], logprobs: int | None, seed: int, loaded: LoadedModel
+) -> list[Request]:
+    """The engine's requests, choice k of prompt p at p * n + k.
+
+    `logprobs`: number of the likeliest tokens that are reported with each token; None: nothing is reported.
+
+    Raises:
+        ApiError: a field is out of range, or asks for what the engine cannot do.
+    """
+    sampling, request = engine_values(body, loaded)
+    if logprobs is not None:
+        request["logprobs"] = logprobs or True
+    config = loaded.model.config
+    try:
+        requests = [
+            Request(
+                prompt.tokens,
+                SamplingParams(**sampling, seed=choice_seed(seed, k)),
+                prompt.max_new_tokens,
+                eos=loaded.model.eos,
+                **request,
+            )
+            for prompt in prompts
+            for k in range(body.n or 1)
+        ]
+        for first in requests[:: body.n or 1]:
+            validate_request(first, config.vocab, config.context)
+        return requests
+    except ValueError as error:
+        word = str(error).split()[0]
+        raise bad_request(str(error), word if word in type(body).model_fields else None) from error
+
+
+def draw_seed(body: GenerationBody) -> int:
+    """The seed of a request, or a new one."""
+    return secrets.randbits(_SEED_BITS) if body.seed is None else body.seed
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice number `choice`; that of the first is the request's own."""
+    return seed if choice == 0 else CounterRNG(seed).key(choice, Stream.CHOICE)
+
+
+def _refuse_missing_features(body: GenerationBody) -> None:
+    names = _NOT_YET + (_NOT_YET_CHAT if isinstance(body, ChatBody) else ())
+    for name in names:
+        if getattr(body, name):
+            raise bad_request(f"{name} is not supported by this server; leave it out", name)
+    if isinstance(body, ChatBody) and body.response_format is not None and body.response_format.type != "text":
+        raise bad_request("structured outputs are not supported by this server", "response_format")

@@ -1,0 +1,32 @@
+"""`system_fingerprint`: equal fingerprints and equal requests with a seed give equal answers."""
+
+import hashlib
+from pathlib import Path
+
+from foretell.model.backend import Backend
+
+_SUFFIXES = (".gguf", ".safetensors", ".json")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Pieces of a file that its hash includes, spread over it; files of gigabytes are not read whole."""
+_DIGITS = 12
+
+
+def system_fingerprint(path: Path, backend: Backend) -> str:
+    """Name of the weights, the kernels and the arithmetic."""
+    kernels = "-".join(part for part in (backend.name, backend.instructions, backend.device) if part)
+    cache = "" if backend.cache_dtype == "auto" else f"+{backend.cache_dtype}-cache"
+    return f"fp_{weights_digest(path)}_{kernels}_{backend.precision}{cache}".replace(" ", "-")
+
+
+def weights_digest(path: Path) -> str:
+    """A hash of the names, the sizes and samples of the files of a model."""
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES)
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        with file.open("rb") as data:
+            for i in range(_SAMPLES):
+                data.seek(size * i // _SAMPLES)
+                digest.update(data.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:_DIGITS]

@@ -1,0 +1,1 @@
+"""Wire formats of answers, one file per API."""

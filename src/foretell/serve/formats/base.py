@@ -1,0 +1,65 @@
+"""What a wire format of an API provides."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretell.serve.choices import Choices, Piece
+from foretell.serve.errors import ApiError
+from foretell.serve.logprobs import LogprobWriter
+from foretell.serve.sse import DONE, event
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """What stands in every chunk of an answer, and what its request wants to see."""
+
+    model: str
+    fingerprint: str
+    logprobs: LogprobWriter
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    """Whether the ids of the prompt's and the answer's tokens are reported."""
+    prompt_logprobs: bool = False
+    extension: Mapping[str, Any] = field(default_factory=dict)
+    """Foretell's own object: what is needed to repeat the answer."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    number: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class AnswerFormat(ABC):
+    """Writes an answer of one API: as one object, or as server-sent events."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self.head = head
+
+    @abstractmethod
+    def begin(self, choices: Choices) -> Iterator[bytes]:
+        """Events before the first token."""
+
+    @abstractmethod
+    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+        """Events of new text. `usage`: so far, if the request wants it in every chunk."""
+
+    @abstractmethod
+    def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
+        """Events after the last piece."""
+
+    @abstractmethod
+    def complete(
+        self,
+        choices: Choices,
+        pieces: Sequence[Piece],
+        usage: Mapping[str, Any],
+        measurements: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The whole answer as one object; `pieces`: one per choice."""
+
+    def error(self, error: ApiError) -> Iterator[bytes]:
+        """Events of an error after the stream has begun."""
+        yield event(error.body)
+        yield DONE

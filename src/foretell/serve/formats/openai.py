@@ -1,0 +1,156 @@
+"""Chat completions and completions of OpenAI's API."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from foretell.engine.engine import Request
+from foretell.serve.choices import Choices, Piece
+from foretell.serve.formats.base import AnswerFormat, AnswerHead
+from foretell.serve.sse import DONE, event
+
+
+class OpenAIFormat(AnswerFormat):
+    """What chat completions and completions have in common."""
+
+    prefix: str
+    """Of the answer's id."""
+    object_name: str
+    chunk_name: str
+
+    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+        """A chunk; none while text is held back."""
+        if piece.text or piece.finish_reason or piece.logprobs or self.head.token_ids:
+            yield self._chunk([self._delta(piece)], usage)
+
+    def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
+        """The chunk with the usage, if it is wanted, and the end."""
+        if self.head.include_usage:
+            yield self._chunk([], usage, measurements)
+        yield DONE
+
+    def complete(
+        self,
+        choices: Choices,
+        pieces: Sequence[Piece],
+        usage: Mapping[str, Any],
+        measurements: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The whole answer."""
+        ids = (
+            {"prompt_token_ids": list(choices.all[0].request.prompt)}
+            if self.head.token_ids and len(choices.all) == choices.per_prompt
+            else {}
+        )
+        return {
+            **self._head(self.object_name),
+            "choices": [self._choice(piece) for piece in pieces],
+            "usage": usage,
+            **measurements,
+            **ids,
+            **self._of_prompt(choices, pieces),
+            "foretell": self.head.extension,
+        }
+
+    @abstractmethod
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """The choice of a chunk."""
+
+    @abstractmethod
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        """The choice of a whole answer."""
+
+    def _of_prompt(self, choices: Choices, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """What a whole answer says of the prompt."""
+        return {}
+
+    def _prompt_logprobs(self, piece: Piece, request: Request) -> dict[str, Any]:
+        if not self.head.prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": self.head.logprobs.prompt(piece, request.prompt)}
+
+    def _ending(self, piece: Piece) -> dict[str, Any]:
+        """What choices of both APIs end with."""
+        ids = {"token_ids": list(piece.tokens)} if self.head.token_ids else {}
+        return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason, **ids}
+
+    def _head(self, name: str) -> dict[str, Any]:
+        head = self.head
+        return {
+            "id": f"{self.prefix}-{head.number}",
+            "object": name,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+
+    def _chunk(
+        self,
+        choices: list[dict[str, Any]],
+        usage: Mapping[str, Any] | None = None,
+        measurements: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        shown = {} if usage is None and not self.head.include_usage else {"usage": usage}
+        return event({**self._head(self.chunk_name), "choices": choices, **shown, **(measurements or {})})
+
+
+class ChatFormat(OpenAIFormat):
+    """Chat completions."""
+
+    prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def begin(self, choices: Choices) -> Iterator[bytes]:
+        """The role of every choice."""
+        for choice in choices.all:
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk([{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "delta": {"content": piece.text} if piece.text else {},
+            "logprobs": self.head.logprobs.chat(piece),
+            **self._ending(piece),
+        }
+
+    def _of_prompt(self, choices: Choices, pieces: Sequence[Piece]) -> dict[str, Any]:
+        return self._prompt_logprobs(pieces[0], choices.all[0].request)
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": self.head.logprobs.chat(piece),
+            **self._ending(piece),
+        }
+
+
+class CompletionFormat(OpenAIFormat):
+    """Completions. `echoed`: the text of the prompt by choice, which goes before the answer; empty without `echo`."""
+
+    prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, head: AnswerHead, requests: Sequence[Request], echoed: Sequence[str] = ()) -> None:
+        super().__init__(head)
+        self._requests, self._echoed = requests, dict(enumerate(echoed))
+        self._offsets = dict[int, int]()
+        """Characters written so far, by choice."""
+
+    def begin(self, choices: Choices) -> Iterator[bytes]:
+        """Nothing: a prompt is echoed with the first tokens, as its log-probabilities are known by then."""
+        yield from ()
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """A choice of a chunk, and of a whole answer, which is one chunk."""
+        offset, echoed = self._offsets.get(piece.index, 0), self._echoed.pop(piece.index, None)
+        text, prompt = (echoed or "") + piece.text, self._requests[piece.index].prompt
+        self._offsets[piece.index] = offset + len(text)
+        return {
+            "index": piece.index,
+            "text": text,
+            "logprobs": self.head.logprobs.completion(piece, offset, () if echoed is None else prompt),
+            **self._ending(piece),
+        }
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        return self._delta(piece) | self._prompt_logprobs(piece, self._requests[piece.index])

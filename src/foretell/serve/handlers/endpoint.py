@@ -1,0 +1,134 @@
+"""An endpoint: reads and validates the body, calls the handler, and turns errors into answers."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, server_error, validation_error
+from foretell.serve.protocol.base import Body
+from foretell.serve.service import Service
+from foretell.serve.settings import Limits
+from foretell.utils.validation import parse_object
+
+log = logging.getLogger(__name__)
+WARNING_HEADER = "X-Foretell-Warning"
+MAX_WARNED_FIELDS, MAX_FIELD_CHARS = 10, 40
+IN_POOL_BYTES = 1 << 16
+"""Bodies from this size on are parsed in a thread."""
+
+B = TypeVar("B", bound=Body)
+Handler = Callable[[Service, HttpRequest, Any], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A path with its handler and the types of its bodies."""
+
+    method: str
+    path: str
+    summary: str
+    handler: Handler
+    answer: type[BaseModel]
+    body: type[Body] | None = None
+    streams: bool = False
+    """Whether `stream: true` makes the answer a stream of events."""
+
+
+class EndpointApp:
+    """An endpoint of a service as an ASGI application."""
+
+    def __init__(self, endpoint: Endpoint, service: Service) -> None:
+        self._endpoint, self._service = endpoint, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        http = HttpRequest(scope, receive, send)
+        response: ASGIApp
+        try:
+            response = await self._endpoint.handler(self._service, http, await self._body(http))
+        except ApiError as error:
+            response = error.response()
+        except ClientDisconnect:
+            response = ApiError(CLIENT_CLOSED_REQUEST, "the client went away").response()
+        except Exception:
+            log.exception("%s %s failed", self._endpoint.method, self._endpoint.path)
+            response = server_error("an error of the server; its log has more").response()
+        await response(scope, receive, send)
+
+    async def _body(self, http: HttpRequest) -> Body | None:
+        service, kind = self._service, self._endpoint.body
+        if kind is None:
+            return None
+        service.check_ready()
+        service.admit_request()
+        data = await read_body(http, service.settings.limits)
+        if len(data) < IN_POOL_BYTES:
+            return parse_body(kind, data)
+        return await service.in_pool(parse_body, kind, data)
+
+
+async def read_body(http: HttpRequest, limits: Limits) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large, or too slow.
+    """
+    try:
+        return await asyncio.wait_for(_read_body(http, limits.body_bytes), limits.body_seconds)
+    except TimeoutError:
+        raise ApiError(
+            HTTPStatus.REQUEST_TIMEOUT, "the body took too long to arrive", headers={"Connection": "close"}
+        ) from None
+
+
+async def _read_body(http: HttpRequest, most: int) -> bytes:
+    length = http.headers.get("content-length", "0")
+    size = int(length) if length.isdecimal() else 0
+    parts = list[bytes]()
+    if size <= most:
+        size = 0
+        async for part in http.stream():
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                break
+    if size > most:
+        raise ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body has more than {most} bytes",
+            headers={"Connection": "close"},
+        )
+    return b"".join(parts)
+
+
+def parse_body(kind: type[B], data: bytes) -> B:
+    """The body as a pydantic model.
+
+    Raises:
+        ApiError: no JSON object, or a field is wrong.
+    """
+    try:
+        return kind.model_validate(parse_object(data, "the body"))
+    except ValidationError as error:
+        raise validation_error(error) from error
+    except ValueError as error:
+        raise bad_request(str(error)) from error
+
+
+def warning_headers(body: Body) -> dict[str, str]:
+    """A header that names the unknown fields of a body."""
+    names = body.unknown_fields
+    if not names:
+        return {}
+    shown = [name.encode("ascii", "replace").decode()[:MAX_FIELD_CHARS] for name in names[:MAX_WARNED_FIELDS]]
+    printable = ["".join(c if c.isprintable() else "?" for c in name) for name in shown]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return {WARNING_HEADER: f"unknown fields were ignored: {', '.join(printable)}{more}"}

@@ -1,0 +1,157 @@
+"""`POST /v1/chat/completions` and `/v1/completions`."""
+
+from collections.abc import Sequence
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from foretell.engine.engine import Request
+from foretell.serve.errors import bad_request
+from foretell.serve.fields import Prompt, draw_seed, make_requests
+from foretell.serve.formats.base import AnswerHead
+from foretell.serve.formats.openai import ChatFormat, CompletionFormat
+from foretell.serve.handlers.endpoint import warning_headers
+from foretell.serve.handlers.generate import Plan, respond
+from foretell.serve.logprobs import LogprobWriter
+from foretell.serve.prompts import context_exceeded
+from foretell.serve.protocol.chat import ChatBody
+from foretell.serve.protocol.completions import CompletionBody
+from foretell.serve.protocol.generation import GenerationBody, StreamOptions
+from foretell.serve.service import Service
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of completions; chats may fill the context."""
+
+
+async def chat_completions(service: Service, http: HttpRequest, body: ChatBody) -> ASGIApp:
+    """Answer a conversation."""
+    name, seed = _check(service, body), draw_seed(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    _check_top_logprobs(service, logprobs, "top_logprobs")
+    requests = await service.in_pool(_chat_requests, service, body, logprobs, seed)
+    format = ChatFormat(_head(service, body, name, requests[0], seed))
+    return await respond(service, http, _plan(body, requests, format))
+
+
+def _chat_requests(service: Service, body: ChatBody, logprobs: int | None, seed: int) -> list[Request]:
+    asked_by = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    prompt = service.encoder.chat(body)
+    prompts = _fit(service, body, [prompt], asked_by, None, "messages")
+    return make_requests(body, prompts, logprobs, seed, service.loaded)
+
+
+async def completions(service: Service, http: HttpRequest, body: CompletionBody) -> ASGIApp:
+    """Continue prompts."""
+    name, seed = _check(service, body), draw_seed(body)
+    if body.suffix:
+        raise bad_request("suffix is not supported by this server; leave it out", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request("best_of is not supported by this server; leave it out, and use n", "best_of")
+    _check_top_logprobs(service, body.logprobs, "logprobs")
+    requests = await service.in_pool(_completion_requests, service, body, seed)
+    format = CompletionFormat(_head(service, body, name, requests[0], seed), requests, _echoed(service, body, requests))
+    return await respond(service, http, _plan(body, requests, format))
+
+
+def _completion_requests(service: Service, body: CompletionBody, seed: int) -> list[Request]:
+    asked = {"prompt_logprobs": body.logprobs} if body.echo and body.logprobs is not None else {}
+    encoded = service.encoder.prompts(body.prompt, body.add_special_tokens is not False)
+    prompts = _fit(service, body, encoded, "max_tokens", COMPLETION_MAX_TOKENS, "prompt")
+    return make_requests(body.model_copy(update=asked), prompts, body.logprobs, seed, service.loaded)
+
+
+def _check(service: Service, body: GenerationBody) -> str:
+    """Check what needs no encoded prompt; the served name of the model."""
+    name = service.check_model(body.model)
+    limits = service.settings.limits
+    if (body.n or 1) > limits.choices:
+        raise bad_request(f"n must be at most {limits.choices}, found {body.n}", "n")
+    if len(body.stop or ()) > limits.stop_strings:
+        raise bad_request(f"stop takes at most {limits.stop_strings} strings, found {len(body.stop or ())}", "stop")
+    if not all(body.stop or ("-",)):
+        raise bad_request("stop strings must not be empty", "stop")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs are not available in a stream", "prompt_logprobs")
+    return name
+
+
+def _check_top_logprobs(service: Service, count: int | None, param: str) -> None:
+    most = service.settings.limits.top_logprobs
+    if count is not None and count > most:
+        raise bad_request(f"{param} must be at most {most}, found {count}", param)
+
+
+def _fit(
+    service: Service,
+    body: GenerationBody,
+    prompts: Sequence[list[int]],
+    asked_by: str,
+    default: int | None,
+    param: str,
+) -> list[Prompt]:
+    """The prompts with their most new tokens, from the field `asked_by` or the default. A prompt is shortened from the
+    left if `truncate_prompt_tokens` says so.
+
+    Raises:
+        ApiError: a prompt is empty, or it does not fit the context with the tokens that are asked for.
+    """
+    asked: int | None = getattr(body, asked_by)
+    context, vocab = service.loaded.model.config.context, service.loaded.model.config.vocab
+    found = []
+    for prompt in prompts:
+        _truncate(prompt, body.truncate_prompt_tokens, context - 1)
+        if not prompt:
+            raise bad_request("the prompt is empty", param)
+        if not all(0 <= token < vocab for token in prompt):
+            raise bad_request(f"the prompt has a token outside the vocabulary of {vocab}", param)
+        room = context - len(prompt)
+        if room < 1:
+            raise context_exceeded(f"the prompt has {len(prompt)} tokens", context, param)
+        if asked is not None and asked > room:
+            wanted = f"the prompt has {len(prompt)} tokens, {asked} new ones were asked for"
+            raise context_exceeded(wanted, context, asked_by)
+        usual = service.loaded.defaults.get("max_new_tokens", room) if default is None else default
+        found.append(Prompt(prompt, asked or min(usual, room)))
+    return found
+
+
+def _truncate(prompt: list[int], most: int | None, room: int) -> None:
+    """Keep the last `most` tokens (-1: what fits the context)."""
+    if most is not None:
+        keep = room if most < 0 else most
+        del prompt[: max(len(prompt) - keep, 0)]
+
+
+def _head(service: Service, body: GenerationBody, name: str, request: Request, seed: int) -> AnswerHead:
+    options = body.stream_options or StreamOptions()
+    continuous = bool(options.continuous_usage_stats)
+    return AnswerHead(
+        model=name,
+        fingerprint=service.loaded.fingerprint,
+        logprobs=LogprobWriter(service.texts, bool(body.return_tokens_as_token_ids)),
+        include_usage=bool(options.include_usage) or continuous,
+        continuous_usage=continuous,
+        token_ids=bool(body.return_token_ids),
+        prompt_logprobs=body.prompt_logprobs is not None,
+        extension={"seed": seed} | service.loaded.describe_method(request),
+    )
+
+
+def _plan(body: GenerationBody, requests: Sequence[Request], format: ChatFormat | CompletionFormat) -> Plan:
+    return Plan(requests, body.n or 1, format, bool(body.stream), warning_headers(body))
+
+
+def _echoed(service: Service, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
+    """The text of the prompt of every choice, if it is echoed."""
+    if not body.echo:
+        return []
+    texts = body.prompt if isinstance(body.prompt[0], str) else None
+    codec, each = service.loaded.model.codec, body.n or 1
+    return [
+        str(texts[i // each]) if texts is not None else codec.decode(request.prompt)
+        for i, request in enumerate(requests)
+    ]

@@ -1,0 +1,151 @@
+"""The engine's requests on the side of the event loop: a job per HTTP request, with a bounded buffer."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+
+from foretell.engine.engine import Request, Update
+from foretell.serve.errors import ApiError, server_error, unavailable
+from foretell.serve.worker import EngineWorker, Event
+
+Batch = list[tuple[int, float, Update]]
+"""Updates with the index of their request in the job and their time."""
+
+
+class Job:
+    """The engine requests of one HTTP request: `batches` of updates until all are over.
+
+    A job that is closed earlier is cancelled in the engine at once.
+    """
+
+    def __init__(self, jobs: "Jobs", requests: Sequence[Request]) -> None:
+        self._jobs, self.requests = jobs, requests
+        self.started = time.monotonic()
+        self._pending: Batch = []
+        self._open = len(requests)
+        self._error: ApiError | None = None
+        self._wake = asyncio.Event()
+        self.tickets = list[int]()
+
+    def put(self, index: int, at: float, update: Update) -> None:
+        """Add an update; updates that the reader has not fetched yet are delivered together."""
+        self._pending.append((index, at, update))
+        self._open -= update.finish_reason is not None
+        self._wake.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the job with an error."""
+        self._error = self._error or error
+        self._wake.set()
+
+    async def batches(self, interval: float | None = None) -> AsyncIterator[Batch]:
+        """All updates since the last batch, until the requests are over; an empty batch after `interval` seconds
+        without any.
+
+        Raises:
+            ApiError: the job has failed.
+        """
+        while self._open or self._pending:
+            if not self._pending:
+                await self._wait(interval)
+            if self._error is not None and not self._pending:
+                raise self._error
+            batch, self._pending = self._pending, []
+            yield batch
+
+    async def _wait(self, interval: float | None) -> None:
+        if self._error is None:
+            self._wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._wake.wait()
+
+    def close(self) -> None:
+        """Cancel what is not over."""
+        self._jobs.close(self)
+
+
+class Jobs:
+    """All jobs: gives them to the worker, and the worker's events to them. Runs in the event loop."""
+
+    def __init__(self, worker: EngineWorker) -> None:
+        self._worker, self._numbers = worker, itertools.count(1)
+        self._owners: dict[int, tuple[Job, int]] = {}
+        """Job and index in it by ticket, of requests that are not over in the engine."""
+        self._unread: dict[int, int] = {}
+        """Prompt tokens by ticket, of requests without a first update."""
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def live(self) -> int:
+        """Requests that wait or run in the engine."""
+        return len(self._owners)
+
+    @property
+    def unread_tokens(self) -> int:
+        """Prompt tokens of the requests without a first update."""
+        return sum(self._unread.values())
+
+    def open(self, requests: Sequence[Request]) -> Job:
+        """Give requests to the engine."""
+        job = Job(self, requests)
+        for index, request in enumerate(requests):
+            ticket = next(self._numbers)
+            self._owners[ticket], self._unread[ticket] = (job, index), len(request.prompt)
+            job.tickets.append(ticket)
+            self._worker.submit(ticket, request)
+        self._empty.clear()
+        return job
+
+    def close(self, job: Job) -> None:
+        """Cancel the requests of a job that are not over; they count as live until the engine has ended them."""
+        for ticket in job.tickets:
+            if ticket in self._owners:
+                self._worker.cancel(ticket)
+
+    def receive(self, events: Sequence[Event]) -> None:
+        """Deliver the events of a step."""
+        for event in events:
+            owner = self._owners.get(event.ticket)
+            if owner is None:  # The job failed with an earlier engine.
+                self._worker.cancel(event.ticket)
+                continue
+            job, index = owner
+            self._unread.pop(event.ticket, None)
+            if event.update is None:
+                job.fail(server_error(f"the engine refused the request: {event.error}"))
+                self._forget(event.ticket)
+                continue
+            job.put(index, event.at, event.update)
+            if event.update.finish_reason is not None:
+                self._forget(event.ticket)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End all jobs with an error; the engine has lost them."""
+        for job, _ in self._owners.values():
+            job.fail(error)
+        self._owners.clear()
+        self._unread.clear()
+        self._empty.set()
+
+    def engine_failed(self) -> None:
+        """End all jobs: the engine has crashed."""
+        self.fail_all(unavailable("the engine has crashed and is being restarted; repeat the request", 1))
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until no request is left; after `seconds` the rest ends with an error."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), seconds)
+        except TimeoutError:
+            for job, _ in list(self._owners.values()):
+                job.fail(unavailable("the server is shutting down"))
+                self.close(job)
+
+    def _forget(self, ticket: int) -> None:
+        del self._owners[ticket]
+        self._unread.pop(ticket, None)
+        if not self._owners:
+            self._empty.set()

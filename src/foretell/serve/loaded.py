@@ -1,0 +1,75 @@
+"""The model that a server serves, and the methods that its requests may ask for."""
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foretell.api import Model
+from foretell.catalogue import find
+from foretell.engine.engine import Engine, Request
+from foretell.engine.method import AnyMethod
+from foretell.utils.names import unknown
+
+PLAIN = "autoregressive"
+
+
+class Methods:
+    """The methods of one engine by name, built when they are asked for first; any thread may ask.
+
+    `build` makes a method with its initial state.
+    """
+
+    def __init__(self, build: Callable[[str], AnyMethod], default: str, allowed: Collection[str]) -> None:
+        self._build, self.default = build, default
+        self.allowed = frozenset(allowed) | {default, PLAIN}
+        self._built = dict[str, AnyMethod]()
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> AnyMethod:
+        """A method.
+
+        Raises:
+            ValueError: requests may not ask for it, or something that it needs is missing.
+        """
+        built = self._built.get(name)
+        return self._build_once(find(name).name) if built is None else built
+
+    def _build_once(self, name: str) -> AnyMethod:
+        if name not in self.allowed:
+            raise unknown("method", name, sorted(self.allowed))
+        with self._lock:
+            if name not in self._built:
+                self._built[name] = self._build(name)
+            return self._built[name]
+
+    def clear(self) -> None:
+        """Forget what was built: a new engine begins with new methods."""
+        with self._lock:
+            self._built.clear()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to be served."""
+
+    model: Model
+    methods: Methods
+    rows: int
+    """Requests that are decoded together."""
+    prefix_caching: bool
+    fingerprint: str
+    defaults: Mapping[str, Any]
+    """Sampling defaults by field; see `serve.defaults`."""
+
+    def make_engine(self) -> Engine:
+        """A new engine. Called in the engine's thread, again after a crash."""
+        self.methods.clear()
+        return self.model.engine(self.methods.get(self.methods.default), self.rows, self.prefix_caching)
+
+    def describe_method(self, request: Request) -> dict[str, Any]:
+        """What decodes a request, as its answer says."""
+        chosen = request.method
+        plain = request.max_drafts == 0
+        method = self.methods.get(PLAIN if plain else self.methods.default) if chosen is None else chosen
+        return {"method": method.name, "lossless": method.lossless}

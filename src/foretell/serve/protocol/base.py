@@ -1,0 +1,96 @@
+"""Field types and the base of all request bodies."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from foretell.utils.validation import show
+
+MAX_SEED = 2**63 - 1
+BIAS_LIMIT = 100.0
+"""Largest absolute value of a logit bias (OpenAI)."""
+
+
+class Body(BaseModel):
+    """A request body. Unknown fields are allowed, ignored, and named in a header of the answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Names of the fields that no server feature reads."""
+        return tuple(self.model_extra or ())
+
+
+def _string_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _token_ids(value: Any) -> list[int]:
+    """Check a list of token ids by hand: pydantic would report every wrong element."""
+    if not isinstance(value, list) or not all(type(x) is int and x >= 0 for x in value):
+        raise ValueError(f"a list of token ids was expected, found {show(value)}")
+    return value
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"an object of biases by token id was expected, found {show(value)}")
+    found = {}
+    for token, bias in value.items():
+        if not str(token).isascii() or not str(token).isdecimal() or len(str(token)) > len(str(2**31)):
+            raise ValueError(f"{show(token)} is no token id")
+        if type(bias) not in (int, float) or not -BIAS_LIMIT <= bias <= BIAS_LIMIT:
+            raise ValueError(f"the bias of token {token} must lie between -100 and 100, found {show(bias)}")
+        found[int(token)] = float(bias)
+    return found
+
+
+def _prompt(value: Any) -> list[str] | list[list[int]]:
+    """A completion's prompts as a list: of texts, or of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(x, str) for x in value):
+            return value
+        if all(type(x) is int for x in value):
+            return [_token_ids(value)]
+        if all(isinstance(x, list) and x for x in value):
+            return [_token_ids(x) for x in value]
+    raise ValueError(
+        f"a string, a list of strings, a list of token ids or a list of lists of token ids was expected, not empty, "
+        f"found {show(value)}"
+    )
+
+
+StringList = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_string_list)]
+"""One string, or several."""
+TokenIds = Annotated[
+    list[int],
+    BeforeValidator(_token_ids),
+    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_bias),
+    WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "number", "minimum": -BIAS_LIMIT, "maximum": BIAS_LIMIT}}
+    ),
+]
+_INTEGERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    BeforeValidator(_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                _INTEGERS,
+                {"type": "array", "items": _INTEGERS, "minItems": 1},
+            ]
+        }
+    ),
+]
+Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]

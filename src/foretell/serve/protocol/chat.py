@@ -1,0 +1,135 @@
+"""`POST /v1/chat/completions`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+
+from foretell.serve.protocol.answers import Metrics, Timings, Usage
+from foretell.serve.protocol.base import Body
+from foretell.serve.protocol.generation import GenerationBody, PredictionContent
+from foretell.utils.validation import show
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
+def _joined_parts(value: Any) -> Any:
+    """The text of a message's content, whose parts are joined by newlines."""
+    if not isinstance(value, list):
+        return value
+    for number, part in enumerate(value):
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise ValueError(f"part {number} is no text part, and this model reads text only; found {show(kind)}")
+    return "\n".join(part["text"] for part in value)
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"type": "string"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Content = Annotated[
+    str | None,
+    BeforeValidator(_joined_parts),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+]
+"""A text, or a list of text parts."""
+
+
+class ChatMessage(Body):
+    """A turn of a conversation."""
+
+    role: Role
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody):
+    """The body of a chat completion."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: PredictionContent | None = None
+
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Accepted and without effect on this model.
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    modalities: Any = None
+
+
+class TopLogprob(BaseModel):
+    """A token that could have stood here."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of the answer's tokens."""
+
+    content: list[TokenLogprob] | None
+
+
+class ChatAnswerMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatAnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls", "content_filter"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The answer to a chat completion."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics | None = None
+    timings: Timings | None = None
+    prompt_token_ids: list[int] | None = None

@@ -1,0 +1,82 @@
+"""Fields that all requests for generated text share."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from foretell.serve.protocol.base import Body, LogitBias, Seed, StringList, TokenIds
+
+
+class StreamOptions(Body):
+    """What a stream reports besides the text."""
+
+    include_usage: bool | None = None
+    """One more chunk with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk (vLLM)."""
+    include_obfuscation: bool | None = None
+
+
+class SpeculativeOptions(Body):
+    """How this request is drafted for; the answer's law does not depend on it if the method is lossless."""
+
+    method: str | None = Field(None, max_length=64)
+    """A method of `foretell methods`."""
+    max_drafts: int | None = Field(None, ge=0)
+    """Most drafted tokens per pass; 0: plain decoding."""
+
+
+class GenerationBody(Body):
+    """Names and meanings as in OpenAI's API and, below, as in vLLM's extensions."""
+
+    model: str | None = Field(None, max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    seed: Seed | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias | None = None
+    stop: StringList | None = None
+    max_tokens: int | None = Field(None, ge=1)
+
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    bad_words: StringList | None = None
+    allowed_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    speculative: SpeculativeOptions | None = None
+    deadline_ms: float | None = Field(None, gt=0)
+    """Milliseconds from the arrival of the request in which the answer should be complete."""
+
+    # Accepted and without effect on one machine.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    session_id: Any = None
+    request_id: Any = None
+    spaces_between_special_tokens: Any = None
+
+
+class PredictionContent(Body):
+    """A predicted output (OpenAI)."""
+
+    type: Literal["content"] = "content"
+    content: Any = None

@@ -1,0 +1,59 @@
+"""Settings of a server: names, limits and keys."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for; checked before work is done for it."""
+
+    body_bytes: int = 16 << 20
+    body_seconds: float = 30.0
+    """Longest time that the body of a request may take to arrive."""
+    messages: int = 2048
+    prompts: int = 256
+    """Prompts of one completion request."""
+    choices: int = 64
+    """Prompts times `n`."""
+    stop_strings: int = 16
+    top_logprobs: int = 20
+    chars_per_token: int = 8
+    """A prompt of more characters per token of context is refused before it is encoded."""
+    max_num_seqs: int = 16
+    """Requests that are decoded together."""
+    queued_requests: int = 256
+    queued_tokens: int = 1 << 20
+    """Prompt tokens of the requests that have no answer yet."""
+    per_key: int = 0
+    """Concurrent HTTP requests of one API key; 0: no limit."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds."""
+
+    shutdown: float = 30.0
+    """For running requests to end after SIGTERM."""
+    keep_alive_interval: float = 15.0
+    """Between the comments that keep a silent stream open."""
+    stalled_reader: float = 120.0
+    """A stream whose client reads nothing for so long is cancelled."""
+    heartbeat: float = 120.0
+    """The engine counts as hung if one step takes longer."""
+    restart: float = 1.0
+    """Between a crash of the engine and its restart."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Names, limits and keys of a server."""
+
+    served_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    """Empty: no key is asked for."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins that may call from a browser; `*`: every one. Empty: none."""
+    trust_request_chat_template: bool = False
+    limits: Limits = Limits()
+    timeouts: Timeouts = Timeouts()
+    tokenizer_threads: int = 2

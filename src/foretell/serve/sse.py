@@ -1,0 +1,60 @@
+"""Server-sent events, and a response that streams them while it watches for the client to go away."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.types import Message, Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """An event with one line of JSON; `name`: for APIs whose events have names."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + to_json(data, inf_nan_mode="null") + b"\n\n"
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """An ASGI response of server-sent events.
+
+    It ends at once, and closes `events`, when the client goes away or reads nothing for `stalled_seconds`.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str], stalled_seconds: float) -> None:
+        self._events, self._stalled_seconds = events, stalled_seconds
+        self._headers = [(k.lower().encode(), v.encode()) for k, v in {**HEADERS, **headers}.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        watcher = asyncio.create_task(disconnected(receive))
+        writer = asyncio.create_task(self._write(send))
+        try:
+            await asyncio.wait({watcher, writer}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+        finally:
+            for task in (watcher, writer):
+                task.cancel()
+            await asyncio.gather(watcher, writer, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        async def put(message: Message) -> None:
+            async with asyncio.timeout(self._stalled_seconds):
+                await send(message)
+
+        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+            await put({"type": "http.response.start", "status": 200, "headers": self._headers})
+            async for data in events:
+                await put({"type": "http.response.body", "body": data, "more_body": True})
+            await put({"type": "http.response.body", "body": b"", "more_body": False})

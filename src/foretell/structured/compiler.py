@@ -1,0 +1,172 @@
+"""Compiles structured outputs to constraints on tokens with llguidance (github.com/guidance-ai/llguidance, extra
+`structured`), which derives the mask of allowed tokens from an Earley parser over a lexer of regular expressions.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateError
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from foretell.core.token_rules import TokenConstraint
+from foretell.structured.outputs import StructuredOutputs
+from foretell.tokenizer.codec import TextCodec
+
+_CACHED = 256
+"""Compiled constraints that are kept, the most recently used ones."""
+_SECONDS = 10.0
+"""Most time for a compilation."""
+_LIMITS = {"max_grammar_size": 100_000, "max_lexer_states": 50_000, "step_max_items": 50_000}
+"""Bounds of llguidance on the symbols of a grammar, the states of its lexer, and the work per mask."""
+
+
+class LlguidanceConstraint:
+    """A compiled grammar; a state is a matcher that is copied before it reads a token (a few microseconds)."""
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        self._matcher, self._vocab = matcher, vocab
+
+    def start(self) -> Any:
+        """The state before the first token."""
+        return self._matcher.deep_copy()
+
+    def advance(self, state: Any, token: int) -> Any | None:
+        """The state after one more token; None: the grammar does not allow it."""
+        if not 0 <= token < self._vocab or state.is_stopped() or not state.validate_tokens([token]):
+            return None
+        after = state.deep_copy()
+        return after if after.consume_token(token) else None
+
+    def mask(self, state: Any) -> UInt8[np.ndarray, " w"]:
+        """The tokens that are allowed next; the end-of-sequence tokens where the text may end.
+
+        Raises:
+            ValueError: the grammar needs more work per token than is allowed.
+        """
+        mask = np.frombuffer(state.compute_bitmask(), np.uint8)
+        if state.is_error():
+            raise ValueError(f"the grammar is too complex here: {_first_line(state.get_error())}")
+        return mask
+
+    def forced(self, state: Any) -> Sequence[int]:
+        """The tokenizer's own tokens of the text that the grammar leaves next."""
+        tokens: list[int] = [] if state.is_stopped() else state.compute_ff_tokens()
+        return tokens
+
+    def is_final(self, state: Any) -> bool:
+        """Whether nothing can follow."""
+        return bool(state.is_stopped() and not state.is_error())
+
+
+class ConstraintCompiler:
+    """Compiles structured outputs for one tokenizer. It may be used by several threads at once.
+
+    `eos`: tokens that end an answer; they are allowed where the text may end.
+
+    Raises:
+        ValueError: llguidance is not installed or cannot read the tokenizer, or there is no end-of-sequence token.
+    """
+
+    def __init__(self, codec: TextCodec, eos: Sequence[int]) -> None:
+        if not eos:
+            raise ValueError("structured outputs need a model with an end-of-sequence token, and this one has none")
+        self._llguidance = _import_llguidance()
+        self._vocab = codec.tokenizer.get_vocab_size(with_added_tokens=True)
+        try:
+            self._tokenizer = self._llguidance.LLTokenizer(
+                codec.tokenizer.to_str(), n_vocab=self._vocab, eos_token=list(eos)
+            )
+        except Exception as error:  # llguidance raises nothing narrower
+            raise ValueError(f"llguidance cannot read this model's tokenizer: {_first_line(str(error))}") from error
+        self._limits = self._llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
+        self._threads = ThreadPoolExecutor(2, "foretell-grammar")
+        self._cache, self._lock = OrderedDict[object, LlguidanceConstraint](), Lock()
+
+    def compile(self, outputs: StructuredOutputs) -> TokenConstraint:
+        """The constraint of these outputs, from the cache if it was compiled before.
+
+        Raises:
+            ValueError: the grammar is invalid, uses what llguidance does not know, or takes too long.
+        """
+        key = (outputs.kind, outputs.text, outputs.any_whitespace, outputs.whitespace_pattern)
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        try:
+            found = self._threads.submit(self._compile, outputs).result(_SECONDS)
+        except LateError:
+            raise ValueError(f"the {outputs.kind} takes more than {_SECONDS:g} s to compile: make it simpler") from None
+        with self._lock:
+            self._cache[key] = found
+            while len(self._cache) > _CACHED:
+                self._cache.popitem(last=False)
+        return found
+
+    def _compile(self, outputs: StructuredOutputs) -> LlguidanceConstraint:
+        try:
+            grammar = self._grammar(outputs)
+            matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        except ValueError as error:
+            raise _invalid(outputs, str(error)) from None
+        if matcher.is_error():
+            raise _invalid(outputs, matcher.get_error())
+        return LlguidanceConstraint(matcher, self._vocab)
+
+    def _grammar(self, outputs: StructuredOutputs) -> str:
+        matcher = self._llguidance.LLMatcher
+        if outputs.kind in ("json", "json_object"):
+            options: dict[str, object] = {"whitespace_flexible": outputs.any_whitespace}
+            if outputs.whitespace_pattern is not None:
+                options = {"whitespace_pattern": outputs.whitespace_pattern}
+            return str(matcher.grammar_from_json_schema(outputs.text, overrides=options))
+        if outputs.kind == "regex":
+            return str(matcher.grammar_from_regex(outputs.text))
+        if outputs.kind == "choice":
+            texts = (json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
+            return str(matcher.grammar_from_lark("start: " + " | ".join(texts)))
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        return str(matcher.grammar_from_lark(any_to_lark(outputs.text)))
+
+
+def _import_llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise ValueError("structured outputs need llguidance: pip install 'foretell[structured]'") from None
+    return llguidance
+
+
+def _first_line(message: str) -> str:
+    return next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
+
+
+def _invalid(outputs: StructuredOutputs, message: str) -> ValueError:
+    """One sentence with the reason that llguidance gives, and where a named keyword stands in the schema."""
+    reason = _first_line(message)
+    detail = next((line[7:].strip() for line in message.splitlines() if line.startswith("error: ")), "")
+    places = list[str]()
+    if outputs.kind == "json":
+        places = [f"{where} at {pointer}" for where, pointer in _keywords(outputs.schema) if f'"{where}"' in reason]
+    return ValueError(
+        f"the {outputs.kind} cannot be used: {reason.rstrip(':')}"
+        + (f": {detail}" if detail else "")
+        + (f" ({', '.join(places[:3])})" if places else "")
+    )
+
+
+def _keywords(schema: object, pointer: str = "#") -> Iterator[tuple[str, str]]:
+    """The keys of a schema with the JSON pointers of the objects that hold them."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            yield str(key), pointer
+            yield from _keywords(value, f"{pointer}/{key}")
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from _keywords(value, f"{pointer}/{i}")

@@ -1,0 +1,71 @@
+"""Fields that the engine answers, sent through the server."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Server, running_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server() as found:
+        yield found
+
+
+def test_a_method_and_a_cap_per_request(server: Server) -> None:
+    wanted = server.chat("abcabc", max_tokens=30).json()["choices"]
+    for speculative, name in (
+        ({"method": "ngram"}, "ngram"),
+        ({"method": "pld", "max_drafts": 1}, "ngram"),
+        ({"max_drafts": 0}, "autoregressive"),
+        ({}, "suffix"),
+    ):
+        found = server.chat("abcabc", max_tokens=30, speculative=speculative, priority=1, deadline_ms=1e4).json()
+        assert found["choices"] == wanted and found["foretell"]["method"] == name
+        assert (found["timings"]["draft_n"] == 0) is (name == "autoregressive")
+    for refused in ("layer_skip", "nothing"):
+        response = server.chat(speculative={"method": refused})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "speculative.method"
+
+
+def test_log_probabilities_of_the_prompt_as_lm_evaluation_harness_reads_them(server: Server) -> None:
+    body = {"prompt": [[71, 72, 73]], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert {len(column) for column in logprobs.values()} == {4}
+    assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
+    for name, logprob, top in list(
+        zip(*(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+    )[1:]:
+        assert top[name] == logprob <= max(top.values()) < 0
+    whole = server.chat(prompt_logprobs=2, max_tokens=1).json()["prompt_logprobs"]
+    assert whole[0] is None and len(whole) == len("u:hello\na:") and all(len(entry) >= 2 for entry in whole[1:])
+
+
+def test_the_likeliest_tokens(server: Server) -> None:
+    content = server.chat(logprobs=True, top_logprobs=3, max_tokens=4).json()["choices"][0]["logprobs"]["content"]
+    for entry in content:
+        best = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(best) == 3 and best == sorted(best, reverse=True) and entry["logprob"] == best[0]
+
+
+def test_tokens_that_are_allowed_forbidden_or_end_an_answer(server: Server) -> None:
+    def ids(**fields: Any) -> Any:
+        return server.chat(return_token_ids=True, **fields).json()["choices"][0]["token_ids"]
+
+    plain = ids()
+    assert set(ids(allowed_token_ids=[71, 72])) <= {71, 72}
+    assert ids(stop_token_ids=[plain[2]])[-1] == plain[2] and len(ids(stop_token_ids=[plain[2]])) <= 3
+    assert plain[0] not in ids(bad_words=[server.service.loaded.model.codec.decode([plain[0]])])
+    response = server.chat(allowed_token_ids=[9999])
+    assert response.status_code == 400 and response.json()["error"]["param"] == "allowed_token_ids"
+
+
+def test_what_stopped_an_answer(server: Server) -> None:
+    text = server.chat(max_tokens=20).json()["choices"][0]["message"]["content"]
+    stop = text[3:5]
+    for include in (False, True):
+        (choice,) = server.chat(max_tokens=20, stop=stop, include_stop_str_in_output=include).json()["choices"]
+        assert choice["stop_reason"] == stop and choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == text[: text.index(stop) + include * len(stop)]
