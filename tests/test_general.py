@@ -278,8 +278,9 @@ def assert_fresh(runner: Runner, row: int, text: Sequence[int]) -> None:
     fresh.forward([0], chain_tree(text[:length]))
     found, expected = runner.cache, fresh.cache
     assert isinstance(found, KVCache) and isinstance(expected, KVCache)
-    for kept, wanted in ((found.k, expected.k), (found.v, expected.v)):
-        torch.testing.assert_close(kept[:, row, :, :length], wanted[:, 0, :, :length], rtol=0, atol=1e-10)
+    for layer in range(runner.network.config.layers):
+        kept, wanted = (c.read(layer, torch.tensor([r]), length) for c, r in ((found, row), (expected, 0)))
+        torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-10)
 
 
 @every_matching

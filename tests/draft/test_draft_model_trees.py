@@ -130,9 +130,9 @@ def test_trees_deeper_than_the_cache_and_the_positions_are_refused() -> None:
     runner = DecoderRunner(network)
     trees = native.DynamicTrees(np.array([9]), (9, 1, 9), (0.0, 0.0), np.array([0]), np.array([12]))
     cache = network.new_cache()
-    cache.reserve(1, 64)
+    cache.reserve([0], [64])
     with pytest.raises(
-        ValueError, match="a tree of 9 levels does not fit: the cache has 256 slots, and positions end at 16"
+        ValueError, match="a tree of 9 levels does not fit in the blocks of its row, or in 16 positions"
     ):
         network.grow_dynamic_trees(torch.zeros(1, 64), trees, cache)
     assert runner.context == 16

@@ -163,7 +163,7 @@ def test_keys_that_stay_are_those_of_a_fresh_reading(kind: str) -> None:
         assert known.length + known.pending_count == len(text) - 1
         assert known.length > len(text) - 6
         keys = read_plainly(network, text, vocab)[1].keys[0]
-        kept = drafter._cache.k[0, row, :, : known.length].transpose(0, 1)
+        kept = drafter._cache.read(0, torch.tensor([row]), known.length)[0][0].transpose(0, 1)
         torch.testing.assert_close(kept, keys[: known.length], atol=1e-8, rtol=0)
 
 
@@ -402,7 +402,7 @@ def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
         row=zero, slot=zero, position=zero, visible_prefix=one, extra_slots=zero[:, None][:, :0].contiguous()
     )
     cache = network.new_cache(torch.device("cpu"))
-    cache.reserve(1, 8)
+    cache.reserve([0], [8])
     for token, parent in ((VOCAB, 0), (-1, 0), (1, 1), (1, -1)):
         with pytest.raises(ValueError, match="is not among"):
             kernels.forward(torch.tensor([token]), torch.zeros(1, 64), torch.tensor([parent]), layout, cache)

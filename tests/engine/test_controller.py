@@ -1,4 +1,4 @@
-"""The controller: any choice of drafts gives the same texts, it follows costs and chances, and it learns prompt chunks."""
+"""Any choice of drafts gives the same texts; the controller follows costs and chances; predictions; chunks of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import replace

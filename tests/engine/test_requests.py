@@ -17,6 +17,7 @@ from foretell.draft.base import Continuation
 from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
 from foretell.engine.groups import MethodGroups
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.prompt_chunks import PromptChunks
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner

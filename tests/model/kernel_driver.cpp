@@ -65,7 +65,8 @@ void run_stack() {
   Cache cache = {};
   cache.k = array<uint32_t>(), cache.v = array<uint32_t>();
   cache.k_scale = array<float>(), cache.v_scale = array<float>();
-  cache.rows = number<int32_t>(), cache.slots = number<int32_t>();
+  cache.table = array<int32_t>();
+  cache.blocks = number<int32_t>(), cache.rows = number<int32_t>(), cache.row_blocks = number<int32_t>();
   if (foretell_stack(model, layers.data(), 0, count, x, nullptr, &layout, &cache, nullptr, 0, nullptr, nullptr,
                      1) != -1)
     std::exit(3);

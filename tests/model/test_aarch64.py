@@ -79,9 +79,8 @@ def stack_case(shape: str, precision: Precision, where: Layout, count: int) -> t
         out += integers(layer.window, layer.store)
     out += array(x) + integers(count, where.extra_slots.shape[1])
     out += b"".join(map(array, (where.row, where.slot, where.position, where.visible_prefix, where.extra_slots)))
-    out += b"".join(map(array, (cache.k, cache.v, cache.k_scale, cache.v_scale))) + integers(
-        cache.k.shape[1], cache.k.shape[3]
-    )
+    out += b"".join(map(array, (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.table)))
+    out += integers(cache.k.shape[2], *cache.table.shape)
     return out, stack(x, where, cache, 0, len(stack.layers))
 
 

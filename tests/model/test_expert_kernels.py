@@ -60,7 +60,7 @@ def pass_over(runner: DecoderRunner, x: Tensor, row: int = 0, cached: int = 0) -
     """The residual stream after all blocks for a chain of tokens."""
     tree = chain_tree([0] * len(x))
     layout, _ = Layout.from_tree(tree, [row], torch.tensor([cached]).numpy(), tree.active)
-    runner.cache.reserve(row + 1, cached + len(x))
+    runner.cache.reserve([row], [cached + len(x)])
     output = runner.network.run(x, layout, runner.cache, BlockRange(0, runner.network.config.layers))
     last: Tensor = output.hidden_states[-1]
     return last

@@ -35,7 +35,7 @@ def scores(network: Network, tokens: list[int]) -> torch.Tensor:
 def test_rounding_is_at_most_half_a_step_after_rotation() -> None:
     for dim in (64, 80, 24):
         cache, slots = KVCache(1, 2, dim, torch.float32, CPU, int8=True), torch.arange(5)
-        cache.reserve(1, 5)
+        cache.reserve([0], [5])
         k, v = torch.randn(2, 5, 2, dim, generator=torch.Generator().manual_seed(0))
         k[0, 0], v[1] = 0, 3.5
         cache.write(0, torch.zeros(5, dtype=torch.int64), slots, k, v)
@@ -48,13 +48,13 @@ def test_rounding_is_at_most_half_a_step_after_rotation() -> None:
 
 def test_slots_move_with_their_scales() -> None:
     cache, slots = KVCache(2, 1, 16, torch.float32, CPU, int8=True), torch.arange(4)
-    cache.reserve(1, 4)
+    cache.reserve([0], [4])
     x = torch.randn(4, 1, 16) * torch.tensor([1.0, 10, 100, 1000])[:, None, None]
     for layer in range(2):
         cache.write(layer, torch.zeros(4, dtype=torch.int64), slots, x, -x)
     before = cache.read(1, torch.tensor([0]), 4)
     cache.move(0, [1, 3], 0)
-    cache.reserve(2, 1000)
+    cache.reserve([1], [1000])
     for old, new in zip(before, cache.read(1, torch.tensor([0]), 2), strict=True):
         assert torch.equal(new[0, 0], old[0, 0, [1, 3]])
 

@@ -115,22 +115,35 @@ def test_only_scored_nodes_have_scores() -> None:
     torch.testing.assert_close(output.logits, everything.logits[[1, 3]])
 
 
+def write_numbers(cache: KVCache, row: int, first: int, last: int) -> None:
+    """Let every key and value of these slots be the slot's number."""
+    cache.reserve([row], [last])
+    slot = torch.arange(first, last)
+    number = slot.to(cache.dtype)[:, None, None]
+    cache.write(0, torch.full_like(slot, row), slot, number, number)
+
+
+def numbers(cache: KVCache, row: int, slots: int) -> list[float]:
+    """The keys of the first slots of a row."""
+    keys, values = cache.read(0, torch.tensor([row]), slots)
+    assert torch.equal(keys, values)
+    return keys[0, 0, :, 0].tolist()
+
+
 def test_moving_slots_that_overlap_goes_through_a_copy() -> None:
     cache = KVCache(1, 1, 1, torch.float32, torch.device("cpu"))
-    cache.reserve(1, 8)
-    cache.k[0, 0, 0, :8, 0] = torch.arange(8.0)
+    write_numbers(cache, 0, 0, 8)
     cache.move(0, [2, 4, 3, 5], 2)
-    assert cache.k[0, 0, 0, 2:6, 0].tolist() == [2, 4, 3, 5]
+    assert numbers(cache, 0, 8)[2:6] == [2, 4, 3, 5]
 
 
 def test_a_growing_cache_keeps_what_it_holds() -> None:
     cache = KVCache(1, 1, 1, torch.float32, torch.device("cpu"))
-    cache.reserve(1, 3)
-    cache.k[0, 0, 0, :3, 0] = torch.tensor([1.0, 2.0, 3.0])
-    cache.reserve(4, 2000)
-    assert cache.k.shape[1] >= 4
-    assert cache.k.shape[3] >= 2000
-    assert cache.k[0, 0, 0, :3, 0].tolist() == [1, 2, 3]
+    write_numbers(cache, 0, 0, 3)
+    cache.reserve([0, 3], [100, 2000])
+    assert cache.rows >= 4
+    assert numbers(cache, 0, 3) == [0, 1, 2]
+    assert len(numbers(cache, 3, 2000)) == 2000
 
 
 def test_the_first_layers_share_weights_and_all_layers_predict_alike() -> None:

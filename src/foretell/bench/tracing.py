@@ -59,6 +59,15 @@ class TracingRunner(Runner):
         """The number of tokens that `truncate(row, length)` leaves."""
         return self.inner.restorable(row, length)
 
+    def limit_cache(self, nbytes: int) -> None:
+        """Limit the memory of the cache."""
+        self.inner.limit_cache(nbytes)
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that the cache has room for."""
+        return self.inner.free_tokens
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether `copy_row` copies any number of a row's tokens."""

@@ -125,6 +125,7 @@ class EagleDrafter(Predictor):
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self._prefixes.pop(row, None)
+        self._cache.truncate(row, 0)
 
     def rewind(self, row: int, length: int) -> int:
         """Keep the positions of the shared tokens, if all are known."""
@@ -133,6 +134,7 @@ class EagleDrafter(Predictor):
             self.release(row)
             return 0
         known.truncate(length)
+        self._cache.truncate(row, known.length)
         return length
 
     def copy_row(self, source: int, target: int, length: int) -> int:
@@ -144,7 +146,6 @@ class EagleDrafter(Predictor):
         copied = self._prefixes[target] = _PrefixState(known.length, known.pending)
         copied.truncate(length)
         if copied.length:
-            self._cache.reserve(target + 1, copied.length)
             self._cache.copy_row(source, target, copied.length)
         return length
 
@@ -176,7 +177,7 @@ class EagleDrafter(Predictor):
         counts = [self._prefixes[row].pending_count for row in rows]
         token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
         length = [self._prefixes[row].length for row in rows]
-        self._cache.reserve(max(rows) + 1, max(length) + sizes[0] * sizes[1])
+        self._cache.reserve(rows, [n + sizes[0] * sizes[1] for n in length])
         noise = noise_for_kernels(context.select(which), sizes[0])
         trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length, noise)
         hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
@@ -233,7 +234,7 @@ class EagleDrafter(Predictor):
     ) -> Float[torch.Tensor, "t d"]:
         """Read the next positions of some rows from the target's states."""
         first = [self._prefixes[row].length for row in rows]
-        self._cache.reserve(max(rows) + 1, max(f + n for f, n in zip(first, counts, strict=True)))
+        self._cache.reserve(rows, [f + n for f, n in zip(first, counts, strict=True)])
         slot = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
         token, states = self._take_pending(rows, texts, counts)
         layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
@@ -246,7 +247,7 @@ class EagleDrafter(Predictor):
         if not len(batch_row):
             return self._nodes.out[:0]
         parent, layout = self._nodes.add(tree, batch_row, node)
-        self._cache.reserve(int(layout.row.max()) + 1, int(layout.slot.max()) + 1)
+        self._cache.reserve(layout.row.tolist(), (layout.slot + 1).tolist())
         token = torch.from_numpy(tree.token[batch_row, node])
         out = self.network.forward_features(token, self._nodes.out, torch.from_numpy(parent), layout, self._cache)
         self._nodes.out = torch.cat((self._nodes.out, out))

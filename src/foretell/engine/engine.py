@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,6 +28,7 @@ from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
+from foretell.model.block_table import OutOfBlocksError
 from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer, StopStrings
@@ -37,6 +37,8 @@ _NEAR_STEPS = 32
 """Steps before its deadline from which on a request counts as late for the controller."""
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 """Decodes the requests that allow no drafts."""
+_ROOM_FOR_DRAFTS = 128
+"""Tokens of the cache that a request needs beside those of its sequence: about a tree."""
 
 
 @dataclass(frozen=True)
@@ -168,24 +170,15 @@ _PROMPT_LOGPROBS_CHUNK = 128
 """Most prompt tokens per step of a request whose prompt's logits are needed: they take 4 bytes times the vocabulary."""
 
 
-class _WaitingRequest:
-    """A request in the queue."""
-
-    def __init__(self, number: int, request: Request, method: BoundMethod) -> None:
-        self.number, self.request, self.method = number, request, method
-        self.sequence = TokenBuffer(request.prompt)
-
-
-class _RunningRequest:
-    """A request that occupies a row."""
+class _LiveRequest:
+    """A request that waits or runs; `row` is its row while it runs."""
 
     def __init__(
-        self, waiting: "_WaitingRequest", row: int, cached: int, detokenizer: Detokenizer | None, context: int
+        self, number: int, request: Request, method: BoundMethod, detokenizer: Detokenizer | None, context: int
     ) -> None:
-        request = waiting.request
-        self.number, self.request, self.method, self.row = waiting.number, request, waiting.method, row
-        self.statistics = RequestStatistics(prompt_tokens=len(request.prompt), cached_tokens=cached)
-        self.sequence = waiting.sequence
+        self.number, self.request, self.method, self.row = number, request, method, -1
+        self.statistics = RequestStatistics(prompt_tokens=len(request.prompt))
+        self.sequence = TokenBuffer(request.prompt)
         self.rng = CounterRNG(request.sampling_params.seed)
         stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
         self.text = AnswerText(detokenizer, stop_strings, request.sampling_params.min_tokens)
@@ -233,9 +226,6 @@ class _RunningRequest:
         return ends or (self.rules is not None and self.rules.is_complete(self.sequence.generated))
 
 
-R = TypeVar("R", _WaitingRequest, _RunningRequest)
-
-
 class Engine:
     """Runs requests by continuous batching and chunked prefill; `method` decodes those that name no method.
 
@@ -243,14 +233,17 @@ class Engine:
     the incremental detokenizer of a request (None: tokens only, no stop strings); it is called with
     `skip_special_tokens=False` where a request shows special tokens. `prefix_caching`: a request reuses
     the longest prefix of its prompt that the cache holds of a finished or running request; a prompt that begins as one
-    that is being read waits for it. `controller` chooses the drafts of every step by expected tokens per second; None:
-    each method by itself. `itl_target`: seconds between two tokens of an answer that chunks of prompts leave room for
-    (None: chunks are always as large as `chunk`). `clock` gives seconds.
+    that is being read waits for it. `cache_bytes`: greatest size of the target's key-value cache (None: any); where it
+    is full, the oldest ended requests are forgotten, then the least urgent running request waits and reads its tokens
+    again later. `controller` chooses the drafts of every step by expected tokens per second; None: each method by
+    itself. `itl_target`: seconds between two tokens of an answer that chunks of prompts leave room for (None: chunks
+    are always as large as `chunk`). `clock` gives seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
     Raises:
-        ValueError: `rows` or `chunk` below 1, or the method is bound to another engine that is busy.
+        ValueError: `rows` or `chunk` below 1, `itl_target` not above 0, or the method is bound to another engine that
+            is busy.
     """
 
     def __init__(
@@ -261,6 +254,7 @@ class Engine:
         chunk: int = 512,
         detokenizer: Callable[..., Detokenizer] | None = None,
         prefix_caching: bool = False,
+        cache_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         controller: Controller | None = None,
         itl_target: float | None = None,
@@ -272,10 +266,12 @@ class Engine:
         self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
         self._step_seconds = 0.0
         """Of the last step."""
+        if cache_bytes is not None:
+            runner.limit_cache(cache_bytes)
         self._rows = RowPool(runner, rows, prefix_caching)
-        self._waiting = dict[int, _WaitingRequest]()
+        self._waiting = dict[int, _LiveRequest]()
         """By number."""
-        self._running: list[_RunningRequest] = []
+        self._running: list[_LiveRequest] = []
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
         self._failed_methods = set[BoundMethod]()
@@ -298,7 +294,10 @@ class Engine:
         method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
         method.requests += 1
         self._last_number += 1
-        self._waiting[self._last_number] = _WaitingRequest(self._last_number, request, method)
+        detokenizer = self._new_detokenizer(request)
+        self._waiting[self._last_number] = _LiveRequest(
+            self._last_number, request, method, detokenizer, self.runner.context
+        )
         return self._last_number
 
     def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
@@ -310,10 +309,10 @@ class Engine:
         Raises:
             ValueError: the request is over or unknown, or one of the new ones is invalid; then none is submitted.
         """
-        running = next((r for r in self._running if r.number == number), self._waiting.get(number))
-        if running is None:
+        source = self._find(number)
+        if source is None:
             raise ValueError(f"request {number} is over or unknown: fork a request while it waits or runs")
-        tokens, numbers = running.sequence.tokens.tolist(), list[int]()
+        tokens, numbers = source.sequence.tokens.tolist(), list[int]()
         try:
             for request in requests:
                 numbers.append(self.submit(replace(request, prompt=[*tokens, *request.prompt])))
@@ -339,18 +338,17 @@ class Engine:
         """End a request now; its last update, with the text held back and what `run` has not delivered yet, or None if
         the request was over.
         """
-        running = next((r for r in self._running if r.number == number), None)
-        if running is not None:
-            pending = [u for u in self._undelivered if u.request == number]
-            self._undelivered = deque(u for u in self._undelivered if u.request != number)
-            pending.append(Update(number, (), running.text.finish().text, 0, finish_reason="cancelled"))
-            return self._finish(running, Update.join(pending))
-        waiting = self._waiting.pop(number, None)
-        if waiting is None:
+        r = self._find(number)
+        if r is None:
             return None
-        waiting.method.requests -= 1
-        statistics = RequestStatistics(prompt_tokens=len(waiting.request.prompt))
-        return Update(number, (), "", 0, finish_reason="cancelled", statistics=statistics)
+        pending = [u for u in self._undelivered if u.request == number]
+        self._undelivered = deque(u for u in self._undelivered if u.request != number)
+        pending.append(Update(number, (), r.text.finish().text, 0, finish_reason="cancelled"))
+        return self._finish(r, Update.join(pending))
+
+    def _find(self, number: int) -> _LiveRequest | None:
+        """The request of this number, unless it is over."""
+        return next((r for r in self._running if r.number == number), self._waiting.get(number))
 
     @property
     def busy(self) -> bool:
@@ -362,8 +360,7 @@ class Engine:
         """Statistics of the waiting and running requests by number; those of a finished request are in its last
         update.
         """
-        waiting = {n: RequestStatistics(prompt_tokens=len(w.request.prompt)) for n, w in self._waiting.items()}
-        return waiting | {r.number: r.statistics for r in self._running}
+        return {r.number: r.statistics for r in (*self._waiting.values(), *self._running)}
 
     def run(self) -> Iterator[Update]:
         """Run steps until every request is over. Requests may be submitted and cancelled between updates."""
@@ -413,7 +410,7 @@ class Engine:
         """Tokens read, and all tokens, of the prompts that wait or are being read; equal: there are none."""
         running = [(self.runner.length(r.row), len(r.request.prompt)) for r in self._running]
         reading = [(read, total) for read, total in running if read < total - 1]
-        waiting = sum(len(w.request.prompt) for w in self._waiting.values())
+        waiting = sum(len(r.request.prompt) for r in self._waiting.values())
         return sum(read for read, _ in reading), sum(total for _, total in reading) + waiting
 
     @torch.inference_mode()
@@ -422,8 +419,20 @@ class Engine:
         that only those that fail end; if the pass fails, all requests do.
         """
         self._admit()
-        scheduled = self._schedule()
         failed, self._failed_methods = self._failed_methods, set()
+        while True:
+            try:
+                return self._run_scheduled(self._schedule(), failed)
+            except OutOfBlocksError as error:
+                if not self._rows.evict() and not self._preempt():
+                    return [self._finish_with_error(r, error) for r in list(self._running)]
+
+    def _run_scheduled(self, scheduled: dict[_LiveRequest, list[int]], failed: Collection[BoundMethod]) -> list[Update]:
+        """Run the requests together, and those of methods that failed one by one.
+
+        Raises:
+            OutOfBlocksError: the cache is full; no request has got anything.
+        """
         together = {r: tokens for r, tokens in scheduled.items() if r.method not in failed} if failed else scheduled
         updates = list[Update]()
         while len(together) > 1:
@@ -432,22 +441,43 @@ class Engine:
                 break
             except DraftError as error:
                 together = {r: tokens for r, tokens in together.items() if r.method is not error.method}
+            except OutOfBlocksError:
+                raise
             except Exception:
                 together = {}
         else:
             together = {}
         for r, tokens in scheduled.items():
             if r not in together:
-                updates += self._step_single(r, tokens)
+                try:
+                    updates += self._step_single(r, tokens)
+                except OutOfBlocksError:
+                    if not updates:
+                        raise
         return updates
 
-    def _step_single(self, r: _RunningRequest, tokens: list[int]) -> list[Update]:
+    def _preempt(self) -> bool:
+        """Let the least urgent of several running requests wait, without its tokens in the cache: it reads them again
+        later. Returns whether there was one.
+        """
+        if len(self._running) < 2:
+            return False
+        r = self._by_urgency(self._running)[-1]
+        self._running.remove(r)
+        self._rows.release(r.row, keep=False)
+        r.statistics.preemptions += 1
+        self._waiting[r.number] = r
+        return True
+
+    def _step_single(self, r: _LiveRequest, tokens: list[int]) -> list[Update]:
         try:
             return self._run_step({r: tokens})
+        except OutOfBlocksError:
+            raise
         except Exception as error:
             return [self._finish_with_error(r, error)]
 
-    def _run_step(self, scheduled: dict[_RunningRequest, list[int]]) -> list[Update]:
+    def _run_step(self, scheduled: dict[_LiveRequest, list[int]]) -> list[Update]:
         """Propose, forward, accept, commit, observe, emit updates.
 
         An exception is raised only before anything is committed, so that the call may be repeated.
@@ -503,39 +533,59 @@ class Engine:
         return updates
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests. A prompt waits while another request reads tokens that it begins with."""
-        if not self._waiting or not self._rows.free:
+        """Give free rows to waiting requests. A prompt waits while another request reads tokens that it begins with,
+        and while the cache has no room for it.
+        """
+        if not self._waiting or not self._rows.available:
             return
-        for waiting in self._by_urgency(self._waiting.values()):
-            if not self._rows.free:
+        for r in self._by_urgency(self._waiting.values()):
+            if not self._rows.available:
                 return
-            reuses = waiting.request.prompt_logprobs is None
-            if not (reuses and self._rows.awaits(waiting.sequence, waiting.method)):
-                del self._waiting[waiting.number]
-                row, cached = self._rows.allocate(waiting.sequence, waiting.method, reuses)
-                detokenizer = self._new_detokenizer(waiting.request)
-                self._running.append(_RunningRequest(waiting, row, cached, detokenizer, self.runner.context))
+            reuses = not r.reads_prompt_logprobs
+            if reuses and self._rows.awaits(r.sequence, r.method):
+                continue
+            if not self._make_room(_ROOM_FOR_DRAFTS):
+                return
+            row, cached = self._rows.allocate(r.sequence, r.method, reuses)
+            if not self._make_room(r.sequence.length - cached + _ROOM_FOR_DRAFTS):
+                self._rows.release(row, keep=True)
+                return
+            del self._waiting[r.number]
+            r.row = row
+            if not r.sequence.generated.size:
+                r.statistics.cached_tokens, r.prompt_logprobs = cached, TokenLogprobs()
+            self._running.append(r)
+
+    def _make_room(self, tokens: int) -> bool:
+        """Whether the cache has room for so many tokens beside those that running requests have yet to read; forgets
+        ended requests where it must. A request that runs alone is always given a try.
+        """
+        needed = tokens + sum(r.sequence.length - self.runner.length(r.row) for r in self._running)
+        while (free := self.runner.free_tokens) is not None and free < needed:
+            if not self._rows.evict():
+                return not self._running
+        return True
 
     def _new_detokenizer(self, request: Request) -> Detokenizer | None:
         if self._detokenizer is None:
             return None
         return self._detokenizer() if request.skip_special_tokens else self._detokenizer(skip_special_tokens=False)
 
-    def _by_urgency(self, requests: Iterable[R]) -> list[R]:
+    def _by_urgency(self, requests: Iterable[_LiveRequest]) -> list[_LiveRequest]:
         """Requests that are late first, then by priority, then by arrival."""
         now = self._clock()
 
-        def rank(r: R) -> tuple[bool, int, int]:
+        def rank(r: _LiveRequest) -> tuple[bool, int, int]:
             deadline = r.request.deadline
             return deadline is None or deadline > now, r.request.priority, r.number
 
         return sorted(requests, key=rank)
 
-    def _schedule(self) -> dict[_RunningRequest, list[int]]:
+    def _schedule(self) -> dict[_LiveRequest, list[int]]:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
         chunk allows.
         """
-        out, reading = dict[_RunningRequest, list[int]](), list[_RunningRequest]()
+        out, reading = dict[_LiveRequest, list[int]](), list[_LiveRequest]()
         for r in self._running:
             if r.sequence.length - self.runner.length(r.row) > 1:
                 reading.append(r)
@@ -550,20 +600,20 @@ class Engine:
                 left -= len(unread)
         return out
 
-    def _load(self, scheduled: Mapping[_RunningRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
+    def _load(self, scheduled: Mapping[_LiveRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
         """What the step reads before any draft."""
         soon = self._clock() + _NEAR_STEPS * self._step_seconds
         near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]
         sizes = [len(tokens) for tokens in scheduled.values()]
         return StepLoad(sum(sizes), max(sizes) == 1, np.where(ready, np.where(near, LATE_WEIGHT, 1.0), 0.0))
 
-    def _count_step(self, scheduled: Mapping[_RunningRequest, list[int]], time: StepTime) -> None:
+    def _count_step(self, scheduled: Mapping[_LiveRequest, list[int]], time: StepTime) -> None:
         """Learn the time of the step."""
         prompts = [len(tokens) for tokens in scheduled.values() if len(tokens) > 1]
         self._step_seconds = time.total
         self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
 
-    def _context(self, running: Collection[_RunningRequest]) -> Context:
+    def _context(self, running: Collection[_LiveRequest]) -> Context:
         limits = [r.request.max_drafts for r in running]
         return Context(
             rows=tuple(r.row for r in running),
@@ -576,7 +626,7 @@ class Engine:
         )
 
     def _commit(
-        self, scheduled: dict[_RunningRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
+        self, scheduled: dict[_LiveRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Append the new tokens to the sequences, and keep the keys and values of prefixes and accepted drafts.
 
@@ -618,7 +668,7 @@ class Engine:
         return failures
 
     def _emit_update(
-        self, r: _RunningRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
+        self, r: _LiveRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
     ) -> Update | None:
         """Count the step for a request and make its update; None while its prompt is being read.
 
@@ -659,17 +709,18 @@ class Engine:
             stop_reason=tokens[-1] if by_token else stop,
         )
 
-    def _finish_with_error(self, r: _RunningRequest, error: Exception) -> Update:
+    def _finish_with_error(self, r: _LiveRequest, error: Exception) -> Update:
         """End a request with an error and the text held back."""
         text = ""
         with suppress(Exception):
             text = r.text.finish().text
         return self._finish(r, Update(r.number, (), text, 0, finish_reason="error", error=error))
 
-    def _finish(self, r: _RunningRequest, update: Update) -> Update:
-        self._running.remove(r)
+    def _finish(self, r: _LiveRequest, update: Update) -> Update:
         r.method.requests -= 1
-        self._rows.release(r.row, keep=update.error is None)
+        if self._waiting.pop(r.number, None) is None:
+            self._running.remove(r)
+            self._rows.release(r.row, keep=update.error is None)
         return replace(update, statistics=r.statistics)
 
 

@@ -12,6 +12,8 @@ from foretell.model.runner import Runner
 
 _MIN_AWAITED = 16
 """Tokens that another request must be about to read for a prompt to wait for them."""
+_KEPT_ROWS = 256
+"""Ended requests whose tokens are kept at most, where the memory of the cache is limited."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,37 @@ class _RowContent:
 
 
 class RowPool:
-    """Gives rows to requests.
+    """Gives rows to requests, of which so many run at most.
 
     `prefix_caching`: a row keeps its tokens when its request ends. A prompt gets the row that holds the longest prefix
-    of it, or, if that row is in use or holds much else, another row with a copy of the prefix.
+    of it, or, if that row is in use or holds much else, another row with a copy of the prefix. Where the memory of the
+    cache is limited, there are rows for the tokens of many ended requests, and `evict` forgets the oldest.
     """
 
-    def __init__(self, runner: Runner, rows: int, prefix_caching: bool) -> None:
+    def __init__(self, runner: Runner, running: int, prefix_caching: bool) -> None:
         self._runner, self._prefix_caching = runner, prefix_caching
+        keeps_many = prefix_caching and runner.shares_prefixes and runner.free_tokens is not None
+        rows = running + _KEPT_ROWS if keeps_many else running
+        self._kept = rows - running
         self.free = list(range(rows))[::-1]
         self._contents = dict[int, _RowContent]()
         """Of the rows in use, and of the free rows that keep their tokens; among these the oldest first."""
+
+    @property
+    def available(self) -> bool:
+        """Whether another request may run."""
+        return len(self.free) > self._kept
+
+    def evict(self) -> bool:
+        """Forget the tokens of the request that ended first; returns whether there was one."""
+        row = next((row for row in self._contents if row in self.free), None)
+        if row is not None:
+            self._forget(row, self._contents.pop(row))
+        return row is not None
+
+    def _forget(self, row: int, content: _RowContent) -> None:
+        content.method.release(row)
+        self._runner.truncate(row, 0)
 
     def allocate(self, sequence: TokenBuffer, method: BoundMethod, reuses: bool = True) -> tuple[int, int]:
         """Take a free row for a prompt; the row, and how many tokens of the prompt its cache holds already: none unless
@@ -59,7 +81,7 @@ class RowPool:
         if keep and self._prefix_caching:
             self._contents[row] = content
         else:
-            content.method.release(row)
+            self._forget(row, content)
 
     def awaits(self, sequence: TokenBuffer, method: BoundMethod) -> bool:
         """Whether a running request is about to read more of this prompt than any row holds yet."""
@@ -70,7 +92,8 @@ class RowPool:
             for row, content in self._candidates(method)
             if row not in self.free
         ]
-        return max(coming, default=0) - self._find_prefix(sequence, method)[1] >= _MIN_AWAITED
+        most = max(coming, default=0)
+        return most >= _MIN_AWAITED and most - self._find_prefix(sequence, method)[1] >= _MIN_AWAITED
 
     def _candidates(self, method: BoundMethod) -> Iterator[tuple[int, _RowContent]]:
         """Rows whose tokens a request of this method can use. Hidden states are kept by drafters alone: one that needs
@@ -113,6 +136,8 @@ class RowPool:
         copies = row != source
         kept = method.copy_row(source, row, length) if copies and has_observed else method.rewind(row, length)
         if copies:
+            if source in self.free:
+                self._contents[source] = self._contents.pop(source)  # it was of use: others are forgotten before it
             return kept if self._runner.copy_row(source, row, kept) else 0
         if self._runner.restorable(row, kept) < kept:
             return 0

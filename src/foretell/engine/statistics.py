@@ -41,6 +41,8 @@ class RequestStatistics:
     """Tokens of the request's prediction that appeared in the answer, in its order (OpenAI's definition)."""
     rejected_prediction_tokens: int = 0
     """Tokens of the prediction that did not."""
+    preemptions: int = 0
+    """How often the request had to wait and to read its tokens again, because the cache was full."""
     experts_read: int = 0
     """Distinct experts read by passes after the prompt, summed over their mixture-of-experts layers."""
     moe_layers_read: int = 0

@@ -24,8 +24,25 @@ class Cache(ABC):
         """Bytes of the tensors."""
 
     @abstractmethod
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow to at least `rows` rows of `slots` tokens each, the nodes of a tree included; the contents stay."""
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Give row `rows[i]` room for `slots[i]` tokens, the nodes of a tree included; the contents stay.
+
+        Raises:
+            OutOfBlocksError: the cache is limited and full; then nothing is changed.
+        """
+
+    def limit(self, nbytes: int) -> None:
+        """Let keys and values use at most so many bytes."""
+        return
+
+    @property
+    def free_slots(self) -> int | None:
+        """Tokens that there is room for without forgetting others; None: any number."""
+        return None
+
+    @abstractmethod
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of row `source`, which `restorable` returned, those of row `target`."""
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass over a tree of `nodes` nodes, for each of its rows after `lengths[i]` tokens; the first
@@ -45,14 +62,8 @@ class Cache(ABC):
         return length
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on, which `restorable` returned. Keys and values need no action: they
-        are written again before they are read.
-        """
+        """Forget a row's tokens from `length` on, which `restorable` returned, and free their memory."""
         return
-
-    @abstractmethod
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make the first `length` tokens of row `source`, which `restorable` returned, those of row `target`."""
 
     def store(self, layer: int) -> "tuple[Cache, int]":
         """The store of a layer, and the layer's index in it."""
@@ -80,10 +91,25 @@ class LayeredCache(Cache):
         """Bytes of all stores."""
         return sum(store.nbytes for store in self.stores)
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow every store."""
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Reserve in every store."""
         for store in self.stores:
             store.reserve(rows, slots)
+
+    def limit(self, nbytes: int) -> None:
+        """Limit the store of keys and values, which grows with the texts."""
+        for store in self.stores:
+            store.limit(nbytes)
+
+    @property
+    def free_slots(self) -> int | None:
+        """The least of all stores."""
+        return min((free for store in self.stores if (free := store.free_slots) is not None), default=None)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy tokens of a row in every store."""
+        for store in self.stores:
+            store.copy_row(source, target, length)
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int], nodes: int) -> None:
         """Announce a pass to every store."""
@@ -106,11 +132,6 @@ class LayeredCache(Cache):
         """Forget a row's tokens from `length` on."""
         for store in self.stores:
             store.truncate(row, length)
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy tokens of a row in every store."""
-        for store in self.stores:
-            store.copy_row(source, target, length)
 
     def store(self, layer: int) -> tuple[Cache, int]:
         """The store of a layer, and the layer's index in it."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.decoder import BlockOutput, BlockRange, Decoder, SkipSet
 from foretell.model.kv_cache import KVCache
@@ -19,7 +20,7 @@ _SLOT_STEP = 256
 
 
 class _Shape(NamedTuple):
-    """Everything that a captured pass depends on; `cache` is the addresses and shapes of its stores."""
+    """Everything that a captured pass depends on; `cache`: the addresses and shapes of its stores and their tables."""
 
     rows: int
     queries: int
@@ -69,15 +70,16 @@ class GraphedDecoder(NetworkWrapper):
         if layout.token_count > _MAX_TOKENS or (blocks.first, blocks.last) != (0, self.config.layers):
             return self._decoder.run(x, layout, cache, blocks)
         stores = cache.stores if isinstance(cache, LayeredCache) else (cache,)
-        keys = [store.k for store in stores if isinstance(store, KVCache)]
-        assert len(keys) == len(stores)
+        caches = [store for store in stores if isinstance(store, KVCache)]
+        assert len(caches) == len(stores)
         b, n = pad_to_rectangle(layout).shape
         index = pad_to_rectangle(layout, _next_power(b), _next_power(n))
         flat_layout = _select(layout, index.flatten())
         used = int(max(layout.visible_prefix.max(), layout.slot.max() + 1))
-        slots = min(-(-used // _SLOT_STEP) * _SLOT_STEP, keys[0].shape[3])
+        slots = min(-(-used // _SLOT_STEP) * _SLOT_STEP, caches[0].table.shape[1] * BLOCK_SLOTS)
         padded = PaddedLayout.from_layout(flat_layout, x.device, torch.arange(index.numel()).view(index.shape), slots)
-        place = tuple(number for each in keys for number in (each.data_ptr(), *each.shape))
+        tensors = [part for cache in caches for part in (cache.k, cache.table)]
+        place = tuple(number for each in tensors for number in (each.data_ptr(), *each.shape))
         shape = _Shape(index.shape[0], index.shape[1], slots, place, blocks.hidden_layers)
         flat = x[index.flatten().to(x.device)]
         static = self._passes.get(shape)

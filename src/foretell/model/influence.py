@@ -49,7 +49,7 @@ def measure_influence(network: Network, tokens: Sequence[int]) -> BlockInfluence
     tree = root_tree(tokens[-1:]).with_prefix([tokens])
     layout, _ = Layout.from_tree(tree, [0], np.zeros(1, np.int64), tree.active)
     cache = network.new_cache()
-    cache.reserve(1, len(tokens))
+    cache.reserve([0], [len(tokens)])
     cache.begin([0], [0], [len(tokens)], len(tokens))
     x = network.embed(torch.from_numpy(tree.token[0]))
     found: list[tuple[float, float, float]] = []

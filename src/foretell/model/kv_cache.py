@@ -1,21 +1,21 @@
 """The key-value cache of attention layers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.block_table import BLOCK_SLOTS, BlockTable, blocks_for
 from foretell.model.cache import Cache
 from foretell.model.linear import hadamard_matrix
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
-_SMALL_STEP, _LARGE_STEP, _SMALL_LIMIT = 256, 1024, 1024
-"""The cache grows in steps of 256 slots up to 1024 slots, then in steps of 1024."""
-
-_SLOT_BLOCK = 16
-"""Slots that lie together in the caches of the kernels: the memory of a row is copied in whole blocks of them."""
+_GROWTH_BYTES = 64 * 2**20
+"""The cache doubles when it is full, or grows by so much, whichever is less."""
 
 _ROTATED_BLOCKS = 64, 16, 1
 """Dimensions that an int8 cache rotates together: as many as divide a head."""
@@ -24,7 +24,10 @@ INT8_LIMIT = 127
 
 
 class KVCache(Cache):
-    """Keys and values of several batch rows, `[layers, rows, kv_heads, slots, head_dim]`; grows on demand.
+    """Keys and values in blocks of `BLOCK_SLOTS` tokens, `[layers, kv_heads, blocks, BLOCK_SLOTS, head_dim]`.
+
+    A table names the blocks of every batch row; rows that begin alike share blocks (paged attention: Kwon et al., arXiv
+    2309.06180). A row writes to blocks of its own only: those from its last, incomplete one on.
 
     `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. A head is rotated by a Hadamard
     matrix before, which spreads outliers over its dimensions (QuaRot, arXiv 2404.00456). Every token is quantised by
@@ -37,20 +40,19 @@ class KVCache(Cache):
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, int8: bool = False
     ) -> None:
-        self.dtype = dtype
-        self.k = torch.empty(layers, 0, kv_heads, 0, head_dim, dtype=torch.int8 if int8 else dtype, device=device)
+        self.dtype, self.blocks = dtype, BlockTable()
+        self.k = torch.empty(
+            layers, kv_heads, 0, BLOCK_SLOTS, head_dim, dtype=torch.int8 if int8 else dtype, device=device
+        )
         self.v = self.k if self.shared else torch.empty_like(self.k)
-        self.k_scale: Float[torch.Tensor, "l r h s"] | None = None
-        self.v_scale: Float[torch.Tensor, "l r h s"] | None = None
+        self.k_scale: Float[torch.Tensor, "l h n s"] | None = None
+        self.v_scale: Float[torch.Tensor, "l h n s"] | None = None
         if int8:
-            self.k_scale = torch.empty(layers, 0, kv_heads, 0, device=device)
+            self.k_scale = torch.empty(layers, kv_heads, 0, BLOCK_SLOTS, device=device)
             self.v_scale = self.k_scale if self.shared else torch.empty_like(self.k_scale)
-        self._movable = tuple(map(_movable_view, self._parts()))
-
-    @property
-    def slots(self) -> int:
-        """Slots of a row."""
-        return self.k.shape[3]
+        self.table: Int[torch.Tensor, "r n"] = torch.from_numpy(self.blocks.table).to(device)
+        """The table of the blocks on the cache's device; on the CPU it is the same memory."""
+        self._update_views()
 
     def _parts(self) -> list[torch.Tensor]:
         parts = (self.k, self.k_scale) if self.shared else (self.k, self.v, self.k_scale, self.v_scale)
@@ -59,29 +61,59 @@ class KVCache(Cache):
     @property
     def rows(self) -> int:
         """Number of batch rows that there is room for."""
-        return self.k.shape[1]
+        return len(self.blocks.table)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales."""
         return sum(part.nbytes for part in self._parts())
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow to at least `rows` rows of `slots` tokens each; the contents stay."""
-        layers, old_rows, heads, old_slots, _ = self.k.shape
-        if rows <= old_rows and slots <= old_slots:
-            return
-        rows, step = max(rows, old_rows), _SMALL_STEP if slots <= _SMALL_LIMIT else _LARGE_STEP
-        slots = max(old_slots, -(-slots // step) * step)
-        for name in ("k", "k_scale") if self.shared else ("k", "v", "k_scale", "v_scale"):
-            old: torch.Tensor | None = getattr(self, name)
-            if old is None:
-                continue
-            new = old.new_zeros(layers, rows, heads, slots, *old.shape[4:])
-            new[:, :old_rows, :, :old_slots] = old
-            setattr(self, name, new)
-        if self.shared:
-            self.v, self.v_scale = self.k, self.k_scale
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Give each of these rows room for so many tokens; see `Cache.reserve`."""
+        if not all(self.blocks.slots(row) >= count for row, count in zip(rows, slots, strict=True)):
+            self.blocks.check_free(self.blocks.missing(rows, slots))
+            for row, count in zip(rows, slots, strict=True):
+                self.blocks.extend(row, count)
+            self._grow()
+
+    def limit(self, nbytes: int) -> None:
+        """Never use more than so many bytes; at least one block is allowed."""
+        self.blocks.limit = max(1, nbytes // self.block_bytes)
+
+    @property
+    def free_slots(self) -> int | None:
+        """Tokens that there is room for in blocks that no row holds; None: any number."""
+        free = self.blocks.free_blocks
+        return None if free is None else free * BLOCK_SLOTS
+
+    def _grow(self) -> None:
+        """Make room for all blocks of the table."""
+        old = self.k.shape[2]
+        if (needed := self.blocks.blocks) > old:
+            size = max(needed, min(2 * old, old + _GROWTH_BYTES // self.block_bytes))
+            size = size if self.blocks.limit is None else min(size, self.blocks.limit)
+            for name in ("k", "k_scale") if self.shared else ("k", "v", "k_scale", "v_scale"):
+                part: torch.Tensor | None = getattr(self, name)
+                if part is not None:
+                    new = part.new_zeros(*part.shape[:2], size, *part.shape[3:])
+                    new[:, :, :old] = part
+                    setattr(self, name, new)
+            if self.shared:
+                self.v, self.v_scale = self.k, self.k_scale
+        self._update_views()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return sum(math.prod((*part.shape[:2], *part.shape[3:])) * part.element_size() for part in self._parts())
+
+    def _update_views(self) -> None:
+        """Follow a change of the table, or of the tensors."""
+        table = torch.from_numpy(self.blocks.table)
+        if self.table.device.type != "cpu" and self.table.shape == table.shape:
+            self.table.copy_(table)
+        else:
+            self.table = table.to(self.k.device)
         self._movable = tuple(map(_movable_view, self._parts()))
 
     def write(
@@ -93,13 +125,13 @@ class KVCache(Cache):
         v: Float[torch.Tensor, "t h d"],
     ) -> None:
         """Store the keys and values of new tokens in their slots."""
-        index = row, slice(None), slot
+        index = slice(None), self.table[row, slot // BLOCK_SLOTS].long(), slot % BLOCK_SLOTS
         sides = ((k, self.k, self.k_scale), (v, self.v, self.v_scale))
         for x, part, scales in sides[:1] if self.shared else sides:
             if scales is None:
-                part[layer][index] = x.to(part.dtype)
+                part[layer][index] = x.transpose(0, 1).to(part.dtype)
                 continue
-            x = rotate_blocks(x.float())
+            x = rotate_blocks(x.transpose(0, 1).float())
             peak = x.abs().amax(-1, keepdim=True)
             part[layer][index] = (x * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round().to(torch.int8)
             scales[layer][index] = peak[..., 0] / INT8_LIMIT
@@ -109,12 +141,16 @@ class KVCache(Cache):
     ) -> tuple[Float[torch.Tensor, "b h s d"], Float[torch.Tensor, "b h s d"]]:
         """Keys and values of the first slots of some rows."""
 
+        blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()  # what no query sees may come from any
+
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            found = part[layer].index_select(1, blocks).unflatten(1, (len(rows), -1))
+            return found.flatten(2, 3).transpose(0, 1)[:, :, :slots]
+
         def read(part: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-            found = part[layer].index_select(0, rows)[:, :, :slots]
             if scales is None:
-                return found
-            wide = rotate_blocks(found * scales[layer].index_select(0, rows)[:, :, :slots, None])
-            out: torch.Tensor = wide.to(self.dtype)
+                return gather(part)
+            out: torch.Tensor = rotate_blocks(gather(part) * gather(scales)[..., None]).to(self.dtype)
             return out
 
         return read(self.k, self.k_scale), read(self.v, self.v_scale)
@@ -128,15 +164,49 @@ class KVCache(Cache):
         skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
         if skip == len(source):
             return
-        source, target = list(source[skip:]), target + skip
+        read = self._places(row, source[skip:])
+        write = self._places(row, range(target + skip, target + len(source)))
         for part in self._movable:
-            part[:, row, :, target : target + len(source)] = part[:, row][:, :, source]
+            part[:, :, write[0], write[1]] = part[:, :, read[0], read[1]]
+
+    def _places(self, row: int, slots: Sequence[int]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        """The block of each of these slots of a row, and the slot in the block."""
+        index = np.asarray(slots)
+        return self.blocks.table[row, index // BLOCK_SLOTS], index % BLOCK_SLOTS
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on, and give back their blocks.
+
+        Raises:
+            OutOfBlocksError: the last block is shared, and there is none for a copy.
+        """
+        changed, last = self.blocks.truncate(row, length), length // BLOCK_SLOTS
+        if length % BLOCK_SLOTS and self.blocks.slots(row) > length and self.blocks.is_shared(row, last):
+            source, target = self.blocks.replace(row, last)
+            self._grow()
+            self._copy_block(source, target)
+        elif changed:
+            self._update_views()
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first slots of row `source` to row `target`."""
-        end = min(-(-length // _SLOT_BLOCK) * _SLOT_BLOCK, self.slots)
+        """Make the first tokens of a row those of another: both hold the full blocks, and the last one is copied.
+
+        Raises:
+            OutOfBlocksError: there is no block for the copy.
+        """
+        self.truncate(target, 0)
+        incomplete = length % BLOCK_SLOTS > 0
+        self.blocks.check_free(incomplete)
+        self.blocks.share(source, target, length)
+        self._update_views()
+        if incomplete:
+            self.reserve([target], [length])
+            last = length // BLOCK_SLOTS
+            self._copy_block(*(int(self.blocks.table[row, last]) for row in (source, target)))
+
+    def _copy_block(self, source: int, target: int) -> None:
         for part in self._parts():
-            part[:, target, :, :end] = part[:, source, :, :end]
+            part[:, :, target] = part[:, :, source]
 
 
 class LatentCache(KVCache):

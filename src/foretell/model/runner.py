@@ -79,6 +79,19 @@ class Runner(ABC):
         """The number of tokens that `truncate(row, length)` leaves: at most `length` and those committed."""
         return min(length, self.length(row))
 
+    def limit_cache(self, nbytes: int) -> None:
+        """Let the key-value cache use at most so many bytes; then `forward` raises `OutOfBlocksError` where it is full.
+
+        Raises:
+            ValueError: this runner cannot.
+        """
+        raise ValueError(f"the cache of {type(self).__name__} cannot be limited")
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that the cache has room for without forgetting others; None: any number."""
+        return None
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether `copy_row` copies any number of a row's tokens."""
@@ -207,9 +220,8 @@ class DecoderRunner(Runner):
         return states, output.expert_counts
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
-        need = max(rows) + 1
-        self._length += [0] * (need - len(self._length))
-        self.cache.reserve(need, max([self._length[row] for row in rows]) + nodes)
+        self._length += [0] * (max(rows) + 1 - len(self._length))
+        self.cache.reserve(rows, [self._length[row] + nodes for row in rows])
 
     @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:
@@ -228,6 +240,15 @@ class DecoderRunner(Runner):
         """The number of tokens that `truncate(row, length)` leaves."""
         return self.cache.restorable(row, min(length, self.length(row)))
 
+    def limit_cache(self, nbytes: int) -> None:
+        """Limit the memory of the cache; see `Runner.limit_cache`."""
+        self.cache.limit(nbytes)
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that the cache has room for without forgetting others; None: any number."""
+        return self.cache.free_slots
+
     @property
     def shares_prefixes(self) -> bool:
         """Whether all layers keep keys and values, not states."""
@@ -239,7 +260,7 @@ class DecoderRunner(Runner):
         self.truncate(target, 0)
         if not 0 < length == self.restorable(source, length):
             return False
-        self._reserve([source, target], 0)
+        self._length += [0] * (target + 1 - len(self._length))
         self.cache.copy_row(source, target, length)
         self._length[target] = length
         return True

@@ -6,7 +6,7 @@ with the same operations, in the same order, as if the path had been read token 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -60,12 +60,20 @@ class StateStore(Cache):
         records = (self.node_inputs, self.node_keys, self.node_values, self.node_decay)
         return sum(part.nbytes for part in (self.inputs, self.state, *records))
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Grow to at least `rows` rows, whatever the number of slots."""
-        if rows > self.rows:
-            self.inputs, self.state = (_grown(part, rows) for part in (self.inputs, self.state))
-            self._grow_records(rows, self.node_inputs.shape[2])
-            self._rows += [_Row() for _ in range(rows - self.rows)]
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Make room for these rows, whatever the number of slots."""
+        needed = max(rows) + 1
+        if needed > self.rows:
+            self.inputs, self.state = (_grown(part, needed) for part in (self.inputs, self.state))
+            self._grow_records(needed, self.node_inputs.shape[2])
+            self._rows += [_Row() for _ in range(needed - self.rows)]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the states of row `source`, which stand after `length` tokens, to row `target`."""
+        self.reserve([target], [length])
+        side = self._rows[source].side
+        self._rows[target] = _Row(length=length)
+        self.inputs[:, target, 0], self.state[:, target, 0] = self.inputs[:, source, side], self.state[:, source, side]
 
     def _grow_records(self, rows: int, nodes: int) -> None:
         for name in ("node_inputs", "node_keys", "node_values", "node_decay"):
@@ -116,11 +124,6 @@ class StateStore(Cache):
         if length == 0 and row < self.rows:
             self._rows[row] = _Row()
             self.inputs[:, row], self.state[:, row] = 0, 0
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the states of row `source`, which stand after `length` tokens, to row `target`."""
-        self._rows[target] = replace(self._rows[source])
-        self.inputs[:, target], self.state[:, target] = self.inputs[:, source], self.state[:, source]
 
     def pass_states(self, layout: Layout) -> "PassStates":
         """Access to the states for the tokens of a pass that `begin` announced."""

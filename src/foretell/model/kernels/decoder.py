@@ -293,10 +293,8 @@ class NativeDecoder:
             torch.get_num_threads(),
         )
         if invalid >= 0:
-            slots = stack.cache_struct(cache).slots
             raise ValueError(
-                f"token {invalid} of the pass lies outside the cache of {slots} slots and "
-                f"{stack.model.context} positions"
+                f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
         experts = () if expert_counts is None else tuple(filter(None, expert_counts))
         hidden, cap = tuple(states[i] for i in place), self.config.logit_softcap
@@ -378,7 +376,7 @@ class NativeDecoder:
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
             *(memory, torch.get_num_threads()),
         )
-        trees.check_result(invalid, memory.slots, stack.model.context)
+        trees.check_result(invalid, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":
         """The first `layers` blocks with the same norm and head, sharing all weights."""

@@ -54,14 +54,13 @@ class DynamicTrees:
             *(first, first + size, out, first + 2 * size),
         )
 
-    def check_result(self, invalid: int, slots: int, context: int) -> None:
-        """Check a kernel's return value: -1, or a token outside a cache of `slots` slots or `context` positions.
+    def check_result(self, invalid: int, context: int) -> None:
+        """Check a kernel's return value: -1, or a token outside its row's blocks or `context` positions.
 
         Raises:
             ValueError: the trees do not fit.
         """
         if invalid >= 0:
             raise ValueError(
-                f"a tree of {self.struct.depth} levels does not fit: the cache has {slots} slots, and positions end at "
-                f"{context}"
+                f"a tree of {self.struct.depth} levels does not fit in the blocks of its row, or in {context} positions"
             )

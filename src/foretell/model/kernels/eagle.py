@@ -142,7 +142,7 @@ class NativeEagle:
         )
         if invalid == -2:
             raise self._unknown_token(token.tolist())
-        trees.check_result(invalid, cache.k.shape[3], stack.model.context)
+        trees.check_result(invalid, stack.model.context)
 
     def _unknown_token(self, token: Sequence[int]) -> ValueError:
         return ValueError(

@@ -32,7 +32,8 @@ class NativeKVCache(KVCache):
     def struct(self) -> structures.Cache:
         """The cache as an argument of the kernels."""
         scales = (None if part is None else part.data_ptr() for part in (self.k_scale, self.v_scale))
-        return structures.Cache(self.k.data_ptr(), self.v.data_ptr(), *scales, self.k.shape[1], self.slots)
+        blocks, table = self.k.shape[2], self.blocks.table
+        return structures.Cache(self.k.data_ptr(), self.v.data_ptr(), *scales, table.ctypes.data, blocks, *table.shape)
 
     def move(self, row: int, source: Sequence[int], target: int) -> None:
         """Copy the ascending slots `source` of a row to `target, target+1, …`, none of them to a later slot.
@@ -40,12 +41,12 @@ class NativeKVCache(KVCache):
         Raises:
             ValueError: the slots are not in this order, or lie outside the cache.
         """
-        if not all(a < b for a, b in pairwise([target - 1, *source, self.slots])):
+        if not all(a < b for a, b in pairwise([target - 1, *source, self.blocks.slots(row)])):
             raise ValueError(f"slots {list(source)} cannot be moved to {target} and the following")
         skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
         if skip == len(source):
             return
-        layers, _, heads, _, dim = self.k.shape
+        layers, heads, _, _, dim = self.k.shape
         slots = (c_int32 * (len(source) - skip))(*source[skip:])
         build.library().foretell_cache_move(
             *(self._kind, self.struct, layers, heads, dim, row, slots, len(slots), target + skip)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foretell.model.attention import query_factors
+from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
 from foretell.model.expert_matrices import ExpertMatrices
@@ -293,9 +294,9 @@ class NativeStack:
             return
         columns = {f.name: getattr(layout, f.name) for f in fields(layout)}
         where = ", ".join(f"{name} {column[invalid]}" for name, column in columns.items() if column is not None)
-        size = f"{cache.rows} rows of {cache.slots} slots and {self.model.context} positions"
         raise ValueError(
-            f"token {invalid} of the layout has no visible slot or lies outside the cache of {size}: {where}"
+            f"token {invalid} of the layout has no visible slot or lies outside the blocks of its row, the "
+            f"{cache.rows} rows of the cache or the {self.model.context} positions: {where}"
         )
 
     def without_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
@@ -466,14 +467,12 @@ class NativeStack:
     def _store_struct(self, i: int, cache: Cache, states: NativePass | None) -> structures.Cache:
         if not isinstance(cache, NativeKVCache):
             raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
-        layers, rows, _, slots, _ = cache.k.shape
+        layers, _, blocks, _, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         sizes = self._store_sizes[i]
-        shape = (max(layers, self._least_layers(i)), rows, sizes.kv_heads, slots, sizes.head_dim)
+        shape = (max(layers, self._least_layers(i)), sizes.kv_heads, blocks, BLOCK_SLOTS, sizes.head_dim)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
-        if slots % structures.LANES:
-            raise ValueError(f"the cache has {slots} slots, no multiple of {structures.LANES}")
         if states is None:
             return cache.struct
         struct = structures.Cache.from_buffer_copy(cache.struct)

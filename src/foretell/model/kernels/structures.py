@@ -186,8 +186,8 @@ class Cache(ctypes.Structure):
     """The key-value cache."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale")),
-        *((name, c_int32) for name in ("rows", "slots")),
+        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale", "table")),
+        *((name, c_int32) for name in ("blocks", "rows", "row_blocks")),
         ("states", c_void_p),
     )
 

@@ -57,10 +57,10 @@ class Visibility {
 // New tokens first .. last - 1, all of one cache row, which read the keys and values together.
 struct TokenTile {
   int first, last;
-  std::vector<int> extra_blocks;  // blocks of the cache that hold the tokens' extra slots
+  std::vector<int> extra_groups;  // groups of 16 slots that hold the tokens' extra slots
 };
 
-// The tokens of a pass in tiles, and the place of every extra slot among the blocks of its tile.
+// The tokens of a pass in tiles, and the place of every extra slot among the groups of its tile.
 class TokenTiles {
  public:
   TokenTiles(const Visibility& visibility, int tokens_per_tile)
@@ -71,26 +71,26 @@ class TokenTiles {
         tiles_.push_back({t, t, {}});
       tiles_.back().last = t + 1;
       for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
-        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_blocks, visibility[t].extra_slots[i]);
+        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, visibility[t].extra_slots[i]);
     }
-    for (const TokenTile& tile : tiles_) most_blocks_ = std::max(most_blocks_, (int)tile.extra_blocks.size());
+    for (const TokenTile& tile : tiles_) most_groups_ = std::max(most_groups_, (int)tile.extra_groups.size());
   }
   const std::vector<TokenTile>& all() const { return tiles_; }
-  int most_extra_blocks() const { return most_blocks_; }
-  // The number of a token's extra slot among those of its tile's blocks.
+  int most_extra_groups() const { return most_groups_; }
+  // The number of a token's extra slot among those of its tile's groups.
   int place_of(int token, int extra) const { return places_[(size_t)token * width_ + extra]; }
 
  private:
-  static int place(std::vector<int>& blocks, int slot) {
+  static int place(std::vector<int>& groups, int slot) {
     size_t i = 0;
-    while (i < blocks.size() && blocks[i] != slot / kLanes) ++i;
-    if (i == blocks.size()) blocks.push_back(slot / kLanes);
+    while (i < groups.size() && groups[i] != slot / kLanes) ++i;
+    if (i == groups.size()) groups.push_back(slot / kLanes);
     return (int)i * kLanes + slot % kLanes;
   }
   const int width_;
   std::vector<int> places_;
   std::vector<TokenTile> tiles_;
-  int most_blocks_ = 0;
+  int most_groups_ = 0;
 };
 
 // The result of a query over some of its keys.
@@ -177,23 +177,24 @@ class Attention {
  private:
   static constexpr bool kInTiles = kHasTiles && std::is_same_v<C, Bfloat16>;  // with AMX's tiles
   static constexpr int kAligned = (kInTiles ? kTileWords : kLanes / C::kDepth) * C::kDepth;  // keys
-  static constexpr int kChunk = 256;        // keys: a multiple of 16 * kTileBlocks
+  static constexpr int kChunk = 256;        // keys
+  static constexpr int kChunkBlocks = kChunk / kCacheBlock;
   static constexpr int kMaxQueries = 48;    // queries of a tile of tokens: their scores stay in the first-level cache
-  static_assert(kMaxGroup <= kMaxQueries && kChunk % (kTileBlocks * kLanes) == 0);
+  static_assert(kMaxGroup <= kMaxQueries && kChunk % kCacheBlock == 0 && kCacheBlock % kAligned == 0);
   static constexpr int kUnitsPerThread = 3; // tiles and heads that keep the threads equally busy
 
   size_t partial_size() const { return (size_t)m_.head_dim + kLanes; }
 
-  // Memory of a thread: scores of a chunk and of the extra blocks, partial results of a chunk and merged ones, a head,
+  // Memory of a thread: scores of a chunk and of the extra groups, partial results of a chunk and merged ones, a head,
   // keys and values of a chunk that are not stored as words, and the gathered values of a step.
   size_t scratch_size() const {
-    const size_t per_query = kChunk + (size_t)tiles_.most_extra_blocks() * kLanes + 2 * partial_size();
+    const size_t per_query = kChunk + (size_t)tiles_.most_extra_groups() * kLanes + 2 * partial_size();
     return tile_queries_ * per_query + (size_t)round_up(m_.head_dim, kPanel) + cache_.scratch_words(kChunk) +
            (kInTiles ? (size_t)(kTileWords * m_.head_dim) : 0);
   }
   float* scratch(const Team& team) const { return scratch_.get() + team.thread * scratch_size_; }
   float* scores_of(int i, const Team& team) const { return scratch(team) + (size_t)i * kChunk; }
-  int extra_stride() const { return tiles_.most_extra_blocks() * kLanes; }
+  int extra_stride() const { return tiles_.most_extra_groups() * kLanes; }
   float* extra_scores_of(int i, const Team& team) const {
     return scratch(team) + (size_t)tile_queries_ * kChunk + (size_t)i * extra_stride();
   }
@@ -365,27 +366,30 @@ class Attention {
       mix(at, chunk, from, queries, count, team);
   }
 
-  // Scores of keys from .. shared - 1 of a chunk, rounded up to whole blocks.
+  // Scores of keys from .. shared - 1 of a chunk, rounded up to whole groups of 16.
   void score_contiguous(const CacheHead& at, const TokenTile& tile, int kv, int chunk, int from, int shared,
                         const Team& team) const {
-    for (int key = from; key < shared; key += kTileBlocks * kLanes) {
-      const int blocks = std::min(kTileBlocks, (shared - key + kLanes - 1) / kLanes), slot = chunk * kChunk + key;
-      score_blocks(at, slot / kLanes, blocks, tile, kv, team, {scores_of(0, team) + key, kChunk});
+    for (int key = from, groups; key < shared; key += groups * kLanes) {
+      groups = std::min({kTileVectors, (shared - key + kLanes - 1) / kLanes, rest_of_block(key) / kLanes});
+      score_groups(at, chunk * kChunk + key, groups, tile, kv, team, {scores_of(0, team) + key, kChunk});
     }
   }
 
-  // Scores of a tile's queries for blocks of the cache.
-  void score_blocks(const CacheHead& at, int block, int blocks, const TokenTile& tile, int kv, const Team& team,
+  // Keys from one of a chunk to the end of its block of the cache.
+  static int rest_of_block(int key) { return kCacheBlock - key % kCacheBlock; }
+
+  // Scores of a tile's queries for groups of 16 keys from a slot on, all in one block of the cache.
+  void score_groups(const CacheHead& at, int slot, int groups, const TokenTile& tile, int kv, const Team& team,
                     const Sums& out) const {
     const int queries = queries_of(tile);
-    const char* ahead = cache_.values_at(at, block * kLanes);
-    const uint32_t* keys = cache_.key_words(at, block, blocks, words_of(team), ahead);
+    const char* ahead = cache_.values_at(at, slot);
+    const uint32_t* keys = cache_.key_words(at, slot, groups, words_of(team), ahead);
     const Rows rows = {queries_at(place(tile.first, kv)), (size_t)words_};
     const size_t apart = (size_t)words_ * kLanes;
     if (cache_.scales_values()) ahead = nullptr;
     if constexpr (kInTiles) {
       multiply_columns_in_tiles([&](int s) { return keys + s * step_words_ * kLanes; }, words_ / step_words_,
-                                step_words_, kLanes, apart, blocks, TileRows(queries), rows, false, out, ahead);
+                                step_words_, kLanes, apart, groups, TileRows(queries), rows, false, out, ahead);
     } else {
       for (int i = 0; i < queries; i += kTileQueries, ahead = nullptr) {
         const int count = std::min(kTileQueries, queries - i);
@@ -393,19 +397,19 @@ class Attention {
         float* sums[kTileQueries];
         for (int q = 0; q < count; ++q)
           some[q] = rows.words + (i + q) * rows.stride, sums[q] = out.first + (i + q) * out.stride;
-        column_product<C>(count, blocks)({keys, kLanes, apart}, words_, some, sums, ahead);
+        column_product<C>(count, groups)({keys, kLanes, apart}, words_, some, false, sums, ahead);
       }
     }
-    for (int i = 0; i < queries; ++i) cache_.scale_scores(at, block, blocks, out.first + i * out.stride);
+    for (int i = 0; i < queries; ++i) cache_.scale_scores(at, slot, groups, out.first + i * out.stride);
   }
 
-  // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra blocks, from which every
+  // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra groups, from which every
   // token takes its own.
   void score_extra(const Layer& layer, const CacheHead& at, const TokenTile& tile, int kv, int chunk,
                    const Team& team) const {
-    for (size_t b = 0; b < tile.extra_blocks.size(); ++b)
-      score_blocks(at, tile.extra_blocks[b], 1, tile, kv, team,
-                   {extra_scores_of(0, team) + b * kLanes, (size_t)extra_stride()});
+    for (size_t g = 0; g < tile.extra_groups.size(); ++g)
+      score_groups(at, tile.extra_groups[g] * kLanes, 1, tile, kv, team,
+                   {extra_scores_of(0, team) + g * kLanes, (size_t)extra_stride()});
     for (int t = tile.first; t < tile.last; ++t) {
       const Range range = range_of(layer, t, chunk);
       for (int key = range.shared; key < range.to; ++key) {
@@ -455,10 +459,10 @@ class Attention {
   // Scales of the values of 16 keys; 0 past the last one that the token sees.
   Float value_scales(const CacheHead& at, int token, int key) const {
     const VisibleKeys& keys = visibility_[token];
-    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at) + key);
+    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at, key));
     float scales[kLanes];
     for (int i = 0; i < kLanes; ++i)
-      scales[i] = key + i < keys.length ? cache_.value_scales(at)[keys.slot(key + i)] : 0;
+      scales[i] = key + i < keys.length ? *cache_.value_scales(at, keys.slot(key + i)) : 0;
     return load<Float>(scales);
   }
 
@@ -481,32 +485,60 @@ class Attention {
   void mix(const CacheHead& at, int chunk, int from, const Query* queries, int count, const Team& team) const {
     int most = 0;
     for (int i = 0; i < count; ++i) most = std::max(most, queries[i].range.shared);
-    const int slot = chunk * kChunk + from;
-    const char* ahead = cache_.keys_at(at, slot / kChunk * kChunk + kChunk);
-    const uint32_t* values = cache_.value_words(at, slot, most - from, words_of(team), ahead);
+    const ChunkValues values = chunk_values(at, chunk, from, most, team);
     for (int i = 0; i < count; i += queries_per_mix())
       mix_some(at, values, chunk, from, queries + i, std::min(queries_per_mix(), count - i),
-               i || cache_.scales_values() ? nullptr : ahead);
+               !i && !cache_.scales_values());
   }
 
-  void mix_some(const CacheHead& at, const uint32_t* values, int chunk, int from, const Query* queries, int count,
-                const char* ahead) const {
+  // The values of a chunk, by blocks of the cache: the words of each, and bytes to prefetch while they are read.
+  struct ChunkValues {
+    const uint32_t* words[kChunkBlocks];
+    const char* ahead[kChunkBlocks];
+  };
+
+  // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched meanwhile.
+  ChunkValues chunk_values(const CacheHead& at, int chunk, int from, int to, const Team& team) const {
+    ChunkValues out = {};
+    for (int b = from / kCacheBlock; b * kCacheBlock < to; ++b) {
+      const int begin = b * kCacheBlock, slot = chunk * kChunk + begin;
+      out.ahead[b] = cache_.keys_at(at, cache_.has(at, slot + kChunk) ? slot + kChunk : slot);
+      uint32_t* scratch = words_of(team) + (size_t)begin * words_;
+      out.words[b] = cache_.value_words(at, slot, std::min(kCacheBlock, to - begin), scratch, out.ahead[b]);
+    }
+    return out;
+  }
+
+  // The words of the values from a key of a chunk on, to the end of its block.
+  const uint32_t* words_from(const ChunkValues& values, int key) const {
+    return values.words[key / kCacheBlock] + (size_t)(key % kCacheBlock / C::kDepth) * m_.head_dim;
+  }
+
+  void mix_some(const CacheHead& at, const ChunkValues& values, int chunk, int from, const Query* queries, int count,
+                bool prefetch) const {
     int shared = kChunk;
     const uint32_t* weights[kTileQueries];
     for (int q = 0; q < count; ++q)
-      shared = std::min(shared, queries[q].range.shared), weights[q] = queries[q].weights + from / C::kDepth;
-    const int begin = from / C::kDepth, end = std::max(begin, shared / C::kDepth);  // words that all queries share
-    for (int first = 0; first < m_.head_dim; first += kTileBlocks * kLanes) {
-      const int vectors = std::min(kTileBlocks, (m_.head_dim - first) / kLanes);
-      float* mixed[kTileQueries];
-      for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
-      column_product<C>(count, vectors)({values + first, (size_t)m_.head_dim, kLanes}, end - begin, weights, mixed,
-                                        first ? nullptr : ahead);
-    }
+      shared = std::min(shared, queries[q].range.shared);
+    const int end = std::max(from, shared / C::kDepth * C::kDepth);  // keys in whole words that all queries share
+    int key = from;
+    do {
+      const int keys = std::min(end - key, rest_of_block(key));
+      for (int q = 0; q < count; ++q) weights[q] = queries[q].weights + key / C::kDepth;
+      for (int first = 0; first < m_.head_dim; first += kTileVectors * kLanes) {
+        const int vectors = std::min(kTileVectors, (m_.head_dim - first) / kLanes);
+        float* mixed[kTileQueries];
+        for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
+        const Columns columns = {words_from(values, key) + first, (size_t)m_.head_dim, kLanes};
+        const char* ahead = prefetch && !first ? values.ahead[key / kCacheBlock] : nullptr;
+        column_product<C>(count, vectors)(columns, keys / C::kDepth, weights, key > from, mixed, ahead);
+      }
+      key += keys;
+    } while (key < end);
     for (int q = 0; q < count;) {  // what the queries do not share: their last contiguous values and their extra slots
       const int same = q;
       while (q < count && queries[q].token == queries[same].token) ++q;
-      for (int i = end; i * C::kDepth < queries[same].range.to; ++i) mix_word(at, chunk, i, queries + same, q - same);
+      for (int i = end / C::kDepth; i * C::kDepth < queries[same].range.to; ++i) mix_word(at, chunk, i, queries + same, q - same);
     }
   }
 
@@ -537,17 +569,15 @@ class Attention {
       if (range.shared < range.to) together = std::min(together, range.shared / step * step);
     }
     together = std::max(from, std::min(together, round_up(written, step)));
-    const int whole = std::min(together, std::max(from, written / step * step)), slot = chunk * kChunk + from;
-    const char* ahead = cache_.keys_at(at, chunk * kChunk + kChunk);
-    const uint32_t* values = cache_.value_words(at, slot, whole - from, words_of(team), ahead);
+    const int whole = std::min(together, std::max(from, written / step * step));
+    const ChunkValues values = chunk_values(at, chunk, from, whole, team);
     uint32_t* own = values_of(team);
     if (together > whole) gather(at, {chunk * kChunk + written, chunk * kChunk + written, nullptr}, chunk, whole, own);
-    const size_t step_size = (size_t)step_words_ * m_.head_dim;
-    const auto values_at = [&](int s) { return from + s * step < whole ? values + s * step_size : own; };
+    const auto values_at = [&](int s) { return from + s * step < whole ? words_from(values, from + s * step) : own; };
     const Rows weights = {(const uint32_t*)scores_of(0, team), kChunk};
     multiply_columns_in_tiles(values_at, (together - from) / step, step_words_, (size_t)m_.head_dim, kLanes,
                               m_.head_dim / kLanes, TileRows(queries), {weights.words + from / C::kDepth, kChunk},
-                              false, {partials.first, partials.stride}, cache_.scales_values() ? nullptr : ahead);
+                              false, {partials.first, partials.stride}, nullptr);
     for (int t = tile.first; t < tile.last; ++t) {
       const Range range = range_of(layer, t, chunk);
       for (int key = together; key < range.to; key += step) {

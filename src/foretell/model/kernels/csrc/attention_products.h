@@ -17,16 +17,20 @@ struct Columns {
 };
 
 // Vectors of columns, and rows, whose sums fit in registers.
-constexpr int kTileBlocks = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
-constexpr int kTileQueries = kAccumulators / kTileBlocks;
+constexpr int kTileVectors = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
+constexpr int kTileQueries = kAccumulators / kTileVectors;
 
-// Products of Q rows of some words with V vectors, summed from the first word to the last: out[q] receives 16 * V sums.
-// Meanwhile as many bytes from `ahead` on (null: none) are prefetched: for few queries attention is bound by memory.
+// Products of Q rows of some words with V vectors, summed from the first word to the last: out[q] receives 16 * V sums,
+// where `adds` begins with the sums that are there. Meanwhile as many bytes from `ahead` on (null: none) are prefetched:
+// for few queries attention is bound by memory.
 template <class C, int Q, int V>
-void multiply_columns(const Columns& columns, int words, const uint32_t* const* rows, float* const* out,
+void multiply_columns(const Columns& columns, int words, const uint32_t* const* rows, bool adds, float* const* out,
                       const char* ahead) {
   const size_t step = columns.step, apart = columns.apart;
   Float sums[Q][V] = {};
+  if (adds)
+    for (int q = 0; q < Q; ++q)
+      for (int v = 0; v < V; ++v) sums[q][v] = load<Float>(out[q] + v * kLanes);
   for (int w = 0; w < words; ++w) {
     Word column[V];
     if (ahead)
@@ -44,16 +48,16 @@ void multiply_columns(const Columns& columns, int words, const uint32_t* const* 
     for (int v = 0; v < V; ++v) store(out[q] + v * kLanes, sums[q][v]);
 }
 
-using ColumnProduct = void (*)(const Columns&, int, const uint32_t* const*, float* const*, const char*);
+using ColumnProduct = void (*)(const Columns&, int, const uint32_t* const*, bool, float* const*, const char*);
 
 template <class C, size_t... I>
 ColumnProduct column_product_of(int rows, int vectors, std::index_sequence<I...>) {
-  constexpr ColumnProduct all[] = {multiply_columns<C, I / kTileBlocks + 1, I % kTileBlocks + 1>...};
-  return all[(rows - 1) * kTileBlocks + vectors - 1];
+  constexpr ColumnProduct all[] = {multiply_columns<C, I / kTileVectors + 1, I % kTileVectors + 1>...};
+  return all[(rows - 1) * kTileVectors + vectors - 1];
 }
 template <class C>
 ColumnProduct column_product(int rows, int vectors) {
-  return column_product_of<C>(rows, vectors, std::make_index_sequence<kTileQueries * kTileBlocks>());
+  return column_product_of<C>(rows, vectors, std::make_index_sequence<kTileQueries * kTileVectors>());
 }
 
 // With AMX's tiles, which are used for bfloat16 words and every number of rows: a step is 16 words (8, where a head's

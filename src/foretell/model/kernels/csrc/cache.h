@@ -5,6 +5,9 @@
 // of as many slots as a word has numbers, [dimension][slot]. So one vector holds the same word of 16 keys, or 16
 // dimensions of a group of values. int8 numbers are widened to words when they are read; heads are rotated before they
 // are rounded to them, and so must be the queries, and the results of attention.
+//
+// The slots of a row lie in blocks of kCacheBlock slots anywhere in the cache; a table names the blocks of every row
+// (paged attention: Kwon et al., arXiv 2309.06180). Rows may share blocks.
 
 #pragma once
 
@@ -16,10 +19,16 @@
 
 namespace {
 
-// The part of the cache that belongs to one key-value head of a layer and row.
+constexpr int kCacheBlock = 64;  // slots; `BLOCK_SLOTS` of kv_cache.py
+
+// The part of the cache that belongs to one key-value head of a layer, as a row sees it.
 struct CacheHead {
   uint8_t *keys, *values;
-  float *key_scales, *value_scales;  // [slots], for int8
+  float *key_scales, *value_scales;  // for int8
+  const int32_t* table;
+
+  // Where a slot of the row lies, in slots of the whole head; the slots of a block follow one another.
+  size_t place(int slot) const { return (size_t)table[slot / kCacheBlock] * kCacheBlock + slot % kCacheBlock; }
 };
 
 // A cache whose numbers are multiplied as C's.
@@ -35,17 +44,22 @@ class CacheLayout {
         number_bytes_(is_int8_ ? 1 : 4 / C::kDepth) {}
 
   CacheHead head(int layer, int row, int kv) const {
-    const size_t i = (((size_t)layer * cache_.rows + row) * kv_heads_ + kv) * cache_.slots;
+    const size_t i = ((size_t)layer * kv_heads_ + kv) * cache_.blocks * kCacheBlock;
     return {(uint8_t*)cache_.k + i * dim_ * number_bytes_, (uint8_t*)cache_.v + i * dim_ * number_bytes_,
-            is_int8_ ? cache_.k_scale + i : nullptr, is_int8_ ? cache_.v_scale + i : nullptr};
+            is_int8_ ? cache_.k_scale + i : nullptr, is_int8_ ? cache_.v_scale + i : nullptr,
+            cache_.table + (size_t)row * cache_.row_blocks};
   }
 
   // Where the keys and values of slots from a multiple of 16 on begin.
   const char* keys_at(const CacheHead& at, int slot) const {
-    return (const char*)at.keys + (size_t)slot * dim_ * number_bytes_;
+    return (const char*)at.keys + at.place(slot) * dim_ * number_bytes_;
   }
   const char* values_at(const CacheHead& at, int slot) const {
-    return (const char*)at.values + (size_t)slot * dim_ * number_bytes_;
+    return (const char*)at.values + at.place(slot) * dim_ * number_bytes_;
+  }
+  // Whether the row has a block for a slot.
+  bool has(const CacheHead& at, int slot) const {
+    return slot / kCacheBlock < cache_.row_blocks && at.table[slot / kCacheBlock] >= 0;
   }
 
   // Where numbers are int8, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions,
@@ -67,10 +81,10 @@ class CacheLayout {
 
   // Threads may store different slots at the same time.
   void store_key(const CacheHead& at, int slot, const float* x) const {
-    const size_t first = (size_t)(slot / kLanes) * words_ * kLanes + slot % kLanes;  // in words
+    const size_t place = at.place(slot), first = place / kLanes * words_ * kLanes + place % kLanes;  // in words
     if (is_int8_) {
       int8_t numbers[kMaxHeadDim];
-      at.key_scales[slot] = quantize(x, numbers);
+      at.key_scales[place] = quantize(x, numbers);
       for (int i = 0; i < dim_; ++i)
         at.keys[(first + (size_t)(i / C::kDepth) * kLanes) * C::kDepth + i % C::kDepth] = (uint8_t)numbers[i];
       return;
@@ -81,10 +95,10 @@ class CacheLayout {
   }
 
   void store_value(const CacheHead& at, int slot, const float* x) const {
-    const size_t first = (size_t)(slot / C::kDepth) * dim_ * C::kDepth + slot % C::kDepth;  // in numbers
+    const size_t place = at.place(slot), first = place / C::kDepth * dim_ * C::kDepth + place % C::kDepth;  // in numbers
     if (is_int8_) {
       int8_t numbers[kMaxHeadDim];
-      at.value_scales[slot] = quantize(x, numbers);
+      at.value_scales[place] = quantize(x, numbers);
       for (int i = 0; i < dim_; ++i) at.values[first + (size_t)i * C::kDepth] = (uint8_t)numbers[i];
       return;
     }
@@ -96,15 +110,16 @@ class CacheLayout {
       for (int i = 0; i < dim_; ++i) ((uint16_t*)at.values)[first + (size_t)i * 2] = ((const uint16_t*)words)[i];
   }
 
-  // Copies slots of a head; source and target may be the same slot.
-  void copy(const CacheHead& at, int source, int target) const {
-    const auto key = [&](int slot) {
-      return at.keys + ((size_t)(slot / kLanes) * words_ * kLanes + slot % kLanes) * C::kDepth * number_bytes_;
+  // Copies a slot of a head; source and target may be the same slot.
+  void copy(const CacheHead& at, int source_slot, int target_slot) const {
+    const size_t source = at.place(source_slot), target = at.place(target_slot);
+    const auto key = [&](size_t place) {
+      return at.keys + (place / kLanes * words_ * kLanes + place % kLanes) * C::kDepth * number_bytes_;
     };
     const int word_bytes = C::kDepth * number_bytes_, step = kLanes * word_bytes;
     for (int w = 0; w < words_; ++w) std::memcpy(key(target) + w * step, key(source) + w * step, (size_t)word_bytes);
-    const auto value = [&](int slot) {
-      return at.values + ((size_t)(slot / C::kDepth) * dim_ * C::kDepth + slot % C::kDepth) * number_bytes_;
+    const auto value = [&](size_t place) {
+      return at.values + (place / C::kDepth * dim_ * C::kDepth + place % C::kDepth) * number_bytes_;
     };
     for (int i = 0; i < dim_; ++i)
       std::memcpy(value(target) + i * word_bytes, value(source) + i * word_bytes, (size_t)number_bytes_);
@@ -116,23 +131,18 @@ class CacheLayout {
   // Words of scratch memory that reading so many keys or values at once needs.
   size_t scratch_words(int keys) const { return is_int8_ ? (size_t)keys * words_ : 0; }
 
-  // The words of blocks of 16 keys, [block][word][key]. Where they must be widened, as many bytes from `ahead` on are
-  // prefetched meanwhile.
-  const uint32_t* key_words(const CacheHead& at, int block, int blocks, uint32_t* scratch,
-                            const char* ahead) const {
-    const size_t first = (size_t)block * words_ * kLanes;
-    if (!is_int8_) return (const uint32_t*)at.keys + first;
-    return widen((const int8_t*)at.keys + first * C::kDepth, blocks * words_, scratch, ahead);
+  // The words of groups of 16 keys from a slot on, all in one block: [group][word][key]. Where they must be widened,
+  // as many bytes from `ahead` on are prefetched meanwhile.
+  const uint32_t* key_words(const CacheHead& at, int slot, int groups, uint32_t* scratch, const char* ahead) const {
+    const char* keys = keys_at(at, slot);
+    return is_int8_ ? widen((const int8_t*)keys, groups * words_, scratch, ahead) : (const uint32_t*)keys;
   }
 
-  // The words of the values of slots first_slot .. first_slot + count - 1, [slot / kDepth][dimension]; first_slot is a
-  // multiple of kDepth.
-  const uint32_t* value_words(const CacheHead& at, int first_slot, int count, uint32_t* scratch,
-                              const char* ahead) const {
-    const size_t first = (size_t)first_slot / C::kDepth * dim_;
-    if (!is_int8_) return (const uint32_t*)at.values + first;
-    return widen((const int8_t*)at.values + first * C::kDepth, count / C::kDepth * (dim_ / kLanes), scratch,
-                 ahead);
+  // The words of the values of `count` slots from a multiple of kDepth on, all in one block: [slot / kDepth][dimension].
+  const uint32_t* value_words(const CacheHead& at, int slot, int count, uint32_t* scratch, const char* ahead) const {
+    const char* values = values_at(at, slot);
+    if (!is_int8_) return (const uint32_t*)values;
+    return widen((const int8_t*)values, count / C::kDepth * (dim_ / kLanes), scratch, ahead);
   }
 
   // 16 words of values: dimensions first .. first + 15 of kDepth slots; 0 for slot -1.
@@ -140,23 +150,24 @@ class CacheLayout {
     Word out = {};
     for (int d = 0; d < C::kDepth; ++d) {
       if (slots[d] < 0) continue;
-      const size_t where = (size_t)(slots[d] / C::kDepth) * dim_ + first;
+      const size_t place = at.place(slots[d]), where = place / C::kDepth * dim_ + first;
       const Word read = is_int8_ ? widened((const int8_t*)at.values + where * C::kDepth)
                                  : load<Word>((const uint32_t*)at.values + where);
-      out |= C::place(C::take(read, slots[d] % C::kDepth), d);
+      out |= C::place(C::take(read, (int)(place % C::kDepth)), d);
     }
     return out;
   }
 
-  // Multiplies scores of blocks of keys with the keys' scales.
-  void scale_scores(const CacheHead& at, int block, int blocks, float* scores) const {
+  // Multiplies scores of groups of 16 keys from a slot on with the keys' scales.
+  void scale_scores(const CacheHead& at, int slot, int groups, float* scores) const {
     if (!is_int8_) return;
-    for (int i = 0; i < blocks * kLanes; i += kLanes)
-      store(scores + i, load<Float>(scores + i) * load<Float>(at.key_scales + (size_t)block * kLanes + i));
+    const float* scales = at.key_scales + at.place(slot);
+    for (int i = 0; i < groups * kLanes; i += kLanes)
+      store(scores + i, load<Float>(scores + i) * load<Float>(scales + i));
   }
 
   bool scales_values() const { return is_int8_; }
-  const float* value_scales(const CacheHead& at) const { return at.value_scales; }
+  const float* value_scales(const CacheHead& at, int slot) const { return at.value_scales + at.place(slot); }
 
  private:
   // int8 numbers and their scale.

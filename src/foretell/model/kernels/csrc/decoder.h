@@ -244,10 +244,15 @@ void run_stack(const Model& m, const Layer* layers, int first, int last, float* 
 int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache) {
   const auto within = [](int32_t x, int32_t end) { return x >= 0 && x < end; };
   for (int i = 0; i < layout.count; ++i) {
+    if (!within(layout.row[i], cache.rows) || !within(layout.position[i], m.context)) return i;
+    const int32_t* table = cache.table + (size_t)layout.row[i] * cache.row_blocks;
+    const auto has = [&](int32_t slot) {
+      return within(slot, cache.row_blocks * kCacheBlock) && within(table[slot / kCacheBlock], cache.blocks);
+    };
     const VisibleKeys keys = visible_keys_of(layout, i);
-    bool valid = within(layout.row[i], cache.rows) && within(layout.slot[i], cache.slots) &&
-                 within(layout.position[i], m.context) && within(keys.prefix, cache.slots + 1) && keys.length > 0;
-    for (int j = keys.prefix; j < keys.length; ++j) valid = valid && within(keys.slot(j), cache.slots);
+    bool valid = has(layout.slot[i]) && keys.prefix >= 0 && keys.length > 0;
+    for (int slot = 0; valid && slot < keys.prefix; slot += kCacheBlock) valid = has(slot);
+    for (int j = keys.prefix; valid && j < keys.length; ++j) valid = has(keys.slot(j));
     if (!valid) return i;
   }
   return -1;

@@ -199,10 +199,11 @@ struct Sampling {  // of one row of logits
   int32_t top_k;   // 0: all
 };
 
-struct Cache {  // [layers, rows, kv_heads, ...] per head as in cache.h; slots is a multiple of 16
+struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slots as in cache.h
   void *k, *v;
-  float *k_scale, *v_scale;  // [layers, rows, kv_heads, slots] of int8 numbers; else null
-  int32_t rows, slots;
+  float *k_scale, *v_scale;  // [layers, kv_heads, blocks, kCacheBlock] of int8 numbers; else null
+  const int32_t* table;      // [rows, row_blocks]: the block of every kCacheBlock slots of a row; -1: none
+  int32_t blocks, rows, row_blocks;
   const States* states;  // of the layers with a recurrent state; or null
 };
 }

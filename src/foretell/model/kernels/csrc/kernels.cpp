@@ -328,8 +328,8 @@ const char* foretell_abi() {
       F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, rows), F(Cache, slots),
-      F(Cache, states));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, table), F(Cache, blocks),
+      F(Cache, rows), F(Cache, row_blocks), F(Cache, states));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)

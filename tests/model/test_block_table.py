@@ -1,0 +1,91 @@
+"""The blocks of a paged cache: rows share full ones, and write to blocks of their own only."""
+
+import pytest
+import torch
+
+from foretell.model.block_table import BLOCK_SLOTS, BlockTable, OutOfBlocksError
+from foretell.model.kv_cache import KVCache
+
+
+def filled(row_lengths: dict[int, int], limit: int | None = None) -> KVCache:
+    """A cache whose keys are `1000 * row + slot`."""
+    cache = KVCache(2, 1, 1, torch.float32, torch.device("cpu"))
+    cache.blocks.limit = limit
+    for row, length in row_lengths.items():
+        write(cache, row, 0, length, 1000 * row)
+    return cache
+
+
+def write(cache: KVCache, row: int, first: int, last: int, offset: int) -> None:
+    cache.reserve([row], [last])
+    slot = torch.arange(first, last)
+    for layer in range(2):
+        cache.write(layer, torch.full_like(slot, row), slot, *2 * [(offset + slot).float()[:, None, None]])
+
+
+def keys(cache: KVCache, row: int, length: int) -> list[int]:
+    found = [cache.read(layer, torch.tensor([row]), length)[0].flatten().tolist() for layer in range(2)]
+    assert found[0] == found[1]
+    return list(map(int, found[0]))
+
+
+@pytest.mark.parametrize("length", [1, BLOCK_SLOTS - 1, BLOCK_SLOTS, BLOCK_SLOTS + 1, 2 * BLOCK_SLOTS, 150])
+def test_a_copied_row_has_the_tokens_and_shares_the_full_blocks(length: int) -> None:
+    cache = filled({0: 150})
+    before = cache.blocks.blocks_in_use
+    cache.copy_row(0, 3, length)
+    assert keys(cache, 3, length) == list(range(length))
+    assert cache.blocks.blocks_in_use == before + (length % BLOCK_SLOTS > 0)
+
+
+def test_what_one_row_writes_the_other_does_not_see() -> None:
+    cache = filled({0: 150})
+    cache.copy_row(0, 1, 130)
+    write(cache, 1, 130, 200, 5000)
+    write(cache, 0, 150, 160, 7000)
+    cache.truncate(0, 70)  # into a shared block
+    write(cache, 0, 70, 140, 9000)
+    assert keys(cache, 1, 200) == [*range(130), *range(5130, 5200)]
+    assert keys(cache, 0, 140) == [*range(70), *range(9070, 9140)]
+
+
+def test_going_back_within_the_last_shared_block_copies_it() -> None:
+    cache = filled({0: 128})
+    cache.copy_row(0, 1, 128)
+    cache.truncate(1, 100)
+    write(cache, 1, 100, 120, 5000)
+    assert keys(cache, 0, 128) == list(range(128))
+    assert keys(cache, 1, 120) == [*range(100), *range(5100, 5120)]
+
+
+def test_blocks_come_back_when_their_last_row_ends() -> None:
+    cache = filled({0: 200})
+    cache.copy_row(0, 1, 200)
+    cache.truncate(0, 0)
+    assert keys(cache, 1, 200) == list(range(200))
+    cache.truncate(1, 0)
+    assert cache.blocks.blocks_in_use == 0
+    write(cache, 2, 0, 250, 0)
+    assert cache.blocks.blocks == 5  # the four of row 0 and the copy serve again
+
+
+def test_a_limited_cache_refuses_what_it_has_no_blocks_for_and_changes_nothing() -> None:
+    cache = filled({0: 64, 1: 64}, limit=3)
+    assert cache.free_slots == 64
+    with pytest.raises(OutOfBlocksError, match="1 more blocks of 64 tokens are needed"):
+        cache.reserve([0, 1], [65, 65])
+    assert cache.blocks.blocks_in_use == 2
+    cache.reserve([0], [128])
+    with pytest.raises(OutOfBlocksError, match="1 more blocks"):
+        cache.copy_row(0, 2, 70)
+    assert keys(cache, 0, 64) == list(range(64))
+
+
+def test_only_an_empty_row_takes_shared_blocks_and_only_those_that_exist() -> None:
+    blocks = BlockTable()
+    blocks.extend(0, 100)
+    with pytest.raises(ValueError, match="row 0 has room for 128 tokens: 129 cannot be shared"):
+        blocks.share(0, 1, 129)
+    blocks.extend(1, 1)
+    with pytest.raises(ValueError, match="row 1 holds 1 blocks"):
+        blocks.share(0, 1, 64)
