@@ -1,4 +1,4 @@
-"""Any choice of drafts gives the same texts; the controller follows costs and chances; predictions; chunks of prompts."""
+"""Any choice of drafts gives the same texts; the controller follows costs and chances; predictions; prompt chunks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
