@@ -23,7 +23,9 @@ LATE_WEIGHT = 4.0
 """How many tokens of other requests a token of a request near its deadline is worth."""
 _MIN_PASSES = 3
 """Measured passes before their times decide."""
-_SWITCH_OFF, _SWITCH_ON = 0.995, 1.02
+_SPEEDUP_SHARE = 0.2
+"""Weight of the newest step in the mean of the expected speed-up."""
+_SWITCH_OFF, _SWITCH_ON = 0.99, 1.03
 """Expected speed-ups below which a method is switched off, and from which on it drafts again."""
 _PROBE_ROWS = 2
 """Requests for which drafts are probed."""
@@ -39,8 +41,8 @@ _PROBE_SHARE = 0.01
 
 @dataclass
 class ControllerStatistics:
-    """Sums over the steps that decoded, without those that also read a prompt. Rates are differences of two readings
-    over time.
+    """Sums over the steps that decoded, without those that also read a prompt and the first ones, before times are
+    known. Rates are differences of two readings over time.
     """
 
     steps: int = 0
@@ -97,6 +99,8 @@ class _MethodState:
 
     estimate: DraftEstimate = field(default_factory=DraftEstimate)
     active: bool = True
+    speedup: float = 1.0
+    """Running mean of the expected one."""
     next_probe: int = 0
     """Step of the next probe."""
     probe_left: int = 0
@@ -160,7 +164,10 @@ class Controller:
 
     def depths(self, bound: BoundMethod, count: int) -> list[int]:
         """Greatest depth of the drafts of each of `count` requests of a method; 0: the method is not asked."""
-        state, estimate = self._states.setdefault(bound, _MethodState()), self._states[bound].estimate
+        if bound not in self._states:
+            self._states[bound] = _MethodState()
+        state = self._states[bound]
+        estimate = state.estimate
         if isinstance(bound.method.draft, NoDrafter):
             return [NO_LIMIT] * count
         if self._measures_plain:
@@ -192,7 +199,8 @@ class Controller:
         return float(rate[best] * pass_seconds[0] / plain), best + 1
 
     def _switch(self, state: _MethodState, speedup: float) -> None:
-        active = speedup >= (_SWITCH_OFF if state.active else _SWITCH_ON)
+        state.speedup += _SPEEDUP_SHARE * (speedup - state.speedup)
+        active = state.speedup >= (_SWITCH_OFF if state.active else _SWITCH_ON)
         self.statistics.switches += active != state.active
         state.active = active
 
@@ -219,6 +227,8 @@ class Controller:
     def prune(self, parts: Sequence[DraftedTrees]) -> None:
         """Leave in the trees only the nodes that pay, of all requests together."""
         self._parts = parts
+        if all(part.tree.nodes == 1 for part in parts):
+            return
         chances = [self._chances(part) for part in parts]
         weights = [self._load.weights[part.indices][:, None] for part in parts]
         free = [part.removable() for part in parts]
@@ -272,9 +282,10 @@ class Controller:
         for part in self._parts:
             self._learn(part, step)
         if step.tree.is_decode:
+            if self._knows_cost:
+                self._count(step)
             self.cost.update(int(np.count_nonzero(step.tree.active)), step.pass_seconds)
             self._passes += step.pass_seconds > 0
-            self._count(step)
 
     def _learn(self, part: DraftedTrees, step: StepResult) -> None:
         if part.bound is None or isinstance(part.bound.method.draft, NoDrafter):

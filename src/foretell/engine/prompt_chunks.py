@@ -53,6 +53,8 @@ class PromptChunks:
 
     def update(self, tokens: int, decoding: bool, seconds: float) -> None:
         """Count a step that read so many tokens of prompts, beside answers that are being written or alone."""
+        if self._target is None:
+            return
         if decoding:
             self._sums = _DECAY * self._sums + [1, tokens, tokens * tokens, seconds, tokens * seconds]
         elif tokens:
