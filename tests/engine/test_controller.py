@@ -21,6 +21,7 @@ from foretell.shape import BranchingTree, Chain, PassCost, RootOnly, Trie
 from helpers import (
     VARIANTS,
     VOCAB,
+    Phrases,
     context_of,
     exact_distribution,
     good_model,
@@ -178,7 +179,7 @@ def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come
         controller.prune([part])
         valid = part.tree.valid
         assert all(valid[row, part.tree.parent[row, n]] for row, n in zip(*np.nonzero(valid), strict=True) if n)
-        return (valid.sum(1) - 1).tolist()
+        return [int(n) - 1 for n in valid.sum(1)]
 
     assert chosen([1, 1], CHEAP) == [3, 3]
     assert chosen([1, 1], EXPENSIVE) == [0, 0]
@@ -204,6 +205,22 @@ def test_a_prediction_gives_the_same_text_in_fewer_passes_and_is_counted() -> No
                 assert 34 <= s.accepted_prediction_tokens <= 40
         limited = engine(PLAIN, None).complete([replace(request, prediction=predicted, max_drafts=0)])[0]
         assert limited.statistics.drafted == 0 and list(limited.tokens) == text
+
+
+def test_forced_tokens_and_predictions_are_drafted_though_the_method_is_switched_off() -> None:
+    class Off(Controller):
+        def depths(self, bound, count):  # type: ignore[no-untyped-def]
+            super().depths(bound, count)
+            return [0] * count
+
+    oracle = Oracle([])
+    method: AnyMethod = Method(oracle, Trie(4), Match())
+    constrained = Request([1, 2], SamplingParams(0.5, seed=1), 12, constraint=Phrases(), prediction=[3, 7, 12, 1])
+    with unchecked():
+        found = engine(method, Off(CHEAP)).complete([constrained] * 2)
+        plain = engine(PLAIN, None).complete([replace(constrained, prediction=None)])[0]
+    assert tokens(found) == [list(plain.tokens)] * 2
+    assert oracle.calls == 0 and found[0].statistics.target_passes < plain.statistics.target_passes
 
 
 def test_a_prediction_is_found_again_after_a_difference() -> None:
