@@ -16,7 +16,7 @@ import torch
 from scipy.stats import chisquare
 
 from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptance
-from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
+from foretell.catalogue import BUILT_IN, DEFAULT_METHOD, BuildContext, Entry, build
 from foretell.catalogue.speculators import embedding_and_head, require_draft_predictor, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, exponential_variates
@@ -226,7 +226,9 @@ _BY_HAND = (
     ),
 )
 
-VARIANTS = tuple(_of_catalogue(e) for e in BUILT_IN) + _BY_HAND
+DISTINCT = tuple(e for e in BUILT_IN if e.name != DEFAULT_METHOD)
+"""The methods of the catalogue, without the one that chooses another."""
+VARIANTS = tuple(_of_catalogue(e) for e in DISTINCT) + _BY_HAND
 """The catalogue's methods, then combinations that it does not contain."""
 
 

@@ -11,6 +11,7 @@ from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
+from foretell.engine.controller import Controller
 from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
 from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod
@@ -191,14 +192,25 @@ class Model:
         )
 
     def engine(
-        self, method: AnyMethod | str = "autoregressive", rows: int = 16, prefix_caching: bool = False
+        self,
+        method: AnyMethod | str = "autoregressive",
+        rows: int = 16,
+        prefix_caching: bool = False,
+        *,
+        controller: Controller | None = None,
+        itl_target: float | None = None,
     ) -> Engine:
-        """An engine that serves this model, at most `rows` requests at a time; see `Engine`. `method` decodes the
-        requests that name no method.
+        """An engine that serves this model, at most `rows` requests at a time; for the others see `Engine`. `method`
+        decodes the requests that name no method.
         """
-        method = self.method(method) if isinstance(method, str) else method
         return Engine(
-            self.runner(), method, rows=rows, detokenizer=self.codec.detokenizer, prefix_caching=prefix_caching
+            self.runner(),
+            self.method(method) if isinstance(method, str) else method,
+            rows=rows,
+            detokenizer=self.codec.detokenizer,
+            prefix_caching=prefix_caching,
+            controller=controller,
+            itl_target=itl_target,
         )
 
     def tokens(
@@ -231,6 +243,10 @@ class Model:
     def _constraints(self) -> ConstraintCompiler:
         return ConstraintCompiler(self.codec, self.eos)
 
+    def prediction(self, text: str) -> list[int]:
+        """The tokens of a predicted output, at most as many as the model reads."""
+        return self.codec.encode(text, add_special_tokens=False)[: self.config.context]
+
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of these words, at the beginning of a text and after a blank."""
         texts = [text for word in words for text in (word.strip(), " " + word.strip()) if word.strip()]
@@ -253,6 +269,7 @@ class Model:
         skip_special_tokens: bool = True,
         bad_words: str | Sequence[str] = (),
         structured_outputs: StructuredOutputs | None = None,
+        prediction: str | None = None,
         allow_special_tokens: bool = False,
         method: AnyMethod | None = None,
         max_drafts: int | None = None,
@@ -260,7 +277,8 @@ class Model:
         """A request for an engine; for `raw` and `allow_special_tokens` see `tokens`, for the others `Request`.
 
         `stop`: one stop string, or several. `bad_words`: words that do not occur in the answer, as the tokenizer writes
-        them. `structured_outputs`: what the answer must match (extra `structured`).
+        them. `structured_outputs`: what the answer must match (extra `structured`). `prediction`: a text that the
+        answer is expected to resemble.
 
         Raises:
             ValueError: the prompt is empty or cannot be encoded, a stop string is no string, or the structured outputs
@@ -285,6 +303,7 @@ class Model:
             include_stop_str_in_output=include_stop_str_in_output,
             skip_special_tokens=skip_special_tokens,
             constraint=None if structured_outputs is None else self.constraint(structured_outputs),
+            prediction=None if prediction is None else self.prediction(prediction),
             method=method,
             max_drafts=max_drafts,
         )

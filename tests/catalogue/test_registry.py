@@ -9,11 +9,20 @@ import pytest
 
 from command import run_foretell
 from foretell.bench.competitor import MethodSpec
-from foretell.catalogue import BUILT_IN, BuildContext, Entry, build, catalogue, installed_methods, registry
+from foretell.catalogue import (
+    BUILT_IN,
+    DEFAULT_METHOD,
+    BuildContext,
+    Entry,
+    build,
+    catalogue,
+    installed_methods,
+    registry,
+)
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options import EagleTreeOptions, MethodOptions
 from foretell.catalogue.registry import find
-from foretell.draft import DraftModel
+from foretell.draft import CombinedRetriever, DraftModel, HybridDrafter
 from foretell.model.runner import DecoderRunner
 from foretell.shape import (
     AdaptiveChain,
@@ -25,7 +34,7 @@ from foretell.shape import (
     RetrievalOrModel,
     Trie,
 )
-from helpers import VARIANTS, VOCAB, Variant, sibling, speculator, target
+from helpers import DISTINCT, VARIANTS, VOCAB, Variant, sibling, speculator, target
 
 FAMILIES = {
     "baseline", "retrieval", "draft model", "self-drafting", "heads", "feature level", "parallel decoding", "hybrid",
@@ -38,12 +47,24 @@ def context(*kinds: str, drafts: int = 0) -> BuildContext:
     return BuildContext(VOCAB, target(), models, speculators=tuple(speculator(k) for k in kinds))
 
 
-@pytest.mark.parametrize(("entry", "variant"), list(zip(BUILT_IN, VARIANTS, strict=False)), ids=lambda p: p.name)
+@pytest.mark.parametrize(("entry", "variant"), list(zip(DISTINCT, VARIANTS, strict=False)), ids=lambda p: p.name)
 def test_columns_are_those_of_the_parts_that_are_built(entry: Entry, variant: Variant) -> None:
     method = variant.make(VOCAB)
     assert (type(method.draft), type(method.tree), type(method.accept)) == (entry.drafter, entry.shape, entry.acceptor)
     assert method.lossless == entry.lossless == (entry.family != "lossy")
     assert entry.drafter.label and entry.shape.label and entry.acceptor.label
+
+
+def test_the_default_drafts_with_what_there_is() -> None:
+    for parts, drafter, shape in (
+        (context("eagle3"), HybridDrafter, RetrievalOrModel),
+        (context(drafts=1), HybridDrafter, RetrievalOrModel),
+        (context(), CombinedRetriever, CostAwareTrie),
+    ):
+        method = build(DEFAULT_METHOD, parts, {"num_draft_tokens": 9})
+        assert (method.name, type(method.draft), type(method.tree)) == ("auto", drafter, shape)
+        trie = method.tree.trie if isinstance(method.tree, RetrievalOrModel) else method.tree
+        assert trie.budget == 9 and method.drafter_label and method.accept.same_seed
 
 
 def test_every_method_is_described() -> None:

@@ -36,7 +36,7 @@ def test_stats_help_quit_and_blank_lines() -> None:
 
 def test_mistakes_do_not_end_the_conversation() -> None:
     out, err = chat("/stats", "/method", "/metod x", "/method sufix", "x" * 600, "hello")
-    assert "there is no answer yet" in err and "the method is autoregressive" in err
+    assert "there is no answer yet" in err and "the method is auto" in err
     assert (
         "did you mean '/method'" in err and "did you mean 'suffix'" in err and "/reset starts a new conversation" in err
     )

@@ -35,8 +35,8 @@ def prompts(path: Path, *lines: object) -> Path:
 def test_json_has_exactly_the_keys() -> None:
     (record,) = records("hello", "--max-new-tokens", "9")
     assert list(record) == KEYS
-    assert record["new_tokens"] == 9 and record["method"] == "autoregressive" and record["lossless"] is True
-    assert record["drafter"] == "nothing"
+    assert record["new_tokens"] == 9 and record["method"] == "auto" and record["lossless"] is True
+    assert record["drafter"] == "longest suffix match, and successors from earlier passes"
     assert isinstance(record["tokens"], list) and len(record["tokens"]) == 9
     (record,) = records("hello", "--max-new-tokens", "3", "--logprobs")
     assert list(record) == [*KEYS, "logprobs"]
@@ -49,7 +49,7 @@ def test_text_and_closing_line() -> None:
             "generate", "hello", "--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "20", *extra
         )
         assert result.exit_code == 0 and result.stdout == f"{wanted}\n"
-        assert "tokens per pass · autoregressive · lossless" in result.stderr
+        assert "tokens per pass · auto · lossless" in result.stderr
 
 
 def test_methods_give_the_same_text(tmp_path: Path) -> None:
@@ -234,3 +234,14 @@ def test_version_and_help() -> None:
     )
     assert run_foretell().exit_code == 0
     assert "--speculative-config" in run_foretell("generate", "--help").stdout
+
+
+def test_a_prediction_gives_the_same_text_and_is_counted(tmp_path: Path) -> None:
+    plain = records("hello", "--max-new-tokens", "20")[0]
+    (tmp_path / "like.txt").write_text(str(plain["text"]))
+    found = records("hello", "--max-new-tokens", "20", "--prediction", tmp_path / "like.txt", "--method", "plain")[0]
+    assert found["text"] == plain["text"] and found["target_passes"] < 20  # type: ignore[operator]
+    assert found["accepted_prediction_tokens"] >= 4  # type: ignore[operator]  # its bytes are mostly no characters
+    file = prompts(tmp_path, {"prompt": "hello", "prediction": plain["text"]}, {"prompt": "hello"})
+    two = records("--prompts", file, "--max-new-tokens", "20")
+    assert [r["text"] for r in two] == [plain["text"]] * 2 and "accepted_prediction_tokens" not in two[1]

@@ -17,6 +17,7 @@ from foretell.draft.base import Continuation
 from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
 from foretell.engine.groups import MethodGroups
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.prompt_chunks import PromptChunks
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner
@@ -349,7 +350,7 @@ def test_a_prompt_goes_to_the_row_that_holds_most_of_it() -> None:
     assert [c.statistics.cached_tokens for c in found] == [13, 15]
     assert tokens(found) == [naive(target(), r) for r in asked]
     number = engine.submit(Request(random_tokens(90, seed=3), max_new_tokens=2))
-    engine._chunk = 16
+    engine._chunks = PromptChunks(16)
     engine.step()
     assert engine.cancel(number) is not None
     (again,) = engine.complete([Request(random_tokens(90, seed=3), max_new_tokens=3)])

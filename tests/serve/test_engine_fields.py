@@ -69,3 +69,15 @@ def test_what_stopped_an_answer(server: Server) -> None:
         (choice,) = server.chat(max_tokens=20, stop=stop, include_stop_str_in_output=include).json()["choices"]
         assert choice["stop_reason"] == stop and choice["finish_reason"] == "stop"
         assert choice["message"]["content"] == text[: text.index(stop) + include * len(stop)]
+
+
+def test_a_predicted_output(server: Server) -> None:
+    plain = server.chat(max_tokens=20).json()
+    text = plain["choices"][0]["message"]["content"]
+    for content in (text, [{"type": "text", "text": text}]):
+        found = server.chat(max_tokens=20, prediction={"type": "content", "content": content}).json()
+        details = found["usage"]["completion_tokens_details"]
+        assert found["choices"][0]["message"]["content"] == text
+        assert details["accepted_prediction_tokens"] > 0
+    response = server.chat(prediction={"type": "content", "content": 3})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"

@@ -3,10 +3,11 @@
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import MethodOptions
-from foretell.catalogue.registry import BUILT_IN, build, catalogue, find, installed_methods
+from foretell.catalogue.registry import BUILT_IN, DEFAULT_METHOD, build, catalogue, find, installed_methods
 
 __all__ = [
     "BUILT_IN",
+    "DEFAULT_METHOD",
     "BuildContext",
     "Entry",
     "MethodOptions",

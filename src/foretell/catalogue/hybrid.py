@@ -1,6 +1,7 @@
 """Methods that retrieve drafts and use a draft model or speculator where retrieval finds too little."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from foretell.accept import Match
@@ -19,6 +20,7 @@ from foretell.catalogue.options import (
     MethodOptions,
     MLPSpeculatorOptions,
 )
+from foretell.catalogue.retrieval import RETRIEVAL_LABEL, hybrid
 from foretell.catalogue.speculators import (
     DRAFT_MODEL,
     find_draft_models,
@@ -63,7 +65,25 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
     Raises:
         ValueError: an option that the drafter does not read.
     """
-    named = options.model_dump(include=options.model_fields_set - set(HybridOptions.model_fields), exclude_none=True)
+    found = _with_trained_model(context, options)
+    if found is not None:
+        return found
+    label = "the target's first blocks"
+    chain = _EarlyExitOptions.from_values(f"hybrid_model, which drafts with {label} here,", _named(options))
+    draft = early_exit_draft(context, chain.exit_layer)
+    return _retrieval_or_model(text_retrievers(context), draft, _chain(chain), options, label)
+
+
+def auto(context: BuildContext, options: HybridOptions) -> AnyMethod:
+    """`hybrid_model` where a trained speculator or a draft model was named or is installed, and else `hybrid`."""
+    named = HybridModelOptions.from_values("auto", options.model_dump(include=options.model_fields_set))
+    found = _with_trained_model(context, named)
+    return replace(hybrid(context, options), drafter_label=RETRIEVAL_LABEL) if found is None else found
+
+
+def _with_trained_model(context: BuildContext, options: HybridModelOptions) -> AnyMethod | None:
+    """Retrieval, and beside it a trained speculator or a draft model; None: there is neither."""
+    named = _named(options)
     speculator = _find_speculator(context)
     if speculator is not None:
         make, reads = _SPECULATORS[speculator.kind]
@@ -77,15 +97,20 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
         label = describe_packed(f"a trained speculator ({speculator.kind})", packed)
         return _retrieval_or_model(suffix, method.draft, method.tree, options, label)
     models = find_draft_models(context)
-    if models:
-        chain, label = _ChainOptions.from_values("hybrid_model, which has a draft model here,", named), "a draft model"
-        draft = mix_draft_models(models)
-    else:
-        label = "the target's first blocks"
-        chain = _EarlyExitOptions.from_values(f"hybrid_model, which drafts with {label} here,", named)
-        draft = early_exit_draft(context, chain.exit_layer)
-    shape = Chain(chain.num_speculative_tokens, draw=False, confidence=chain.confidence_threshold)
-    return _retrieval_or_model(text_retrievers(context), draft, shape, options, label)
+    if not models:
+        return None
+    label = "a draft model"
+    chain = _ChainOptions.from_values(f"hybrid_model, which has {label} here,", named)
+    return _retrieval_or_model(text_retrievers(context), mix_draft_models(models), _chain(chain), options, label)
+
+
+def _named(options: HybridModelOptions) -> dict[str, Any]:
+    """The options of the drafter beside the retriever."""
+    return options.model_dump(include=options.model_fields_set - set(HybridOptions.model_fields), exclude_none=True)
+
+
+def _chain(options: _ChainOptions) -> Chain:
+    return Chain(options.num_speculative_tokens, draw=False, confidence=options.confidence_threshold)
 
 
 def _retrieval_or_model(
@@ -138,5 +163,23 @@ ENTRIES = (
         builder=hybrid_model,
         options=HybridModelOptions,
         needs="speculator or draft model (optional)",
+    ),
+    Entry(
+        name="auto",
+        family="hybrid",
+        description=(
+            "The default of the command line and the server: `hybrid_model` where a trained speculator or a draft "
+            "model was named or is installed for the target, and else `hybrid`. Predicted outputs and tokens that a "
+            "grammar forces are drafted beside any method."
+        ),
+        when_to_use="when you do not want to choose.",
+        papers=(Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666"),),
+        drafter=HybridDrafter,
+        shape=RetrievalOrModel,
+        acceptor=Match,
+        builder=auto,
+        options=HybridOptions,
+        needs="speculator or draft model (optional)",
+        drafts_with="retrieval, and beside it a speculator or a draft model if there is one",
     ),
 )

@@ -25,6 +25,8 @@ from foretell.utils.names import unknown
 
 ENTRY_POINTS = "foretell.methods"
 """Group of the entry points by which other packages add methods; each names an `Entry`."""
+DEFAULT_METHOD = "auto"
+"""What the command line and the server decode with where no method is named."""
 
 BUILT_IN: tuple[Entry, ...] = (
     Entry(

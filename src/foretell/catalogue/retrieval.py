@@ -112,7 +112,7 @@ _SAM_DECODING = Paper("SAM Decoding: Speculative Decoding via Suffix Automaton",
 _TOKEN_RECYCLING = Paper(
     "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling", "2408.08696"
 )
-_SUFFIX_AND_RECYCLING = "longest suffix match, and successors from earlier passes"
+RETRIEVAL_LABEL = "longest suffix match, and successors from earlier passes"
 
 ENTRIES = (
     Entry(
@@ -202,7 +202,7 @@ ENTRIES = (
         acceptor=Match,
         builder=sam_recycling,
         options=SamRecyclingOptions,
-        drafts_with=_SUFFIX_AND_RECYCLING,
+        drafts_with=RETRIEVAL_LABEL,
     ),
     Entry(
         name="rest",
@@ -253,7 +253,7 @@ ENTRIES = (
         acceptor=Match,
         builder=hybrid,
         options=HybridOptions,
-        drafts_with=_SUFFIX_AND_RECYCLING,
+        drafts_with=RETRIEVAL_LABEL,
     ),
 )
 """In the order of `foretell methods`."""

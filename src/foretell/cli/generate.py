@@ -68,6 +68,10 @@ def generate(
     choice: options.Choice = None,
     grammar: options.Grammar = None,
     any_whitespace: options.AnyWhitespace = False,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A text that the answer is expected to resemble, to draft from."),
+    ] = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     allow_special_tokens: options.AllowSpecialTokens = False,
@@ -108,7 +112,7 @@ def generate(
         foretell generate "Describe a person." --json-schema person.json --method ngram
     """
     from foretell.cli.prompts import AnswerOptions, PromptDefaults
-    from foretell.cli.setup import LongTextOptions, load_models, parse_method
+    from foretell.cli.setup import LongTextOptions, load_models, parse_method, read_text
     from foretell.core.sampling import SamplingParams
 
     sampling = SamplingParams(
@@ -124,6 +128,7 @@ def generate(
         include_stop_str_in_output=include_stop,
         skip_special_tokens=not show_special_tokens,
         structured_outputs=_structured_outputs(json_schema, json_object, regex, choice, grammar, any_whitespace),
+        prediction=None if prediction is None else read_text(prediction),
     )
     if max_new_tokens < 1 or rows < 1:
         raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
@@ -202,8 +207,12 @@ def run(
     from foretell.cli.batch import Batch
     from foretell.cli.interrupt import Interrupt
     from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
+    from foretell.engine.controller import Controller
 
-    engine = setup.model.engine(setup.method(method), rows=min(rows, len(specs)))
+    rows = min(rows, len(specs))
+    # A method decodes a single request with its own estimates.
+    controller = Controller() if rows > 1 else None
+    engine = setup.model.engine(setup.method(method), rows, controller=controller)
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
     batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs)
     answers = list["Answer"]()
@@ -259,6 +268,9 @@ def answer_record(answer: "Answer", output: OutputFormat) -> dict[str, object]:
     }
     if answer.error:
         out["error"] = answer.error
+    if s.accepted_prediction_tokens or s.rejected_prediction_tokens:
+        out["accepted_prediction_tokens"] = s.accepted_prediction_tokens
+        out["rejected_prediction_tokens"] = s.rejected_prediction_tokens
     if not answer.lossless:
         out["fidelity_loss"] = {
             "changed_share": s.fidelity.changed_share,

@@ -14,7 +14,7 @@ Model = Annotated[
     ),
 ]
 Method = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Decoding method; see `foretell methods`. Default: autoregressive.")
+    str | None, typer.Option(metavar="NAME", help="Decoding method; see `foretell methods`. Default: auto.")
 ]
 DraftModel = Annotated[
     list[str] | None,

@@ -51,6 +51,8 @@ class PromptLine(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prediction: str | None = None
+    """A text that the answer is expected to resemble."""
     structured_outputs: dict[str, Any] | None = None
     """The fields of `StructuredOutputs`."""
     max_new_tokens: int | None = None
@@ -87,6 +89,7 @@ class AnswerOptions:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    prediction: str | None = None
 
 
 @dataclass(frozen=True)

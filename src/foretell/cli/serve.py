@@ -62,6 +62,15 @@ def serve(
     max_concurrency_per_key: Annotated[
         int, typer.Option("--max-concurrency-per-key", metavar="N", min=0, help="Requests at a time; 0: no limit.")
     ] = 0,
+    itl_target_ms: Annotated[
+        float,
+        typer.Option(
+            "--itl-target-ms",
+            metavar="MS",
+            min=0,
+            help="Read prompts in chunks that keep the time between two tokens of running answers; 0: any.",
+        ),
+    ] = 0.0,
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the cache of earlier requests with the same beginning; same bits as without.")
     ] = True,
@@ -143,6 +152,7 @@ def serve(
         enable_prefix_caching,
         (generation_config, override_generation_config),
         tuple(request_method or ()),
+        itl_target_ms / 1000 or None,
     )
     service = Service(settings, load)
 
@@ -165,6 +175,7 @@ def _load(
     prefix_caching: bool,
     generation_config: tuple[str, str | None],
     allowed: tuple[str, ...],
+    itl_target: float | None,
 ) -> "LoadedModel":
     """Load what the server serves."""
     from foretell.catalogue import catalogue, find
@@ -194,4 +205,5 @@ def _load(
         prefix_caching=prefix_caching,
         fingerprint=system_fingerprint(path, setup.model.runner().backend),
         defaults=defaults,
+        itl_target=itl_target,
     )

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from foretell.api import Model
-from foretell.catalogue import find
+from foretell.catalogue import DEFAULT_METHOD, find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.engine.method import AnyMethod
 from foretell.load import load, load_draft
@@ -97,7 +97,7 @@ def parse_method(
             f"--draft-model is {', '.join(drafts)} and the model of --speculative-config is {config.model}; "
             f"give one of them"
         )
-    return MethodSelection(names[0] if names else "autoregressive", config, tuple(drafts or in_config))
+    return MethodSelection(names[0] if names else DEFAULT_METHOD, config, tuple(drafts or in_config))
 
 
 @dataclass(frozen=True)

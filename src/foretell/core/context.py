@@ -150,6 +150,8 @@ class StepResult:
     """Time spent on drafting."""
     pass_seconds: float = 0.0
     """Time spent on the target's pass, acceptance and the cache update, for the requests of all methods together."""
+    drafting: bool = True
+    """False: the method is not asked for drafts for now, so what only its next drafts need may be left out."""
     all_methods: "StepResult | None" = None
     """The step of the requests of all methods, if this one holds those of a single method out of several."""
 

@@ -262,9 +262,18 @@ def root_tree(tokens: Sequence[int]) -> TokenTree:
     return out
 
 
-def tree_from_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> TokenTree:
+def tree_from_lists(
+    tokens: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
+    scores: Sequence[Sequence[float]] | None = None,
+) -> TokenTree:
     """Trees of nodes that were not sampled, from ragged lists; entry 0 of each is the root with parent -1."""
     out = _empty_trees(len(tokens), max(len(t) for t in tokens))
+    if scores is not None:
+        score = np.zeros(out.token.shape)
+        for row, values in enumerate(scores):
+            score[row, : len(values)] = values
+        out = replace(out, score=score)
     for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         out.token[row, : len(token)] = token
         out.parent[row, : len(token)] = parent
@@ -308,11 +317,12 @@ def tree_from_scores(
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:
     """The union of two trees with the same roots whose nodes were not sampled; children of `first` come before those of
-    `second`.
+    `second`. If both have scores, a node gets the higher one.
     """
-    tokens, parents = list[list[int]](), list[list[int]]()
+    tokens, parents, scores = list[list[int]](), list[list[int]](), list[list[float]]()
     for row in range(first.rows):
         token, parent, known = [int(first.token[row, 0])], [-1], dict[tuple[int, int], int]()
+        score = [1.0]
         for tree in (first, second):
             place = {0: 0}
             for node in np.nonzero(tree.valid[row])[0][1:].tolist():
@@ -321,14 +331,18 @@ def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:
                     known[key] = len(token)
                     parent.append(key[0])
                     token.append(key[1])
+                    score.append(0.0)
                 place[node] = known[key]
+                if tree.score is not None:
+                    score[known[key]] = max(score[known[key]], float(tree.score[row, node]))
         tokens.append(token)
         parents.append(parent)
-    return tree_from_lists(tokens, parents)
+        scores.append(score)
+    return tree_from_lists(tokens, parents, None if first.score is None or second.score is None else scores)
 
 
 def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
-    """Trees of different requests as one batch, padded to the widest.
+    """Trees of different requests as one batch, padded to the widest; with scores if all have them.
 
     Raises:
         ValueError: two trees have different `probe_embeddings`.
@@ -354,12 +368,15 @@ def concatenate_trees(trees: Sequence[TokenTree]) -> TokenTree:
     if any(t.unscored is not None for t in trees):
         padded = [np.pad(_unscored_mask(t), ((0, 0), (0, n - t.nodes))) for t in trees]
         unscored = np.concatenate(padded)
+    score = None
+    if all(t.score is not None for t in trees):
+        score = np.concatenate([np.pad(t.score, ((0, 0), (0, n - t.nodes))) for t in trees if t.score is not None])
     probe_embeddings = next((t.probe_embeddings for t in trees if t.probe_embeddings is not None), None)
     if any(t.probe_embeddings is not None and t.probe_embeddings is not probe_embeddings for t in trees):
         raise ValueError(
             "trees with different probe embeddings cannot be in one pass: their token ids would be ambiguous"
         )
-    return replace(out, q=q, unscored=unscored, probe_embeddings=probe_embeddings)
+    return replace(out, q=q, unscored=unscored, probe_embeddings=probe_embeddings, score=score)
 
 
 def join_probe_embeddings(trees: Sequence[TokenTree], vocab: int) -> tuple[list[TokenTree], list[int]]:

@@ -99,8 +99,8 @@ class _RequestState:
         self.pooled = 0
         """Start of the sequence's first n-gram that is not in the pool."""
         self.offered: list[tuple[int, ...]] = []
-        self.probes: list[int] = []
-        """Nodes of the window's last row in this step's tree, before the prefix was added."""
+        self.probes: list[int] | None = None
+        """Nodes of the window's last row in this step's tree, before the prefix was added; None: it is not in it."""
 
 
 class LookaheadDrafter(Retriever):
@@ -170,31 +170,35 @@ class LookaheadDrafter(Retriever):
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add the windows as probes; only their last rows are scored."""
-        tokens, parents = [], []
+        tokens, parents, scored = [], [], []
         for row, last, max_depth in zip(context.rows, context.last_tokens, context.max_depth.tolist(), strict=True):
-            token, parent, self._rows[row].probes = self._rows[row].window.cells(last, tree.nodes, max_depth)
+            token, parent, probes = self._rows[row].window.cells(last, tree.nodes, max_depth)
+            self._rows[row].probes = probes
             tokens.append(token)
             parents.append(parent)
-        return tree.with_probes(tokens, parents, scored=[set(self._rows[row].probes) for row in context.rows])
+            scored.append(set(probes))
+        return tree.with_probes(tokens, parents, scored=scored)
 
     def observe(self, step: StepResult) -> None:
         """Advance the windows, add the completed n-grams to the pools, and update the acceptance rates."""
-        rows = [(i, self._rows[r]) for i, r in enumerate(step.context.rows) if step.new_tokens[i] and r in self._rows]
+        known = [(i, self._rows[r]) for i, r in enumerate(step.context.rows) if step.new_tokens[i] and r in self._rows]
+        rows = [(i, state, state.probes) for i, state in known if state.probes is not None]
         if not rows:
             return
         at = np.concatenate(
             [
-                step.output.logit_index[i, np.array(state.probes, np.int64) + step.tree.prefix_length[i] - 1]
-                for i, state in rows
+                step.output.logit_index[i, np.array(probes, np.int64) + step.tree.prefix_length[i] - 1]
+                for i, _, probes in rows
             ]
         )
         best = step.output.logits[torch.from_numpy(at)].argmax(-1).tolist()
-        for i, state in rows:
-            predicted, best = best[: len(state.probes)], best[len(state.probes) :]
+        for i, state, probes in rows:
+            predicted, best = best[: len(probes)], best[len(probes) :]
             for rank, tokens in enumerate(state.offered):
                 state.estimator.update_run(rank, tokens, step.new_tokens[i])
             for ngram in state.window.advance(predicted, len(step.new_tokens[i]) if self.follow else 1, self.eos):
                 state.pool.add(ngram)
+            state.probes, state.offered = None, []
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

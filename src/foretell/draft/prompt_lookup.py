@@ -64,8 +64,8 @@ class PromptLookup(Retriever):
         """
         if max_tokens < 1:
             return 0, ()
-        levels = [_matches(sequence[:searched], sequence, self.longest)] if searched else []
-        levels += [_matches(r, sequence, self.longest) for r in self.references]
+        levels = [match_ends(sequence[:searched], sequence, self.longest)] if searched else []
+        levels += [match_ends(r, sequence, self.longest) for r in self.references]
         documents = ([sequence[:searched]] if searched else []) + self.references
         for size in range(min(self.longest, len(sequence)), self.shortest - 1, -1):
             for document, ends in zip(documents, levels, strict=True):
@@ -87,7 +87,7 @@ class PromptLookup(Retriever):
         self._offered.pop(row, None)
 
 
-def _matches(
+def match_ends(
     document: Int[np.ndarray, " s"], sequence: Int[np.ndarray, " t"], longest: int
 ) -> list[Int[np.ndarray, " m"]]:
     """For n = 1, 2, …: ends of the occurrences in `document` of the last n tokens of `sequence`, except at its end."""

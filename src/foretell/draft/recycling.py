@@ -56,7 +56,11 @@ class TokenRecycling(Retriever):
         return out
 
     def observe(self, step: StepResult) -> None:
-        """Store the top successors of every scored token, and update the acceptance rates of the ranks."""
+        """Store the top successors of every scored token, and update the acceptance rates of the ranks, unless no
+        drafts are asked for.
+        """
+        if not step.drafting:
+            return
         for i, (row, decided) in enumerate(zip(step.context.rows, step.new_tokens, strict=True)):
             if decided:
                 before = [int(step.context.sequences[i].tokens[-len(decided) - 1]), *decided[:-1]]

@@ -19,10 +19,13 @@ from foretell.core.token_rules import TokenConstraint, TokenRules
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
+from foretell.draft.prediction import Prediction
 from foretell.engine.answer_text import AnswerText
+from foretell.engine.controller import LATE_WEIGHT, Controller, StepLoad
 from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.logprobs import TokenLogprobs, TopLogprobs, new_token_logprobs, prompt_token_logprobs
 from foretell.engine.method import AnyMethod, BoundMethod, Method
+from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
 from foretell.model.block_table import OutOfBlocksError
@@ -30,6 +33,8 @@ from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer, StopStrings
 
+_NEAR_STEPS = 32
+"""Steps before its deadline from which on a request counts as late for the controller."""
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 """Decodes the requests that allow no drafts."""
 _ROOM_FOR_DRAFTS = 128
@@ -68,7 +73,13 @@ class Request:
     priority: int = 0
     """Requests with a lower number are served first."""
     deadline: float | None = None
-    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late."""
+    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late;
+    with a controller its drafts come first from some steps before it on.
+    """
+    prediction: Sequence[int] | None = None
+    """Tokens that the answer is expected to resemble: drafted beside those of a lossless method (OpenAI's
+    `prediction`).
+    """
 
     @property
     def ending_tokens(self) -> frozenset[int]:
@@ -175,11 +186,20 @@ class _LiveRequest:
         self.rules = rules if rules.restricts else None
         self.prompt_logprobs = TokenLogprobs()
         self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
+        self.prediction = Prediction(request.prediction) if request.prediction else None
+        self.count_prediction()
 
     @property
     def remaining_tokens(self) -> int:
         """Number of new tokens that it may still get."""
         return self.max_new_tokens - len(self.sequence.generated)
+
+    def count_prediction(self) -> None:
+        """Compare the new tokens with the predicted output, and count."""
+        if self.prediction is not None:
+            self.prediction.follow(self.sequence)
+            self.statistics.accepted_prediction_tokens = self.prediction.appeared
+            self.statistics.rejected_prediction_tokens = self.prediction.missing
 
     @property
     def shows_end(self) -> bool:
@@ -215,12 +235,15 @@ class Engine:
     the longest prefix of its prompt that the cache holds of a finished or running request; a prompt that begins as one
     that is being read waits for it. `cache_bytes`: greatest size of the target's key-value cache (None: any); where it
     is full, the oldest ended requests are forgotten, then the least urgent running request waits and reads its tokens
-    again later. `clock` gives seconds.
+    again later. `controller` chooses the drafts of every step by expected tokens per second; None: each method by
+    itself. `itl_target`: seconds between two tokens of an answer that chunks of prompts leave room for (None: chunks
+    are always as large as `chunk`). `clock` gives seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
     Raises:
-        ValueError: `rows` or `chunk` below 1, or the method is bound to another engine that is busy.
+        ValueError: `rows` or `chunk` below 1, `itl_target` not above 0, or the method is bound to another engine that
+            is busy.
     """
 
     def __init__(
@@ -233,11 +256,16 @@ class Engine:
         prefix_caching: bool = False,
         cache_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        controller: Controller | None = None,
+        itl_target: float | None = None,
     ) -> None:
         if rows < 1 or chunk < 1:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
-        self._chunk, self._detokenizer, self._clock = chunk, detokenizer, clock
+        self._detokenizer, self._clock = detokenizer, clock
+        self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
+        self._step_seconds = 0.0
+        """Of the last step."""
         if cache_bytes is not None:
             runner.limit_cache(cache_bytes)
         self._rows = RowPool(runner, rows, prefix_caching)
@@ -296,8 +324,12 @@ class Engine:
 
     def _bind(self, method: AnyMethod) -> BoundMethod:
         """The method in this engine, its parts claimed."""
+        is_new = id(method) not in self._methods
         bound = self._methods.setdefault(id(method), BoundMethod(method))
-        if bound.bind():
+        changed = bound.bind()
+        if changed or is_new:
+            method.tree.share_cost(None if self.controller is None else self.controller.cost)
+        if changed:
             for row in self._rows.free:
                 bound.release(row)
         return bound
@@ -452,8 +484,13 @@ class Engine:
         """
         started = self._clock()
         context, starts = self._context(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
-        groups = MethodGroups([r.method for r in scheduled], self.runner.vocab, self._clock)
+        groups = MethodGroups(
+            *([r.method for r in scheduled], self.runner.vocab, self._clock, self.controller),
+            predictions=[r.prediction for r in scheduled],
+        )
         ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
+        if self.controller is not None:
+            self.controller.begin(self._load(scheduled, ready))
         tree = groups.propose(context, list(scheduled.values()), ready)
         drafted = self._clock()
         whole = [r.reads_prompt_logprobs for r in scheduled]
@@ -474,10 +511,13 @@ class Engine:
             return [self._finish_with_error(r, error) for r in scheduled]
         committed = self._clock()
         step = StepResult(context, tree, output, paths, new_tokens, starts, drafted - started, committed - drafted)
+        if self.controller is not None:
+            self.controller.observe(step)
         failures = self._observe(groups, step)
         ended = self._clock()
         draft_seconds = drafted - started + ended - committed
         step_time = StepTime(draft=draft_seconds, verify=verified - drafted, total=ended - started)
+        self._count_step(scheduled, step_time)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
             try:
@@ -545,12 +585,13 @@ class Engine:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
         chunk allows.
         """
-        out, reading, left = dict[_LiveRequest, list[int]](), list[_LiveRequest](), self._chunk
+        out, reading = dict[_LiveRequest, list[int]](), list[_LiveRequest]()
         for r in self._running:
             if r.sequence.length - self.runner.length(r.row) > 1:
                 reading.append(r)
             else:
                 out[r] = [r.sequence.last_token]
+        left = self._chunks.size(decoding=bool(out))
         for r in self._by_urgency(reading) if len(reading) > 1 else reading:
             most = min(left, _PROMPT_LOGPROBS_CHUNK) if r.reads_prompt_logprobs else left
             unread = r.sequence.tokens[self.runner.length(r.row) :][:most]
@@ -558,6 +599,19 @@ class Engine:
                 out[r] = unread.tolist()
                 left -= len(unread)
         return out
+
+    def _load(self, scheduled: Mapping[_LiveRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
+        """What the step reads before any draft."""
+        soon = self._clock() + _NEAR_STEPS * self._step_seconds
+        near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]
+        sizes = [len(tokens) for tokens in scheduled.values()]
+        return StepLoad(sum(sizes), max(sizes) == 1, np.where(ready, np.where(near, LATE_WEIGHT, 1.0), 0.0))
+
+    def _count_step(self, scheduled: Mapping[_LiveRequest, list[int]], time: StepTime) -> None:
+        """Learn the time of the step."""
+        prompts = [len(tokens) for tokens in scheduled.values() if len(tokens) > 1]
+        self._step_seconds = time.total
+        self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
 
     def _context(self, running: Collection[_LiveRequest]) -> Context:
         limits = [r.request.max_drafts for r in running]
@@ -620,6 +674,7 @@ class Engine:
 
         Tokens after a stop string do not count.
         """
+        r.count_prediction()
         ended = result is not None and r.has_ended()
         new = r.text.push(step.new_tokens[i], hidden=int(ended and not r.shows_end))
         prefix_length, tokens, statistics = (
@@ -700,6 +755,7 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
             "open it for longer texts with max_model_len, and beyond its trained context with rope_scaling"
         )
     _validate_serving(request)
+    _validate_prediction(request, vocab)
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not all(0 <= t < vocab for t in request.prompt):
@@ -727,6 +783,16 @@ def _validate_serving(request: Request) -> None:
         raise ValueError(f"priority must be a whole number, found {request.priority!r}")
     if request.deadline is not None and not isinstance(request.deadline, Real):
         raise ValueError(f"deadline must be a time in seconds, found {request.deadline!r}")
+
+
+def _validate_prediction(request: Request, vocab: int) -> None:
+    tokens = request.prediction
+    if tokens is None:
+        return
+    if isinstance(tokens, str) or not all(is_integer(t) for t in tokens):
+        raise ValueError("the prediction must be a sequence of token ids, which are whole numbers; encode text first")
+    if not all(0 <= t < vocab for t in tokens):
+        raise ValueError(f"the prediction holds a token outside the model's vocabulary of {vocab}")
 
 
 def describe_error(error: Exception) -> str:

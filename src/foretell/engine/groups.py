@@ -8,8 +8,14 @@ from jaxtyping import Bool
 
 from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree, concatenate_trees, join_probe_embeddings, root_tree
-from foretell.draft.base import with_hidden_layers
+from foretell.draft.base import Continuation, with_hidden_layers
+from foretell.draft.prediction import Prediction
+from foretell.engine.controller import Controller
+from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
 from foretell.engine.method import AnyMethod, BoundMethod
+
+_MOST_PREDICTED = 16
+"""Tokens of a predicted output that are drafted at most per step."""
 
 
 class DraftError(Exception):
@@ -39,10 +45,23 @@ class MethodGroup:
 
 
 class MethodGroups:
-    """The groups of a step, from drafting to its result. `vocab`: of the target; `clock` gives seconds."""
+    """The groups of a step, from drafting to its result. `vocab`: of the target; `clock` gives seconds.
 
-    def __init__(self, methods: Sequence[BoundMethod], vocab: int, clock: Callable[[], float]) -> None:
-        self._vocab, self._clock = vocab, clock
+    `controller` decides which methods draft and which drafts are verified; None: all. `predictions`: the predicted
+    outputs of the requests.
+    """
+
+    def __init__(
+        self,
+        methods: Sequence[BoundMethod],
+        vocab: int,
+        clock: Callable[[], float],
+        controller: Controller | None = None,
+        predictions: Sequence[Prediction | None] = (),
+    ) -> None:
+        self._vocab, self._clock, self._controller = vocab, clock, controller
+        self._methods, self._predictions = methods, predictions
+        self._predicts = any(p is not None for p in predictions)
         if len(set(methods)) == 1:
             self.groups = [MethodGroup(methods[0], list(range(len(methods))))]
         else:
@@ -61,38 +80,98 @@ class MethodGroups:
         Raises:
             DraftError: one of several methods failed. Exception: the only method failed.
         """
-        if len(self.groups) == 1 and ready.all():
+        if len(self.groups) == 1 and ready.all() and self._controller is None and not self._predicts:
             return self.groups[0].method.propose(context).with_prefix(unread)
-        count, drafted, parts = int(np.count_nonzero(ready)), list[MethodGroup](), list[TokenTree]()
-        order = list[int]()
-        for group in self.groups:
-            drafting = [i for i in group.indices if ready[i]]
-            if drafting:
-                parts.append(self._draft(group, context.select(drafting), count - len(drafting)))
-                drafted.append(group)
-                order += drafting
-        parts, offsets = join_probe_embeddings(parts, self._vocab)
-        for group, offset in zip(drafted, offsets, strict=True):
-            group.probe_offset = offset
-        reading = np.flatnonzero(~ready).tolist()
+        parts = self._grow(context, ready)
+        if self._predicts:
+            for part in parts:
+                part.add_predicted([self._predict(i, part, context) for i in part.indices])
+        if self._controller is not None:
+            self._controller.prune(parts)
+        trees, offsets = join_probe_embeddings([self._add_probes(part, context) for part in parts], self._vocab)
+        for part, offset in zip(parts, offsets, strict=True):
+            for group in self.groups:
+                if group.bound is part.bound:
+                    group.probe_offset = offset
+        order, reading = [i for part in parts for i in part.indices], np.flatnonzero(~ready).tolist()
         if reading:
-            parts.append(root_tree([unread[i][-1] for i in reading]))
-        tree = concatenate_trees(parts)
-        return (tree.select(np.argsort(order + reading)) if len(parts) > 1 else tree).with_prefix(unread)
+            trees.append(root_tree([unread[i][-1] for i in reading]))
+        tree = concatenate_trees(trees)
+        return (tree.select(np.argsort(order + reading)) if len(trees) > 1 else tree).with_prefix(unread)
 
-    def _draft(self, group: MethodGroup, context: Context, other_rows: int) -> TokenTree:
-        if len(self.groups) == 1:
-            return group.method.propose(context)
+    def _grow(self, context: Context, ready: Bool[np.ndarray, " b"]) -> list[DraftedTrees]:
+        """The drafts of all requests that are `ready`: those of each method, and roots where none is asked."""
+        count, parts = int(np.count_nonzero(ready)), list[DraftedTrees]()
+        for group in self.groups:
+            which = [i for i in group.indices if ready[i]]
+            if not which:
+                continue
+            depths = [NO_LIMIT] * len(which)
+            if self._controller is not None:
+                depths = self._controller.depths(group.bound, len(which))
+            asked = {i: depth for i, depth in zip(which, depths, strict=True) if depth}
+            roots = [i for i in which if i not in asked]
+            if roots:
+                parts.append(self._roots(group, roots, context.select(roots)))
+            if asked:
+                part = context.select(list(asked))
+                depths = list(asked.values())
+                limited = replace(part, max_depth=np.minimum(part.max_depth, depths), other_rows=count - len(asked))
+                parts.append(self._draft(group, list(asked), depths, limited))
+        return parts
+
+    def _roots(self, group: MethodGroup, indices: list[int], context: Context) -> DraftedTrees:
+        """Roots, and the tokens that constraints force."""
+        tree = group.method.fit(root_tree(context.last_tokens), context).limit_drafts(context.max_drafts)
+        forced = tree.valid.astype(np.float64) if tree.nodes > 1 else None
+        return DraftedTrees(None, indices, list(context.rows), tree, predicted=forced)
+
+    def _draft(self, group: MethodGroup, indices: list[int], depths: list[int], context: Context) -> DraftedTrees:
         started = self._clock()
         try:
-            tree = group.method.propose(replace(context, other_rows=other_rows))
+            tree = group.method.grow(context)
         except Exception as error:
+            if len(self.groups) == 1:
+                raise
             raise DraftError(group.bound) from error
         group.draft_seconds = self._clock() - started
-        return tree
+        return DraftedTrees(group.bound, indices, list(context.rows), tree, depths, group.draft_seconds)
+
+    def _predict(self, i: int, part: DraftedTrees, context: Context) -> Continuation:
+        """What follows in the predicted output of request `i`, as far as its acceptor takes such drafts."""
+        prediction, accept = self._predictions[i], self._methods[i].method.accept
+        if prediction is None or not accept.lossless or not (accept.takes_added or part.bound is None):
+            return Continuation((), ())
+        most = min(_MOST_PREDICTED, int(context.max_depth[i]))
+        if context.max_drafts and (limit := context.max_drafts[i]) is not None:
+            drafted = np.count_nonzero(part.tree.valid[part.indices.index(i)]) - 1
+            most = min(most, limit - int(drafted))
+        found = prediction.propose(most)
+        rules = context.rules[i] if context.rules else None
+        if rules is None:
+            return found
+        allowed = 0
+        while allowed < len(found.tokens) and rules.allows(
+            context.sequences[i].generated, found.tokens[:allowed], found.tokens[allowed]
+        ):
+            allowed += 1
+        return Continuation(found.tokens[:allowed], found.cumulative_acceptance[:allowed])
+
+    def _add_probes(self, part: DraftedTrees, context: Context) -> TokenTree:
+        if part.bound is None:
+            return part.tree
+        try:
+            tree: TokenTree = part.bound.method.draft.add_probes(part.tree, context.select(part.indices))
+            return tree
+        except Exception as error:
+            if len(self.groups) == 1:
+                raise
+            raise DraftError(part.bound) from error
 
     def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
         """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
+        if self._controller is not None and not self._controller.asks(group.bound):
+            step = replace(step, drafting=False)
         if len(self.groups) == 1:
             return step
         part = step.select(group.indices, group.draft_seconds)

@@ -54,13 +54,20 @@ class Method(Generic[D]):
         return self.draft.hidden_layers
 
     def propose(self, context: Context) -> TokenTree:
-        """Trees for the requests of `context`, no deeper than their maximum depth and the drafter's, with at most as
-        many drafts as they allow.
+        """Trees for the requests of `context`: those that `grow` gives, with the drafter's probes."""
+        return self.draft.add_probes(self.grow(context), context)
+
+    def grow(self, context: Context) -> TokenTree:
+        """Drafts for the requests of `context`, no deeper than their maximum depth and the drafter's, and at most as
+        many as they allow.
         """
         limited = context.limited(self.draft.max_depths(context), self.accept.same_seed)
         tree = self.tree.grow(self.draft, limited).limit_depth(limited.max_depth)
-        tree = fit_to_rules(tree.limit_drafts(limited.max_drafts), context, self._tree_limits)
-        return self.draft.add_probes(tree.limit_drafts(limited.max_drafts), context)
+        return self.fit(tree.limit_drafts(limited.max_drafts), context).limit_drafts(limited.max_drafts)
+
+    def fit(self, tree: TokenTree, context: Context) -> TokenTree:
+        """The tree without drafts that the rules of its requests forbid, and with the tokens that they force."""
+        return fit_to_rules(tree, context, self._tree_limits)
 
     @property
     def _tree_limits(self) -> TreeLimits:

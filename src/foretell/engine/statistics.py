@@ -37,6 +37,10 @@ class RequestStatistics:
     """New tokens within `decode_seconds`."""
     fidelity: FidelityLoss = field(default_factory=FidelityLoss)
     """Deviation of a lossy method from the target; zero for lossless ones."""
+    accepted_prediction_tokens: int = 0
+    """Tokens of the request's prediction that appeared in the answer, in its order (OpenAI's definition)."""
+    rejected_prediction_tokens: int = 0
+    """Tokens of the prediction that did not."""
     preemptions: int = 0
     """How often the request had to wait and to read its tokens again, because the cache was full."""
     experts_read: int = 0

@@ -13,7 +13,7 @@ from foretell.engine.engine import Request, validate_request
 from foretell.serve.errors import bad_request
 from foretell.serve.loaded import LoadedModel
 from foretell.serve.protocol.chat import ChatBody
-from foretell.serve.protocol.generation import GenerationBody
+from foretell.serve.protocol.generation import GenerationBody, PredictionContent
 
 SAMPLING: type = SamplingParams
 REQUEST: type = Request
@@ -26,6 +26,15 @@ def _bad_words(words: Sequence[str], loaded: LoadedModel) -> tuple[tuple[int, ..
     """Token sequences of words, at the beginning of a text and after a space."""
     encode = partial(loaded.model.codec.encode, add_special_tokens=False)
     return tuple(dict.fromkeys(tuple(encode(text)) for word in words for text in (word, f" {word}")))
+
+
+def _prediction(prediction: PredictionContent, loaded: LoadedModel) -> list[int]:
+    """Tokens of a predicted output, which is a text or a list of text parts."""
+    content = prediction.content
+    parts = [{"text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise ValueError("prediction.content must be a text or a list of parts with a text")
+    return loaded.model.prediction("".join(p["text"] for p in parts))
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ FIELDS: Sequence[EngineField] = (
     EngineField("prompt_logprobs", REQUEST),
     EngineField("priority", REQUEST),
     EngineField("deadline_ms", REQUEST, "deadline", convert=lambda ms, _: time.perf_counter() + ms / 1000),
+    EngineField("prediction", REQUEST, convert=_prediction),
     EngineField("speculative.max_drafts", REQUEST),
     EngineField("speculative.method", REQUEST, convert=lambda name, loaded: loaded.methods.get(name)),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from foretell.api import Model
 from foretell.catalogue import find
+from foretell.engine.controller import Controller
 from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod
 from foretell.utils.names import unknown
@@ -61,11 +62,19 @@ class LoadedModel:
     fingerprint: str
     defaults: Mapping[str, Any]
     """Sampling defaults by field; see `serve.defaults`."""
+    itl_target: float | None = None
+    """Seconds between two tokens of an answer that chunks of prompts leave room for; None: any."""
 
     def make_engine(self) -> Engine:
         """A new engine. Called in the engine's thread, again after a crash."""
         self.methods.clear()
-        return self.model.engine(self.methods.get(self.methods.default), self.rows, self.prefix_caching)
+        return self.model.engine(
+            self.methods.get(self.methods.default),
+            self.rows,
+            self.prefix_caching,
+            controller=Controller(),
+            itl_target=self.itl_target,
+        )
 
     def describe_method(self, request: Request) -> dict[str, Any]:
         """What decodes a request, as its answer says."""

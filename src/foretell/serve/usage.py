@@ -11,6 +11,7 @@ MILLISECONDS = 1000.0
 def usage(choices: Choices) -> dict[str, Any]:
     """OpenAI's `usage`."""
     prompt, new = choices.prompt_tokens, choices.completion_tokens
+    over = [c.statistics for c in choices.all if c.statistics is not None]
     found = [c.statistics for c in choices.all[:: choices.per_prompt] if c.statistics is not None]
     return {
         "prompt_tokens": prompt,
@@ -19,8 +20,8 @@ def usage(choices: Choices) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in found)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(s.accepted_prediction_tokens for s in over),
+            "rejected_prediction_tokens": sum(s.rejected_prediction_tokens for s in over),
         },
     }
 

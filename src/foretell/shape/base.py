@@ -16,6 +16,7 @@ from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import Drafter, Predictor, TopTokens
+from foretell.shape.pass_cost import PassCost
 
 D = TypeVar("D", bound=Drafter, contravariant=True)
 
@@ -38,6 +39,10 @@ class Shape(ABC, Generic[D]):
 
     def release(self, row: int) -> None:
         """Forget a row: its request is over."""
+        return
+
+    def share_cost(self, cost: PassCost | None) -> None:
+        """Use the seconds of a pass that something else learns; None: learn them here. For shapes that need them."""
         return
 
     def bind(self, engine: BindingEngine) -> bool:

@@ -68,15 +68,20 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
     def __init__(self, depth: int, width: int, budget: int, cost: PassCost | None = None) -> None:
         self._largest = DynamicTree(depth, width, budget, _FIRST_MIN_SCORE)
-        self._learns_cost, self.cost = cost is None, PassCost() if cost is None else cost
+        self.cost = PassCost() if cost is None else cost
+        self._own_cost, self._learns_own = self.cost, cost is None
+        self._learns_cost = self._learns_own
         self._draft_cost = PassCost(slope=_LEVEL_SLOPE)
         """Seconds of drafting by the number of levels."""
         self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
         self._plan: _Plan | None = None
 
-    def share_cost(self, cost: PassCost) -> None:
-        """Use the seconds of a pass that another shape learns."""
-        self._learns_cost, self.cost = False, cost
+    def share_cost(self, cost: PassCost | None) -> None:
+        """Use the seconds of a pass that something else learns; None: learn them here."""
+        if cost is None:
+            self._learns_cost, self.cost = self._learns_own, self._own_cost
+        else:
+            self._learns_cost, self.cost = False, cost
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The most profitable nodes of each request's dynamic tree."""

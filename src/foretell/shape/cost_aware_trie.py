@@ -101,7 +101,7 @@ class DraftPlan:
     @cached_property
     def tree(self) -> TokenTree:
         """The candidates below their roots."""
-        return trie_from_prefixes(self.roots, [[prefix for prefix, _ in part] for part in self.candidates])
+        return trie_from_prefixes(self.roots, self.candidates)
 
 
 class CostAwareTrie(EngineBound, Shape[Retriever]):
@@ -124,8 +124,14 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         if budget < 0:
             raise ValueError(f"a tree holds 0 or more drafted tokens, found a budget of {budget}")
         self.budget, self.cost = budget, PassCost() if cost is None else cost
+        self._learns_cost, self._own_cost = True, self.cost
         self._controllers: dict[int, DraftController] = {}
         self._plan: DraftPlan | None = None
+
+    def share_cost(self, cost: PassCost | None) -> None:
+        """Use the seconds of a pass that something else learns, unless a table was given; None: learn them here."""
+        if not self._own_cost.fixed:
+            self._learns_cost, self.cost = cost is None, self._own_cost if cost is None else cost
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
         """The trie for each request that maximises expected tokens per second."""
@@ -183,7 +189,8 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
     def learn_cost(self, step: StepResult, plan: DraftPlan) -> None:
         """Learn the cost of a pass, unless it also read a prompt."""
         tree = step.whole.tree
-        if step.context.rows == tuple(estimate.row for estimate in plan.estimates) and tree.is_decode:
+        rows = tuple(estimate.row for estimate in plan.estimates)
+        if self._learns_cost and step.context.rows == rows and tree.is_decode:
             self.cost.update(int(np.count_nonzero(tree.active)), step.pass_seconds)
 
     def update_controllers(

@@ -58,6 +58,11 @@ class PassCost:
         """Their median."""
         self._passes, self._last_seen = 0, np.zeros(_MAX_TOKENS, np.int64)
 
+    @property
+    def fixed(self) -> bool:
+        """Whether the seconds were given."""
+        return self._fixed
+
     def seconds(self, first: int, last: int) -> Float[np.ndarray, " n"]:
         """Seconds of passes over `first`, `first + 1`, …, `last` tokens."""
         if last <= _MAX_TOKENS:

@@ -13,8 +13,8 @@ from foretell.draft.base import Predictor
 from foretell.draft.hybrid import HybridDrafter
 from foretell.shape.base import Shape
 from foretell.shape.chain import Chain
-from foretell.shape.cost_aware_tree import CostAwareTree
 from foretell.shape.cost_aware_trie import CostAwareTrie, DraftEstimate, DraftPlan
+from foretell.shape.pass_cost import PassCost
 from foretell.shape.trie import trie_from_prefixes
 
 _MIN_COPY_PROBABILITY = 0.25
@@ -68,8 +68,7 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         if isinstance(model_shape, Chain) and (model_shape.draw or model_shape.length < 1):
             raise ValueError("the chain of a hybrid picks one token or more: use Chain(length, draw=False)")
         self.trie, self.model_shape, self._retry_interval = trie, model_shape, retry_interval
-        if isinstance(model_shape, CostAwareTree):
-            model_shape.share_cost(trie.cost)
+        model_shape.share_cost(trie.cost)
         self._accepted = dict[int, RunningMean]()
         """Accepted model drafts per step, by row."""
         self._accepted_overall = RunningMean(memory=64.0, value=_PRIOR_ACCEPTED, weight=_PRIOR_WEIGHT)
@@ -87,6 +86,11 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         self._model_drafts: dict[int, int] = {}
         """Rows that the model drafts for in this step, with their numbers of drafted tokens."""
         self._plan: DraftPlan | None = None
+
+    def share_cost(self, cost: PassCost | None) -> None:
+        """Use the seconds of a pass that something else learns; None: learn them here."""
+        self.trie.share_cost(cost)
+        self.model_shape.share_cost(self.trie.cost)
 
     def grow(self, draft: HybridDrafter, context: Context) -> TokenTree:
         """A trie, the model's tree or only a root for each request."""
@@ -137,7 +141,7 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         self._model_drafts = {row: int(n) - 1 for row, n in zip(part.rows, tree.valid.sum(1), strict=True)}
         for size in self._model_drafts.values():
             self._model_draft_size.add(size)
-        likely = [[prefix for prefix, p in plan.candidates[i] if p >= _MIN_COPY_PROBABILITY] for i in with_model]
+        likely = [[(prefix, p) for prefix, p in plan.candidates[i] if p >= _MIN_COPY_PROBABILITY] for i in with_model]
         if any(likely):
             tree = merge_trees(tree, trie_from_prefixes(part.last_tokens, likely))
         others = [i for i in range(len(context.rows)) if i not in set(with_model)]

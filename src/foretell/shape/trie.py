@@ -38,7 +38,7 @@ class Trie(Shape[Retriever]):
         """A trie for each request, padded to the largest."""
         found = draft.retrieve(context, self.budget)
         chosen = [
-            [prefix for prefix, _ in rank_prefixes(continuations, max_depth, self.min_probability)[: self.budget]]
+            rank_prefixes(continuations, max_depth, self.min_probability)[: self.budget]
             for max_depth, continuations in zip(context.max_depth.tolist(), found, strict=True)
         ]
         return trie_from_prefixes(context.last_tokens, chosen)
@@ -63,12 +63,13 @@ def rank_prefixes(
     return sorted(probability.items(), key=lambda item: -item[1])
 
 
-def trie_from_prefixes(roots: Sequence[int], chosen: Sequence[Sequence[Prefix]]) -> TokenTree:
-    """The tries of these prefixes below the roots."""
-    tokens, parents = [], []
+def trie_from_prefixes(roots: Sequence[int], chosen: Sequence[Sequence[tuple[Prefix, float]]]) -> TokenTree:
+    """The tries of these prefixes below the roots; the probabilities of acceptance are the scores."""
+    tokens, parents, scores = [], [], []
     for root, prefixes in zip(roots, chosen, strict=True):
-        ordered = sorted(prefixes, key=len)
-        node = {(): 0} | {p: i + 1 for i, p in enumerate(ordered)}
-        tokens.append([root, *(p[-1] for p in ordered)])
-        parents.append([-1, *(node[p[:-1]] for p in ordered)])
-    return tree_from_lists(tokens, parents)
+        ordered = sorted(prefixes, key=lambda item: len(item[0]))
+        node = {(): 0} | {p: i + 1 for i, (p, _) in enumerate(ordered)}
+        tokens.append([root, *(p[-1] for p, _ in ordered)])
+        parents.append([-1, *(node[p[:-1]] for p, _ in ordered)])
+        scores.append([1.0, *(probability for _, probability in ordered)])
+    return tree_from_lists(tokens, parents, scores)
