@@ -64,7 +64,8 @@ def test_the_default_drafts_with_what_there_is() -> None:
         method = build(DEFAULT_METHOD, parts, {"num_draft_tokens": 9})
         assert (method.name, type(method.draft), type(method.tree)) == ("auto", drafter, shape)
         trie = method.tree.trie if isinstance(method.tree, RetrievalOrModel) else method.tree
-        assert trie.budget == 9 and method.drafter_label and method.accept.same_seed
+        assert isinstance(trie, CostAwareTrie) and trie.budget == 9
+        assert method.drafter_label and method.accept.same_seed
 
 
 def test_every_method_is_described() -> None:
