@@ -1,5 +1,7 @@
 """Tool calls in texts: the same parts wherever a text is cut, and grammars whose texts the parser reads."""
 
+from typing import Any
+
 import pytest
 
 from foretell.serve.tools.parser import ToolParser
@@ -26,7 +28,8 @@ CASES: list[tuple[ToolSyntax, str, str, list[tuple[str, str]]]] = [
     (HERMES, '{"name": "Ann", "arguments": {}}', '{"name": "Ann", "arguments": {}}', []),
     (HERMES, '[{"a": 1}] ', '[{"a": 1}] ', []),
     (HERMES, '{"name": "\\ud800"}', '{"name": "\\ud800"}', []),
-    (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": 2}}', "", [("f", "{}"), ("g", '{"x": 2}')]),
+    (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": 2}}', "",
+     [("f", "{}"), ("g", '{"x": 2}')]),
     (LLAMA, '<|python_tag|>{"type": "function", "name": "f", "parameters": {}} \n', "", [("f", "{}")]),
     (LLAMA, '{"name": "f", "parameters": {}}; ', ";", [("f", "{}")]),
     (LLAMA, '{"name": "f", "parameters": null}\n{"name": "g"}x', "x", [("f", "{}"), ("g", "{}")]),

@@ -59,8 +59,9 @@ class TextCodec:
         """Token ids of a conversation with the generation prompt.
 
         Special tokens of the template are encoded as such. The text of a special token inside a message or a variable
-        is encoded as ordinary text unless `allow_special_tokens`. `continue_final_message`: the ids end with the text of the last
-        message, which the model continues, without a generation prompt. `variables`: further variables of the template.
+        is encoded as ordinary text unless `allow_special_tokens`. `continue_final_message`: the ids end with the text
+        of the last message, which the model continues, without a generation prompt. `variables`: further variables of
+        the template.
 
         Raises:
             ValueError: a message without role or content, no chat template, or the template refuses the conversation,
