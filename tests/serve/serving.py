@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -111,10 +112,12 @@ def wait_for(condition: Any, seconds: float = SECONDS) -> None:
 
 
 @contextmanager
-def running_server(settings: ServerSettings = SETTINGS, method: str = "suffix", rows: int = 4) -> Iterator[Server]:
-    """A server with a tiny model."""
+def running_server(
+    settings: ServerSettings = SETTINGS, method: str = "suffix", rows: int = 4, path: Path | None = None
+) -> Iterator[Server]:
+    """A server with a tiny model; `path`: its directory, if it is another."""
     engines = list[PacedEngine]()
-    model = load(str(tiny_target()), dtype="float32")
+    model = load(str(path or tiny_target()), dtype="float32")
 
     class PacedModel(LoadedModel):
         def make_engine(self) -> Engine:

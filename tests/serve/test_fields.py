@@ -19,7 +19,7 @@ BAD: dict[str, Any] = {
     "logit_bias": {"a": 1}, "top_logprobs": 21, "messages": [], "messages.0.role": [{"role": "king", "content": "x"}],
     "messages.0.content": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     "stream_options": {"include_usage": True}, "chat_template": "x", "stream": "yes",
-    "response_format": {"type": "json_object"}, "truncate_prompt_tokens": -2, "allowed_token_ids": "abc",
+    "response_format.type": {"type": "xml"}, "truncate_prompt_tokens": -2, "allowed_token_ids": "abc",
     "speculative.max_drafts": {"max_drafts": -1},
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from foretell.serve.auth import KeyMiddleware
 from foretell.serve.errors import ApiError
-from foretell.serve.handlers import info, text
+from foretell.serve.handlers import conversations, info, text
 from foretell.serve.handlers.endpoint import WARNING_HEADER, Endpoint, EndpointApp
 from foretell.serve.openapi import openapi
 from foretell.serve.protocol.chat import ChatBody, ChatCompletion
@@ -29,6 +29,8 @@ from foretell.serve.protocol.info import (
     TokenizeBody,
     VersionAnswer,
 )
+from foretell.serve.protocol.messages import CountTokensBody, MessageAnswer, MessagesBody, TokenCount
+from foretell.serve.protocol.responses import InputTokens, ResponseAnswer, ResponsesBody
 from foretell.serve.request_id import NAME, RequestIdMiddleware
 from foretell.serve.service import Service
 
@@ -37,6 +39,14 @@ ENDPOINTS: Sequence[Endpoint] = (
              streams=True),
     Endpoint("POST", "/v1/completions", "Continue prompts", text.completions, Completion, CompletionBody,
              streams=True),
+    Endpoint("POST", "/v1/responses", "Answer a conversation of items", conversations.responses, ResponseAnswer,
+             ResponsesBody, streams=True),
+    Endpoint("POST", "/v1/responses/input_tokens", "Count the tokens of a conversation of items",
+             conversations.response_tokens, InputTokens, ResponsesBody),
+    Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", conversations.messages, MessageAnswer,
+             MessagesBody, streams=True),
+    Endpoint("POST", "/v1/messages/count_tokens", "Count the tokens of a conversation (Anthropic)",
+             conversations.message_tokens, TokenCount, CountTokensBody),
     Endpoint("GET", "/v1/models", "List the served models", info.models, ModelList),
     Endpoint("GET", "/v1/models/{model}", "A served model", info.model, ModelCard),
     Endpoint("POST", "/tokenize", "Token ids of a text or a conversation", info.tokenize, TokenizeAnswer,

@@ -55,12 +55,12 @@ class KeyMiddleware:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         owner = -1 if key is None else key
         if self._per_key and self._running[owner] >= self._per_key:
             error = overloaded(f"more than {self._per_key} requests at a time with one key", RETRY_SECONDS)
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         self._running[owner] += 1
         try:

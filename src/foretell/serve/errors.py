@@ -16,6 +16,15 @@ MAX_PARAM_CHARS = 100
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client went away; nobody reads it."""
 
+ANTHROPIC_PATH = "/v1/messages"
+
+_ANTHROPIC_TYPES: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -36,21 +45,32 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
+        """The body of OpenAI's API."""
+        return {"error": self.detail}
+
+    @property
+    def anthropic_body(self) -> dict[str, object]:
+        """The body of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        message = self.detail["message"] if self.param is None else f"{self.detail['param']}: {self.detail['message']}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    @property
+    def detail(self) -> dict[str, object]:
         """The error object of OpenAI's API."""
         fallback = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
         kind = _TYPES.get(HTTPStatus(self.status), fallback) if self.status != CLIENT_CLOSED_REQUEST else fallback
         return {
-            "error": {
-                "message": _shorten(self.message, MAX_MESSAGE_CHARS),
-                "type": kind,
-                "param": None if self.param is None else _shorten(self.param, MAX_PARAM_CHARS),
-                "code": self.code,
-            }
+            "message": _shorten(self.message, MAX_MESSAGE_CHARS),
+            "type": kind,
+            "param": None if self.param is None else _shorten(self.param, MAX_PARAM_CHARS),
+            "code": self.code,
         }
 
-    def response(self) -> Response:
-        """The HTTP response."""
-        return Response(to_json(self.body), self.status, dict(self.headers), "application/json")
+    def response(self, path: str = "") -> Response:
+        """The HTTP response, in the shape of the API that the path belongs to."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
+        return Response(to_json(body), self.status, dict(self.headers), "application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from foretell.core.sampling import CounterRNG, SamplingParams, Stream
+from foretell.core.token_rules import TokenConstraint
 from foretell.engine.engine import Request, validate_request
 from foretell.serve.errors import bad_request
 from foretell.serve.loaded import LoadedModel
-from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.generation import GenerationBody, PredictionContent
 
 SAMPLING: type = SamplingParams
@@ -91,8 +91,6 @@ FIELDS: Sequence[EngineField] = (
     EngineField("speculative.method", REQUEST, convert=lambda name, loaded: loaded.methods.get(name)),
 )
 """A further field is one line here and one in `protocol.generation`."""
-_NOT_YET = ("structured_outputs",)
-_NOT_YET_CHAT = ("tools", "echo", "documents")
 
 
 def engine_values(body: GenerationBody, loaded: LoadedModel) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,7 +99,6 @@ def engine_values(body: GenerationBody, loaded: LoadedModel) -> tuple[dict[str, 
     Raises:
         ApiError: a field asks for what the engine cannot do, or its value is wrong.
     """
-    _refuse_missing_features(body)
     values: dict[type, dict[str, Any]] = {SAMPLING: {}, REQUEST: {}}
     for field in FIELDS:
         value, known = field.read(body, loaded.defaults), field.target in _ATTRIBUTES[field.kind]
@@ -125,11 +122,17 @@ class Prompt:
 
 
 def make_requests(
-    body: GenerationBody, prompts: Sequence[Prompt], logprobs: int | None, seed: int, loaded: LoadedModel
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    logprobs: int | None,
+    seed: int,
+    loaded: LoadedModel,
+    constraint: TokenConstraint | None = None,
 ) -> list[Request]:
     """The engine's requests, choice k of prompt p at p * n + k.
 
     `logprobs`: number of the likeliest tokens that are reported with each token; None: nothing is reported.
+    `constraint`: what the answers must match.
 
     Raises:
         ApiError: a field is out of range, or asks for what the engine cannot do.
@@ -145,6 +148,7 @@ def make_requests(
                 SamplingParams(**sampling, seed=choice_seed(seed, k)),
                 prompt.max_new_tokens,
                 eos=loaded.model.eos,
+                constraint=constraint,
                 **request,
             )
             for prompt in prompts
@@ -166,12 +170,3 @@ def draw_seed(body: GenerationBody) -> int:
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of choice number `choice`; that of the first is the request's own."""
     return seed if choice == 0 else CounterRNG(seed).key(choice, Stream.CHOICE)
-
-
-def _refuse_missing_features(body: GenerationBody) -> None:
-    names = _NOT_YET + (_NOT_YET_CHAT if isinstance(body, ChatBody) else ())
-    for name in names:
-        if getattr(body, name):
-            raise bad_request(f"{name} is not supported by this server; leave it out", name)
-    if isinstance(body, ChatBody) and body.response_format is not None and body.response_format.type != "text":
-        raise bad_request("structured outputs are not supported by this server", "response_format")

@@ -1,13 +1,21 @@
 """Turns messages and prompts into token ids, with limits that are checked before the work is done."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from foretell.serve.errors import ApiError, bad_request
-from foretell.serve.protocol.chat import ChatBody, ChatMessage
+from foretell.serve.protocol.chat import CalledFunction, ChatBody, ChatMessage
 from foretell.serve.settings import Limits
+from foretell.serve.tools.default_format import with_tools
+from foretell.serve.tools.syntax import reads_tools
+from foretell.serve.tools.use import ToolUse, tools_of
 from foretell.tokenizer.codec import TextCodec
+from foretell.utils.json_values import nesting, texts
+from foretell.utils.validation import parse_object
+
+_ROLES = {"developer": "system", "function": "tool"}
+"""Roles under the names that chat templates know."""
 
 
 class PromptEncoder:
@@ -17,8 +25,17 @@ class PromptEncoder:
         self._codec, self._context, self._limits = codec, context, limits
         self._trusted = trust_request_chat_template
 
-    def chat(self, body: ChatBody) -> list[int]:
-        """Token ids of a conversation.
+    def tools(self, body: ChatBody) -> ToolUse | None:
+        """The tools that the model may call.
+
+        Raises:
+            ApiError: too many, two with the same name, or the chosen one is not there.
+        """
+        self._check_count(len(body.tools or body.functions or ()), self._limits.tools, "tools")
+        return tools_of(body, self._template_of(body))
+
+    def chat(self, body: ChatBody, use: ToolUse | None = None) -> list[int]:
+        """Token ids of a conversation; `use`: the tools that the model may call.
 
         Raises:
             ApiError: too long, or the model's template refuses it.
@@ -28,12 +45,18 @@ class PromptEncoder:
             raise bad_request(
                 "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
             )
+        codec, variables = self._template_of(body), dict(body.chat_template_kwargs or {})
+        if body.documents:
+            if "documents" not in (codec.chat_template or ""):
+                raise bad_request("this model's chat template takes no documents; put them in a message", "documents")
+            variables["documents"] = body.documents
         return self.messages(
             body.messages,
-            self._template_of(body),
+            codec,
             add_generation_prompt,
             bool(body.continue_final_message),
-            body.chat_template_kwargs or {},
+            variables,
+            [] if use is None else use.definitions,
         )
 
     def messages(
@@ -42,22 +65,29 @@ class PromptEncoder:
         codec: TextCodec | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Token ids of messages.
+        """Token ids of messages; `tools`: definitions of the functions that the model may call.
 
         Raises:
             ApiError: too many messages, too long, or the template refuses them.
         """
         self._check_count(len(messages), self._limits.messages, "messages")
-        self._check_chars(sum(len(m.content or "") for m in messages), "messages")
-        given = [_plain(m) for m in messages]
+        given = [_plain(i, m) for i, m in enumerate(messages)]
+        codec, values = codec or self._codec, dict(variables or {})
+        if not reads_tools(codec.chat_template):
+            given = with_tools(given, tools)
+        elif tools:
+            values["tools"] = list(tools)
+        self._check_size(given, "messages")
+        self._check_size(values, "tools" if tools else "chat_template_kwargs")
         try:
-            return (codec or self._codec).chat(
+            return codec.chat(
                 given,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                variables=variables or {},
+                variables=values,
             )
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
@@ -89,6 +119,12 @@ class PromptEncoder:
         if count > most:
             raise bad_request(f"{param} has {count} entries, and this server takes at most {most}", param)
 
+    def _check_size(self, value: object, param: str) -> None:
+        most = self._limits.nesting
+        if nesting(value, most) > most:
+            raise bad_request(f"{param} has more than {most} levels of objects and arrays", param)
+        self._check_chars(sum(map(len, texts(value))), param)
+
     def _check_chars(self, count: int, param: str, prompts: int = 1) -> None:
         most = self._limits.chars_per_token * self._context * prompts
         if count > most:
@@ -104,8 +140,21 @@ def context_exceeded(what: str, context: int, param: str) -> ApiError:
     )
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates read it; a developer's is a system message."""
-    role = "system" if message.role == "developer" else message.role
-    given = {"role": role, "content": message.content or ""}
-    return given | ({} if message.name is None else {"name": message.name})
+def _plain(number: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates read it: a developer's is a system message, and arguments of calls are objects."""
+    given: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": message.content or ""}
+    calls = [
+        {"type": "function", "function": _called(number, call.function)} | ({"id": call.id} if call.id else {})
+        for call in message.tool_calls or ()
+    ]
+    if message.function_call is not None:
+        calls.append({"type": "function", "function": _called(number, message.function_call)})
+    optional = {"name": message.name, "tool_calls": calls or None, "tool_call_id": message.tool_call_id}
+    return given | {name: value for name, value in optional.items() if value is not None}
+
+
+def _called(number: int, function: CalledFunction) -> dict[str, Any]:
+    try:
+        return {"name": function.name, "arguments": parse_object(function.arguments or "{}", "the arguments of a call")}
+    except ValueError as error:
+        raise bad_request(str(error), f"messages.{number}.tool_calls") from error

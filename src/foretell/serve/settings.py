@@ -11,6 +11,9 @@ class Limits:
     body_seconds: float = 30.0
     """Longest time that the body of a request may take to arrive."""
     messages: int = 2048
+    tools: int = 512
+    nesting: int = 64
+    """Levels of objects and arrays in messages, tools and variables of a chat template."""
     prompts: int = 256
     """Prompts of one completion request."""
     choices: int = 64

@@ -130,9 +130,7 @@ class ConstraintCompiler:
         if outputs.kind == "choice":
             texts = (json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
             return str(matcher.grammar_from_lark("start: " + " | ".join(texts)))
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        return str(matcher.grammar_from_lark(any_to_lark(outputs.text)))
+        return str(matcher.grammar_from_lark(_to_lark(outputs.text)))
 
 
 def _import_llguidance() -> Any:
@@ -141,6 +139,15 @@ def _import_llguidance() -> Any:
     except ImportError:
         raise ValueError("structured outputs need llguidance: pip install 'foretell[structured]'") from None
     return llguidance
+
+
+def _to_lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # The converter raises nothing narrower.
+        raise ValueError(str(error)) from error
 
 
 def _first_line(message: str) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foretell.utils.json_values import nesting
+
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _MOST_CHARACTERS = 1 << 17
 """Of a schema, an expression, all choices or a grammar."""
@@ -87,7 +89,7 @@ class StructuredOutputs:
                 raise ValueError(f"the JSON schema is no JSON: {error}") from None
         if not isinstance(schema, Mapping):
             raise ValueError(f"a JSON schema must be an object, found {schema!r:.80}")
-        if _nesting(schema) > _MOST_NESTING:
+        if nesting(schema, _MOST_NESTING) > _MOST_NESTING:
             raise ValueError(f"the JSON schema is nested more than {_MOST_NESTING} levels deep")
         return schema
 
@@ -99,12 +101,3 @@ def _are_texts(values: object) -> bool:
         and len(values) > 0
         and all(isinstance(v, str) and v for v in values)
     )
-
-
-def _nesting(value: object) -> int:
-    """Levels of objects and arrays; counting stops beyond the most that are allowed."""
-    depth, level = 0, [value]
-    while level and depth <= _MOST_NESTING:
-        inner = [list(v.values()) if isinstance(v, Mapping) else v for v in level if isinstance(v, Mapping | list)]
-        depth, level = depth + bool(inner), [x for values in inner for x in values]
-    return depth

@@ -13,10 +13,13 @@ from tokenizers import Tokenizer
 
 from foretell.tokenizer.chat_template import ChatTemplate
 from foretell.tokenizer.stream import Detokenizer
+from foretell.utils.json_values import map_texts, texts
 from foretell.utils.validation import read_json
 
-Message = Mapping[str, str]
-"""A turn of a conversation: `role` (system, user, assistant) and `content`."""
+Message = Mapping[str, Any]
+"""A turn of a conversation: `role` (system, user, assistant, tool) and `content`, and further JSON values that a chat
+template reads, as `tool_calls`.
+"""
 
 _CONTENT_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
@@ -55,9 +58,10 @@ class TextCodec:
     ) -> list[int]:
         """Token ids of a conversation with the generation prompt.
 
-        Special tokens of the template are encoded as such. The text of a special token inside a message is encoded as
-        ordinary text unless `allow_special_tokens`. `continue_final_message`: the ids end with the text of the last
-        message, which the model continues, without a generation prompt. `variables`: further variables of the template.
+        Special tokens of the template are encoded as such. The text of a special token inside a message or a variable
+        is encoded as ordinary text unless `allow_special_tokens`. `continue_final_message`: the ids end with the text
+        of the last message, which the model continues, without a generation prompt. `variables`: further variables of
+        the template.
 
         Raises:
             ValueError: a message without role or content, no chat template, or the template refuses the conversation,
@@ -66,13 +70,14 @@ class TextCodec:
         for number, message in enumerate(messages, 1):
             _check_message(number, message)
 
-        def render(messages: Sequence[Message]) -> str:
+        def render(messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
             text = self._render(messages, add_generation_prompt and not continue_final_message, variables)
             return _up_to_final_message(text, messages) if continue_final_message else text
 
-        if allow_special_tokens or not any(self._contains_special_token(x) for m in messages for x in m.values()):
-            return self.encode(render(messages), add_special_tokens=False)
-        return self._encode_with_special_text(messages, render)
+        given = variables or {}
+        if allow_special_tokens or not any(map(self._contains_special_token, texts([messages, given]))):
+            return self.encode(render(messages, given), add_special_tokens=False)
+        return self._encode_with_special_text(messages, given, render)
 
     def user_turn_prefix(self) -> list[int]:
         """Token ids of a conversation up to the content of the first user message: a model that continues them writes
@@ -120,9 +125,12 @@ class TextCodec:
         return bool(self._special_token_pattern.search(text) or self._special_token_pattern.search(normalized))
 
     def _encode_with_special_text(
-        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        render: Callable[[Sequence[Message], Mapping[str, Any]], str],
     ) -> list[int]:
-        """Token ids of a conversation whose messages contain the text of special tokens.
+        """Token ids of a conversation whose messages or variables contain the text of special tokens.
 
         The template is rendered with a placeholder for each such text. The special tokens in its output are then those
         of the template: they are renamed, the placeholders are replaced by the messages' text, and a tokenizer that
@@ -130,7 +138,7 @@ class TextCodec:
         """
         assert self._special_token_pattern is not None
         tokenizer, names, ids = self._with_renamed_special_tokens
-        written = "".join(x for m in messages for x in m.values()) + (self.chat_template or "")
+        written = "".join(texts([messages, variables])) + (self.chat_template or "")
         mark = next(c for c in map(chr, _NONCHARACTERS) if c not in written)
         hidden = list[str]()
 
@@ -138,8 +146,8 @@ class TextCodec:
             hidden.append(match[0])
             return f"{mark}{len(hidden) - 1}{mark}"
 
-        masked = [{k: self._special_token_pattern.sub(hide, x) for k, x in m.items()} for m in messages]
-        text = self._special_token_pattern.sub(lambda match: names[match[0]], render(masked))
+        masked, values = (map_texts(x, partial(self._special_token_pattern.sub, hide)) for x in (messages, variables))
+        text = self._special_token_pattern.sub(lambda match: names[match[0]], render(masked, values))
         text = re.sub(f"{mark}([0-9]+){mark}", lambda match: hidden[int(match[1])], text)
         found = tokenizer.encode(_checked_text(text), add_special_tokens=False).ids
         return [ids.get(i, i) for i in found]
@@ -204,11 +212,14 @@ def _checked_text(text: str) -> str:
 
 
 def _check_message(number: int, message: Message) -> None:
-    if not isinstance(message, Mapping) or not all(isinstance(x, str) for x in message.values()):
-        raise ValueError(f"message {number} is no mapping of strings: give it as {{'role': 'user', 'content': '...'}}")
+    example = "give it as {'role': 'user', 'content': '...'}"
+    if not isinstance(message, Mapping):
+        raise ValueError(f"message {number} is no mapping of strings: {example}")
     for key in ("role", "content"):
         if key not in message:
-            raise ValueError(f"message {number} has no {key!r}: give it as {{'role': 'user', 'content': '...'}}")
+            raise ValueError(f"message {number} has no {key!r}: {example}")
+        if not isinstance(message[key], str):
+            raise ValueError(f"message {number} is no mapping of strings: {example}")
 
 
 def _up_to_final_message(text: str, messages: Sequence[Message]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import ApiError
 from foretell.serve.logprobs import LogprobWriter
-from foretell.serve.sse import DONE, event
+from foretell.serve.sse import DONE, PING, event
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class AnswerFormat(ABC):
         measurements: Mapping[str, Any],
     ) -> dict[str, Any]:
         """The whole answer as one object; `pieces`: one per choice."""
+
+    def ping(self) -> Iterator[bytes]:
+        """What keeps a silent stream open."""
+        yield PING
 
     def error(self, error: ApiError) -> Iterator[bytes]:
         """Events of an error after the stream has begun."""

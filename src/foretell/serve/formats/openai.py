@@ -7,7 +7,9 @@ from typing import Any
 from foretell.engine.engine import Request
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
+from foretell.serve.formats.parts import PartReader, calls_of, text_of
 from foretell.serve.sse import DONE, event
+from foretell.serve.tools.parts import CallPart
 
 
 class OpenAIFormat(AnswerFormat):
@@ -20,8 +22,9 @@ class OpenAIFormat(AnswerFormat):
 
     def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
         """A chunk; none while text is held back."""
-        if piece.text or piece.finish_reason or piece.logprobs or self.head.token_ids:
-            yield self._chunk([self._delta(piece)], usage)
+        delta = self._delta(piece)
+        if self._is_shown(delta) or piece.finish_reason or piece.logprobs or self.head.token_ids:
+            yield self._chunk([delta], usage)
 
     def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
         """The chunk with the usage, if it is wanted, and the end."""
@@ -55,6 +58,10 @@ class OpenAIFormat(AnswerFormat):
     @abstractmethod
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """The choice of a chunk."""
+
+    @abstractmethod
+    def _is_shown(self, delta: Mapping[str, Any]) -> bool:
+        """Whether the choice of a chunk has new text or calls."""
 
     @abstractmethod
     def _choice(self, piece: Piece) -> dict[str, Any]:
@@ -95,34 +102,67 @@ class OpenAIFormat(AnswerFormat):
 
 
 class ChatFormat(OpenAIFormat):
-    """Chat completions."""
+    """Chat completions. `echoed`: text that goes before each answer; `functions`: calls are written as before tools."""
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, head: AnswerHead, parts: PartReader, echoed: str = "", functions: bool = False) -> None:
+        super().__init__(head)
+        self._parts, self._echoed, self._functions = parts, echoed, functions
 
     def begin(self, choices: Choices) -> Iterator[bytes]:
         """The role of every choice."""
         for choice in choices.all:
-            delta = {"role": "assistant", "content": ""}
+            delta = {"role": "assistant", "content": self._echoed}
             yield self._chunk([{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
+        parts = self._parts.read(piece)
+        text, calls = text_of(parts), calls_of(parts)
         return {
             "index": piece.index,
-            "delta": {"content": piece.text} if piece.text else {},
+            "delta": ({"content": text} if text else {}) | self._calls(calls, in_stream=True),
             "logprobs": self.head.logprobs.chat(piece),
-            **self._ending(piece),
+            **self._chat_ending(piece),
         }
+
+    def _is_shown(self, delta: Mapping[str, Any]) -> bool:
+        return bool(delta["delta"])
+
+    def _calls(self, calls: Sequence[CallPart], in_stream: bool) -> dict[str, Any]:
+        """The calls of a message, or of a delta."""
+        if not calls:
+            return {}
+        if self._functions:
+            call = calls[0]
+            return {"function_call": ({"name": call.name} if call.name else {}) | {"arguments": call.arguments}}
+        return {"tool_calls": [({"index": call.index} if in_stream else {}) | _call(call) for call in calls]}
+
+    def _chat_ending(self, piece: Piece) -> dict[str, Any]:
+        reason = self._parts.finish_reason(piece)
+        name = "function_call" if self._functions and reason == "tool_calls" else reason
+        return self._ending(piece) | {"finish_reason": name}
 
     def _of_prompt(self, choices: Choices, pieces: Sequence[Piece]) -> dict[str, Any]:
         return self._prompt_logprobs(pieces[0], choices.all[0].request)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
+        parts = self._parts.read(piece)
+        text, calls = self._echoed + text_of(parts), calls_of(parts)
+        content = None if calls and not text else text
         return {
             "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": {"role": "assistant", "content": content, "refusal": None} | self._calls(calls, in_stream=False),
             "logprobs": self.head.logprobs.chat(piece),
-            **self._ending(piece),
+            **self._chat_ending(piece),
         }
+
+
+def _call(call: CallPart) -> dict[str, Any]:
+    """A call, or further arguments of one."""
+    if not call.name:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class CompletionFormat(OpenAIFormat):
@@ -151,6 +191,9 @@ class CompletionFormat(OpenAIFormat):
             "logprobs": self.head.logprobs.completion(piece, offset, () if echoed is None else prompt),
             **self._ending(piece),
         }
+
+    def _is_shown(self, delta: Mapping[str, Any]) -> bool:
+        return bool(delta["text"])
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         return self._delta(piece) | self._prompt_logprobs(piece, self._requests[piece.index])

@@ -55,12 +55,12 @@ class EndpointApp:
         try:
             response = await self._endpoint.handler(self._service, http, await self._body(http))
         except ApiError as error:
-            response = error.response()
+            response = error.response(scope["path"])
         except ClientDisconnect:
-            response = ApiError(CLIENT_CLOSED_REQUEST, "the client went away").response()
+            response = ApiError(CLIENT_CLOSED_REQUEST, "the client went away").response(scope["path"])
         except Exception:
             log.exception("%s %s failed", self._endpoint.method, self._endpoint.path)
-            response = server_error("an error of the server; its log has more").response()
+            response = server_error("an error of the server; its log has more").response(scope["path"])
         await response(scope, receive, send)
 
     async def _body(self, http: HttpRequest) -> Body | None:

@@ -15,7 +15,7 @@ from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
 from foretell.serve.formats.base import AnswerFormat
 from foretell.serve.jobs import Job
 from foretell.serve.service import Service
-from foretell.serve.sse import PING, EventStream, disconnected
+from foretell.serve.sse import EventStream, disconnected
 from foretell.serve.usage import measurements, usage
 
 
@@ -58,7 +58,8 @@ async def _events(job: Job, choices: Choices, format: AnswerFormat, interval: fl
             yield data
         async for batch in job.batches(interval):
             if not batch:
-                yield PING
+                for data in format.ping():
+                    yield data
             for piece in choices.add(batch):
                 for data in format.piece(piece, usage(choices) if format.head.continuous_usage else None):
                     yield data

@@ -1,15 +1,18 @@
 """`POST /v1/chat/completions` and `/v1/completions`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from foretell.engine.engine import Request
+from foretell.serve.constraints import make_constraint
 from foretell.serve.errors import bad_request
 from foretell.serve.fields import Prompt, draw_seed, make_requests
 from foretell.serve.formats.base import AnswerHead
 from foretell.serve.formats.openai import ChatFormat, CompletionFormat
+from foretell.serve.formats.parts import PartReader
 from foretell.serve.handlers.endpoint import warning_headers
 from foretell.serve.handlers.generate import Plan, respond
 from foretell.serve.logprobs import LogprobWriter
@@ -18,6 +21,7 @@ from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.completions import CompletionBody
 from foretell.serve.protocol.generation import GenerationBody, StreamOptions
 from foretell.serve.service import Service
+from foretell.serve.tools.use import ToolUse, uses_functions
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of completions; chats may fill the context."""
@@ -25,21 +29,50 @@ COMPLETION_MAX_TOKENS = 16
 
 async def chat_completions(service: Service, http: HttpRequest, body: ChatBody) -> ASGIApp:
     """Answer a conversation."""
+    prepared = await prepare_chat(service, body)
+    format = ChatFormat(prepared.head, PartReader(prepared.tools), echoed_message(body), uses_functions(body))
+    return await respond(service, http, _plan(body, prepared.requests, format))
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation as requests of the engine, the head of its answer, and the tools that it may call."""
+
+    requests: list[Request]
+    head: AnswerHead
+    tools: ToolUse | None
+
+
+async def prepare_chat(service: Service, body: ChatBody) -> PreparedChat:
+    """Check and encode a conversation.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
     name, seed = _check(service, body), draw_seed(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_top_logprobs(service, logprobs, "top_logprobs")
-    requests = await service.in_pool(_chat_requests, service, body, logprobs, seed)
-    format = ChatFormat(_head(service, body, name, requests[0], seed))
-    return await respond(service, http, _plan(body, requests, format))
+    requests, tools = await service.in_pool(_chat_requests, service, body, logprobs, seed)
+    return PreparedChat(requests, _head(service, body, name, requests[0], seed), tools)
 
 
-def _chat_requests(service: Service, body: ChatBody, logprobs: int | None, seed: int) -> list[Request]:
+def _chat_requests(
+    service: Service, body: ChatBody, logprobs: int | None, seed: int
+) -> tuple[list[Request], ToolUse | None]:
     asked_by = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    prompt = service.encoder.chat(body)
-    prompts = _fit(service, body, [prompt], asked_by, None, "messages")
-    return make_requests(body, prompts, logprobs, seed, service.loaded)
+    tools = service.encoder.tools(body)
+    prompts = _fit(service, body, [service.encoder.chat(body, tools)], asked_by, None, "messages")
+    constraint = make_constraint(body, service.loaded.model, tools)
+    if tools is not None and tools.needs_special_tokens:
+        body = body.model_copy(update={"skip_special_tokens": False})
+    return make_requests(body, prompts, logprobs, seed, service.loaded, constraint), tools
+
+
+def echoed_message(body: ChatBody) -> str:
+    """The text of the last message, if it is continued and the answer shall begin with it."""
+    return (body.messages[-1].content or "") if body.echo and body.continue_final_message else ""
 
 
 async def completions(service: Service, http: HttpRequest, body: CompletionBody) -> ASGIApp:
@@ -59,7 +92,8 @@ def _completion_requests(service: Service, body: CompletionBody, seed: int) -> l
     asked = {"prompt_logprobs": body.logprobs} if body.echo and body.logprobs is not None else {}
     encoded = service.encoder.prompts(body.prompt, body.add_special_tokens is not False)
     prompts = _fit(service, body, encoded, "max_tokens", COMPLETION_MAX_TOKENS, "prompt")
-    return make_requests(body.model_copy(update=asked), prompts, body.logprobs, seed, service.loaded)
+    constraint = make_constraint(body, service.loaded.model)
+    return make_requests(body.model_copy(update=asked), prompts, body.logprobs, seed, service.loaded, constraint)
 
 
 def _check(service: Service, body: GenerationBody) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from foretell.serve.protocol.answers import Metrics, Timings, Usage
 from foretell.serve.protocol.base import Body
 from foretell.serve.protocol.generation import GenerationBody, PredictionContent
+from foretell.serve.protocol.tools import Choice, FunctionDefinition, Tool
 from foretell.utils.validation import show
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -37,14 +38,30 @@ Content = Annotated[
 """A text, or a list of text parts."""
 
 
+class CalledFunction(Body):
+    """A call of a function. `arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of a tool."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """A turn of a conversation."""
 
     role: Role
     content: Content = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
 
 
 class ResponseFormat(Body):
@@ -52,6 +69,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """Of `json_object` (llama.cpp)."""
 
 
 class ChatBody(GenerationBody):
@@ -62,9 +81,11 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionDefinition], Field(fail_fast=True)] | None = None
+    function_call: Choice | None = None
     prediction: PredictionContent | None = None
 
     echo: bool | None = None
@@ -101,12 +122,22 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob] | None
 
 
+class AnswerToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatAnswerMessage(BaseModel):
     """The answer."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = None
+    tool_calls: list[AnswerToolCall] | None = None
+    function_call: CalledFunction | None = None
 
 
 class ChatChoice(BaseModel):
@@ -115,7 +146,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "content_filter"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

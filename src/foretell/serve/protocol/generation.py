@@ -58,6 +58,11 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     structured_outputs: dict[str, Any] | None = None
+    """Fields of `StructuredOutputs`, and `disable_any_whitespace`."""
+    grammar: str | None = None
+    """What the answer must match, as GBNF or Lark (llama.cpp)."""
+    json_schema: dict[str, Any] | None = None
+    """What the answer must match (llama.cpp)."""
 
     speculative: SpeculativeOptions | None = None
     deadline_ms: float | None = Field(None, gt=0)

@@ -1,0 +1,94 @@
+"""What an answer must match: a structured output, or calls of tools."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretell.api import Model
+from foretell.core.token_rules import TokenConstraint
+from foretell.serve.errors import bad_request
+from foretell.serve.protocol.chat import ChatBody, ResponseFormat
+from foretell.serve.protocol.generation import GenerationBody
+from foretell.serve.tools.use import ToolUse
+from foretell.structured.outputs import StructuredOutputs
+from foretell.utils.validation import show
+
+_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
+_WHITESPACE = "disable_any_whitespace"
+
+
+def make_constraint(body: GenerationBody, model: Model, use: ToolUse | None = None) -> TokenConstraint | None:
+    """The constraint of a request, compiled; `use`: its tools. Called in a thread.
+
+    Raises:
+        ApiError: a schema or a grammar is invalid, or several exclude each other.
+    """
+    wanted = _requested(body)
+    if use is None or (use.choice.mode == "auto" and wanted is None):
+        return None if wanted is None else _compile(model, *wanted)
+    if use.choice.mode == "auto" and wanted is not None:
+        param, outputs = wanted
+        if outputs.kind not in ("json", "json_object"):
+            raise bad_request(f"tools go together with JSON only, and {outputs.kind} was asked for", param)
+        _compile(model, param, outputs)
+        return _compile_calls(model, use, outputs.schema)
+    return _compile_calls(model, use, None)
+
+
+def _requested(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
+    """The structured output that a body asks for, and the field that does."""
+    found = dict[str, Mapping[str, Any]]()
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = _structured_outputs(body.structured_outputs)
+    if body.grammar:
+        found["grammar"] = {"grammar": body.grammar}
+    if body.json_schema is not None:
+        found["json_schema"] = {"json": body.json_schema}
+    if isinstance(body, ChatBody) and body.response_format is not None and body.response_format.type != "text":
+        found["response_format"] = _response_format(body.response_format)
+    if not found:
+        return None
+    *others, (param, fields) = found.items()
+    if others:
+        raise bad_request(f"{others[0][0]} and {param} exclude each other; give one of them", param)
+    try:
+        return param, StructuredOutputs(**fields)
+    except ValueError as error:
+        raise bad_request(str(error), param) from error
+
+
+def _structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [name for name, value in given.items() if name not in (*_FIELDS, _WHITESPACE) and value is not None]
+    if unknown:
+        expected = ", ".join((*_FIELDS, _WHITESPACE))
+        raise bad_request(f"structured_outputs has {expected}, and no {show(unknown[0])}", "structured_outputs")
+    fields = {name: given[name] for name in _FIELDS if given.get(name) is not None}
+    for name in ("json_object", _WHITESPACE):
+        if not isinstance(given.get(name), bool | None):
+            raise bad_request(f"{name} must be true or false, found {show(given[name])}", f"structured_outputs.{name}")
+    return fields | {"any_whitespace": given.get(_WHITESPACE) is False}
+
+
+def _response_format(wanted: ResponseFormat) -> dict[str, Any]:
+    if wanted.type == "json_object":
+        return {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
+    schema = (wanted.json_schema or {}).get("schema")
+    if not isinstance(schema, Mapping):
+        raise bad_request(f"a JSON schema was expected, found {show(schema)}", "response_format.json_schema.schema")
+    return {"json": schema}
+
+
+def _compile(model: Model, param: str, outputs: StructuredOutputs) -> TokenConstraint:
+    try:
+        return model.constraint(outputs)
+    except ValueError as error:
+        raise bad_request(str(error), param) from error
+
+
+def _compile_calls(model: Model, use: ToolUse, answer: Mapping[str, Any] | None) -> TokenConstraint:
+    try:
+        return model.constraint(StructuredOutputs(grammar=use.grammar(answer)))
+    except ValueError as error:
+        for number, function in enumerate(use.functions):  # Which one it is, with the keyword and its place.
+            if function.parameters is not None:
+                _compile(model, f"tools.{number}.function.parameters", StructuredOutputs(json=function.parameters))
+        raise bad_request(str(error), "tools") from error

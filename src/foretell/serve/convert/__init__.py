@@ -1,0 +1,1 @@
+"""Converts the requests of other APIs to chat completions."""

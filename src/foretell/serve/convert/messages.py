@@ -1,0 +1,82 @@
+"""Anthropic's messages as chat completions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import to_json
+
+from foretell.serve.convert.base import response_format, string_of, text_of, to_chat
+from foretell.serve.errors import bad_request
+from foretell.serve.protocol.chat import ChatBody
+from foretell.serve.protocol.messages import CountTokensBody, InputMessage, MessagesBody, MessageToolChoice
+from foretell.utils.validation import show
+
+PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields of chat completions as Anthropic calls them."""
+_THINKING = ("thinking", "redacted_thinking")
+
+
+def chat_of_messages(body: CountTokensBody) -> ChatBody:
+    """The chat completion that a message asks for. A last message of the assistant is continued.
+
+    Raises:
+        ApiError: a content block is no text, call or result, or a tool is chosen without its name.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": text_of(body.system, "system")})
+    for number, message in enumerate(body.messages):
+        messages += _messages(message, f"messages.{number}.content")
+    choice = body.tool_choice
+    return to_chat(
+        body,
+        messages=messages,
+        stop=(body.stop_sequences if isinstance(body, MessagesBody) else None) or body.stop,
+        tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
+        tool_choice=None if choice is None else _choice(choice),
+        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        continue_final_message=(messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]) or None,
+        response_format=response_format(
+            body.output_config.format if body.output_config else None, "output_config.format"
+        ),
+    )
+
+
+def _tool(name: str, description: str | None, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _choice(choice: MessageToolChoice) -> Any:
+    if choice.type != "tool":
+        return "required" if choice.type == "any" else choice.type
+    if choice.name is None:
+        raise bad_request("a tool is chosen by its name, and there is none", "tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _messages(message: InputMessage, param: str) -> list[dict[str, Any]]:
+    """A turn as messages: results of tools first, each as its own."""
+    texts, calls, results = list[str](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for number, block in enumerate(message.content):
+        place, kind = f"{param}.{number}", block.get("type")
+        if kind == "text":
+            texts.append(string_of(block, "text", place))
+        elif kind == "tool_use" and message.role == "assistant":
+            calls.append(_call(block, place))
+        elif kind == "tool_result" and message.role == "user":
+            text = text_of(block.get("content") or "", f"{place}.content")
+            results.append({"role": "tool", "tool_call_id": string_of(block, "tool_use_id", place), "content": text})
+        elif kind not in _THINKING:
+            raise bad_request(f"a block of text or of a tool was expected, found {show(kind)}", place)
+    if results and not texts:
+        return results
+    turn: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    return [*results, turn | ({"tool_calls": calls} if calls else {})]
+
+
+def _call(block: Mapping[str, Any], param: str) -> dict[str, Any]:
+    given = block.get("input")
+    if not isinstance(given, Mapping):
+        raise bad_request(f"an object was expected, found {show(given)}", f"{param}.input")
+    function = {"name": string_of(block, "name", param), "arguments": to_json(given).decode()}
+    return {"id": string_of(block, "id", param), "type": "function", "function": function}

@@ -1,0 +1,84 @@
+"""Responses as chat completions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretell.serve.convert.base import response_format, string_of, text_of, to_chat
+from foretell.serve.errors import bad_request
+from foretell.serve.protocol.chat import ChatBody
+from foretell.serve.protocol.responses import ResponsesBody
+from foretell.utils.validation import show
+
+PARAMS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Fields of chat completions as responses call them."""
+_STORED = ("previous_response_id", "conversation", "background")
+
+
+def chat_of_response(body: ResponsesBody) -> ChatBody:
+    """The chat completion that a response asks for.
+
+    Raises:
+        ApiError: it refers to stored responses, or an item is no text, call or result.
+    """
+    for name in _STORED:
+        if getattr(body, name):
+            raise bad_request(f"this server stores no responses; leave {name} out, and send all items", name)
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not items:
+        raise bad_request("the input is empty", "input")
+    for number, item in enumerate(items):
+        _add(messages, item, f"input.{number}")
+    return to_chat(
+        body,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        tools=[{"type": "function", "function": t.model_dump(exclude={"type"})} for t in body.tools or ()] or None,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+        response_format=response_format(body.text.format if body.text else None, "text.format"),
+    )
+
+
+def settings_of(body: ResponsesBody) -> dict[str, Any]:
+    """The fields of a request that its response repeats."""
+    choice, form = body.tool_choice, body.text.format if body.text else None
+    mode: Any = "auto" if choice is None else choice.mode
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None, "summary": None},
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": mode if choice is None or choice.name is None else {"type": "function", "name": choice.name},
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_p": body.top_p,
+        "user": body.user,
+    }
+
+
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
+    """Add an item to the messages; calls belong to the message of the assistant before them."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{param}.content")})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {name: string_of(item, name, param) for name in ("name", "arguments")}
+        call = {"id": string_of(item, "call_id", param), "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = text_of(item.get("output"), f"{param}.output")
+        messages.append({"role": "tool", "tool_call_id": string_of(item, "call_id", param), "content": content})
+    elif kind != "reasoning":
+        raise bad_request(f"a message, a function_call or its output was expected, found {show(kind)}", param)
