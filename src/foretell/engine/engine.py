@@ -254,6 +254,8 @@ class Engine:
         self._chunk, self._detokenizer, self._clock = chunk, detokenizer, clock
         if cache_bytes is not None:
             runner.limit_cache(cache_bytes)
+        self._cache_tokens = runner.free_tokens or rows * runner.context
+        """Tokens that the cache has room for."""
         self._rows = RowPool(runner, rows, prefix_caching)
         self._waiting = dict[int, _LiveRequest]()
         """By number."""
@@ -340,6 +342,13 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache that the tokens of running requests fill; tokens that several share count for each. Any
+        thread may ask.
+        """
+        return min(1.0, sum(self.runner.length(r.row) for r in list(self._running)) / self._cache_tokens)
 
     @property
     def load(self) -> tuple[int, int]:

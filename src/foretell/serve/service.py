@@ -13,6 +13,9 @@ from typing import TypeVar
 from foretell.serve.errors import ApiError, bad_request, overloaded, unavailable
 from foretell.serve.jobs import Jobs
 from foretell.serve.loaded import LoadedModel
+from foretell.serve.metrics.registry import MetricTables
+from foretell.serve.metrics.request_log import RequestLog
+from foretell.serve.metrics.requests import RequestMetrics
 from foretell.serve.prompts import PromptEncoder
 from foretell.serve.settings import ServerSettings
 from foretell.serve.token_text import TokenTexts
@@ -42,6 +45,7 @@ class Service:
         self.created = int(time.time())
         self.pool = ThreadPoolExecutor(settings.tokenizer_threads, "foretell-tokenizer")
         self.state = State.LOADING
+        self.metrics = MetricTables(settings.metrics_prefixes)
         self._loaded: LoadedModel | None = None
         self._worker: EngineWorker | None = None
         self._jobs: Jobs | None = None
@@ -62,13 +66,17 @@ class Service:
             self.settings.trust_request_chat_template,
         )
         self.texts = TokenTexts(loaded.model.codec)
+        metrics = RequestMetrics(self.metrics, self.settings.served_names[0], loaded.method_name)
+        decode = loaded.model.codec.decode if self.settings.log_requests else None
         self._worker = EngineWorker(
             loaded.make_engine,
             lambda events: _call(loop, partial(self.jobs.receive, events)),
             lambda error: _call(loop, self.jobs.engine_failed),
             self.settings.timeouts.restart,
+            metrics.step,
         )
-        self._jobs = Jobs(self._worker)
+        self._jobs = Jobs(self._worker, [metrics, RequestLog(loaded.method_name, decode)])
+        metrics.show_engine(lambda: None if self._worker is None else self._worker.engine, lambda: self.jobs.live)
         self._worker.start()
         if self.state is State.LOADING:
             self.state = State.SERVING

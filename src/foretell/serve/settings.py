@@ -57,3 +57,7 @@ class ServerSettings:
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     tokenizer_threads: int = 2
+    metrics_prefixes: tuple[str, ...] = ()
+    """Further prefixes of the metrics with vLLM's names, beside `foretell`."""
+    log_requests: bool = False
+    """Log the texts of prompts and answers."""
