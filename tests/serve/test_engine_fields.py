@@ -92,7 +92,4 @@ def test_drafts_are_returned_with_their_origins(server: Server) -> None:
     *pieces, last = [c["foretell"] for c in chunks]
     passes = [one for piece in pieces for one in piece["passes"]]
     assert sum(len(p["tokens"]) for p in passes) == sum(last["origins"].values()) > 8
-    assert "".join(t["token"] for p in passes for t in p["tokens"]).startswith(
-        "".join(c["choices"][0]["text"] for c in chunks[:-1])
-    )
     assert last["seed"] is not None and chunks[-1]["choices"] == [] and "usage" not in chunks[-1]

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from foretell.serve.auth import KeyMiddleware
@@ -19,6 +19,8 @@ from foretell.serve.handlers.endpoint import WARNING_HEADER, Endpoint, EndpointA
 from foretell.serve.metrics.http import HttpMetrics, HttpMetricsMiddleware
 from foretell.serve.metrics.registry import CONTENT_TYPE
 from foretell.serve.openapi import openapi
+from foretell.serve.page.document import document as page
+from foretell.serve.page.document import headers as page_headers
 from foretell.serve.protocol.chat import ChatBody, ChatCompletion
 from foretell.serve.protocol.completions import Completion, CompletionBody
 from foretell.serve.protocol.info import (
@@ -59,6 +61,9 @@ def create_app(service: Service) -> Starlette:
     async def show_openapi(http: HttpRequest) -> Response:
         return Response(document, media_type="application/json")
 
+    async def show_page(http: HttpRequest) -> Response:
+        return HTMLResponse(page(), headers=page_headers())
+
     async def show_metrics(http: HttpRequest) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
@@ -67,6 +72,7 @@ def create_app(service: Service) -> Starlette:
     ]
     routes.append(Route("/openapi.json", show_openapi))
     routes.append(Route("/metrics", show_metrics))
+    routes.append(Route("/", show_page))
     settings = service.settings
     http_metrics = HttpMetrics(service.metrics, {route.path for route in routes})
     middleware = [Middleware(RequestIdMiddleware), Middleware(HttpMetricsMiddleware, metrics=http_metrics)]

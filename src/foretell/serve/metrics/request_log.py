@@ -2,7 +2,9 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -35,12 +37,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(found, ensure_ascii=False, default=str)
 
 
+class _StandardError(logging.Handler):
+    """Writes to what is standard error at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        with suppress(OSError, ValueError):
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
 def log_as_json() -> None:
     """Write what the server logs to standard error, as JSON."""
-    handler = logging.StreamHandler()
+    handler = _StandardError()
     handler.setFormatter(JsonFormatter())
     logger = logging.getLogger(NAMESPACE)
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers = [handler]
     logger.setLevel(logging.INFO)
 
 
