@@ -94,6 +94,12 @@ def serve(
             help="Further prefix of the metrics, beside foretell; vllm for tools that read vLLM's.",
         ),
     ] = None,
+    shadow_rate: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", min=0, max=1, help="Decode this share of the answers again plainly when idle, and compare."
+        ),
+    ] = 0.0,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log the texts of prompts and answers too.")
     ] = False,
@@ -143,6 +149,7 @@ def serve(
         ),
         timeouts=Timeouts(shutdown=shutdown_timeout),
         metrics_prefixes=tuple(metrics_prefix or ()),
+        shadow_rate=shadow_rate,
         log_requests=log_requests,
     )
     selection = parse_method(method, speculative_config, draft_model)

@@ -59,5 +59,7 @@ class ServerSettings:
     tokenizer_threads: int = 2
     metrics_prefixes: tuple[str, ...] = ()
     """Further prefixes of the metrics with vLLM's names, beside `foretell`."""
+    shadow_rate: float = 0.0
+    """Share of the finished answers that are decoded again plainly while the engine is idle."""
     log_requests: bool = False
     """Log the texts of prompts and answers."""
