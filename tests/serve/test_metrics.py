@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from serving import NAME, SETTINGS, Server, running_server, wait_for
 
-from foretell.serve.metrics.registry import parse_samples
 from foretell.serve.metrics.request_log import JsonFormatter
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -26,7 +26,8 @@ def server() -> Iterator[Server]:
 def scrape(server: Server) -> Samples:
     response = server.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4") and "_created" not in response.text
-    return {(name, tuple(sorted(labels.items()))): value for name, labels, value in parse_samples(response.text)}
+    samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
 
 
 def grown(before: Samples, after: Samples, name: str, **labels: str) -> float:

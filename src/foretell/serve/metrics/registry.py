@@ -1,6 +1,6 @@
 """Metrics with a prefix before their names, in Prometheus' text format."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -38,16 +38,3 @@ def _with_prefix(metric: Metric, prefix: str) -> Metric:
     samples = [sample for sample in metric.samples if not sample.name.endswith(_CREATED)]
     named.samples = [sample._replace(name=f"{prefix}:{sample.name}") for sample in samples]
     return named
-
-
-def parse_samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Names, labels and values of the samples of a text.
-
-    Raises:
-        ValueError: the text is not in Prometheus' format.
-    """
-    from prometheus_client.parser import text_string_to_metric_families
-
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            yield sample.name, dict(sample.labels), sample.value
