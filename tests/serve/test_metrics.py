@@ -2,8 +2,10 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from foretell.serve.metrics.request_log import JsonFormatter
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
+NAMES = re.compile(r"foretell:\w+")
 PHASES = ("draft", "verify", "sample", "host")
 
 
@@ -101,3 +104,10 @@ def test_logs_are_json_and_have_texts_only_if_asked(server: Server, caplog: Any)
     assert "secret" not in json.dumps(silent) and "answer" not in silent and silent["request_id"]
     paths = [line["path"] for line in lines if line["event"] == "http"]
     assert "/v1/completions" in paths and "/health" not in paths
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Server) -> None:
+    server.chat("abcabcabc", max_tokens=30)
+    board = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text("utf-8"))
+    asked = {name for panel in board["panels"] for t in panel.get("targets", ()) for name in NAMES.findall(t["expr"])}
+    assert len(asked) > 25 and asked <= {name for name, _ in scrape(server)}
