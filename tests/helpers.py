@@ -25,13 +25,16 @@ from foretell.draft import DraftModel, MixtureDrafter, Predictor, PromptLookup
 from foretell.engine.engine import Engine, Request, Update
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.statistics import RequestStatistics
+from foretell.model.compress import DecoderTransform
 from foretell.model.decoder import Decoder
+from foretell.model.load.checkpoint import Checkpoint
+from foretell.model.load.weights import Weights
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, Trie, optimal_tree
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS
-from foretell.testing import TINY, letter_codec, tiny_decoder
+from foretell.testing import TINY, RandomWeights, letter_codec, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 
 Distribution = np.ndarray
@@ -119,6 +122,17 @@ class Variant:
         return self.name
 
 
+class TinyCheckpoint(Checkpoint):
+    """A checkpoint with a random multi-token prediction layer for a small model."""
+
+    def __init__(self, network: Decoder, weights: Weights | None = None) -> None:
+        config = replace(network.config, architecture="qwen3_5_text")
+        super().__init__(config, weights or RandomWeights(seed=1), torch.device("cpu"))
+
+    def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
+        raise NotImplementedError
+
+
 def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> AnyMethod:
     """A method for a target, with small models and a trained speculator to draft with."""
     vocab = network.config.vocab
@@ -129,6 +143,7 @@ def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], train
         (tuple(random_tokens(30, vocab, seed=8)), tuple(random_tokens(12, vocab, seed=9))),
         codec=letter_codec(vocab),
         draft_codecs=(letter_codec(vocab, 2),),
+        checkpoint=TinyCheckpoint(network) if entry.name == "mtp" else None,
         speculators=() if trained is None else (trained,),
     )
     return entry.build(context)

@@ -98,7 +98,7 @@ def test_the_text_leaves_out_what_ends_the_answer_unless_asked_for() -> None:
         ({"stop": (letters([tokens[end]]),)}, letters([tokens[end]])),
     ):
         for include in (False, True):
-            asked = replace(REQUEST, include_stop_str_in_output=include, **fields)  # type: ignore[arg-type]
+            asked = replace(REQUEST, include_stop_str_in_output=include, **fields)
             (completion,) = engine_for(lookup()).complete([asked])
             assert completion.text == (text if include else text[:-1])
             assert completion.finish_reason == "stop" and completion.stop_reason == reason

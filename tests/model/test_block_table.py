@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foretell.model.block_table import BLOCK_SLOTS, BlockTable, OutOfBlocksError
+from foretell.model.cache import LayeredCache
 from foretell.model.kv_cache import KVCache
 
 
@@ -89,3 +90,15 @@ def test_only_an_empty_row_takes_shared_blocks_and_only_those_that_exist() -> No
     blocks.extend(1, 1)
     with pytest.raises(ValueError, match="row 1 holds 1 blocks"):
         blocks.share(0, 1, 64)
+
+
+def test_stores_of_different_sizes_have_as_many_blocks_each() -> None:
+    sizes = ((2, 1, 1), (1, 4, 8), (0, 2, 2))
+    stores = [KVCache(*size, torch.float32, torch.device("cpu")) for size in sizes]
+    cache = LayeredCache(stores, [(0, 0), (1, 0), (0, 1)])
+    cache.limit(3 * cache.block_bytes)
+    assert cache.free_slots == 3 * BLOCK_SLOTS
+    with pytest.raises(OutOfBlocksError):
+        cache.reserve([0], [4 * BLOCK_SLOTS])
+    cache.reserve([0], [3 * BLOCK_SLOTS])
+    assert cache.free_slots == 0 and cache.nbytes == 3 * cache.block_bytes

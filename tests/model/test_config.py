@@ -59,9 +59,10 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         theirs.num_attention_heads if ours.latent else theirs.num_key_value_heads, head_dim,
         theirs.max_position_embeddings,
     )  # fmt: skip
+    hybrid = said.get("shared_intermediate_size") if ours.architecture == "granitemoehybrid" else None
     assert (ours.ffn, ours.norm_eps, ours.tied) == (
-        said.get("intermediate_size_mlp", said.get("shared_intermediate_size", theirs.intermediate_size)),
-        said.get("rms_norm_eps", said.get("norm_eps")),
+        said.get("intermediate_size_mlp", hybrid or theirs.intermediate_size),
+        said.get("rms_norm_eps", said.get("norm_eps", said.get("layer_norm_epsilon"))),
         theirs.tie_word_embeddings,
     )
     granite = said.get("attention_multiplier") or (1.0 if ours.layer_scales else None)
@@ -76,8 +77,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         full = theirs.per_layer_config[ours.layers - 1]
         assert (ours.head_dim, ours.kv_heads) == (full.head_dim, full.num_key_value_heads)
         assert (ours.layer_inputs.width if ours.layer_inputs else 0) == said.get("hidden_size_per_layer_input", 0)
-    ropes = theirs.rope_parameters
-    for rope, name in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
+    ropes = theirs.rope_parameters if len(ours.unrotated_layers) < ours.layers else {}
+    for rope, name in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")) if ropes else ():
         wanted = ropes.get(name, ropes)
         assert rope is None or (rope.theta, rope.kind, rope.factor) == (
             wanted["rope_theta"], wanted["rope_type"], wanted.get("factor", 1.0),
@@ -100,6 +101,7 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
 MORE_VALUES: dict[str, dict[str, Any]] = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "granitemoehybrid": {"num_local_experts": 0},
+    "nemotron_h": {"hybrid_override_pattern": "EM-M*-ME"},
 }
 """More values of the configuration under test, by architecture."""
 
@@ -173,6 +175,21 @@ ROPES: Mapping[str, Mapping[str, Any]] = {
         **LONGROPE, "partial_rotary_factor": 0.5, "short_factor": [1.5] * 16, "long_factor": [9.0] * 16,
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"moe_latent_size": 16}, "moe_latent_size should be null"),
+        ({"hybrid_override_pattern": "MX*"}, r"hybrid_override_pattern should be layers of M, \*, -, E, found 'X'"),
+        ({"hybrid_override_pattern": "-*"}, "a pattern with Mamba-2 layers"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act should be relu2"),
+        ({"time_step_limit": [0.1, 1.0]}, "time_step_limit should be 0 to infinity"),
+    ],
+)
+def test_what_is_not_supported_of_nemotron_is_refused_by_name(values: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        from_hf({"model_type": "nemotron_h", **SIZES, **values}, "c.json")
 
 
 @pytest.mark.parametrize("name", ROPES)

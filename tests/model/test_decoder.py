@@ -64,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteConfig", {"embedding_multiplier": 3.0, "logits_scaling": 0.8, "residual_multiplier": 0.6,
         "attention_multiplier": 0.4, "mlp_bias": True},
     ),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 5, "residual_multiplier": 0.6, "logits_scaling": 0.8}),
+    "granitemoeshared": ("GraniteMoeSharedConfig", {"num_local_experts": 5, "shared_intermediate_size": 20}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen2_moe partly dense": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 40,

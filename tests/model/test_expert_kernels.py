@@ -1,5 +1,5 @@
-"""Mixtures of experts on the CPU kernels: batch-invariant, equal to torch up to rounding, and no expert is read that
-has no token.
+"""Mixtures of experts and latent attention on the CPU kernels: batch-invariant, equal to torch up to rounding, and no
+expert is read that has no token.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
-from foretell.model.config import ModelConfig, MoEConfig, RopeConfig
+from foretell.model.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from foretell.model.decoder import BlockRange, DecoderBlock
 from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
@@ -31,6 +31,15 @@ def mixture(architecture: str, more: dict[str, object] | None = None, **experts:
     return replace(WIDE, architecture=architecture, experts=MoEConfig(**values), **(more or {}))  # type: ignore[arg-type]
 
 
+def latent(config: ModelConfig, heads: int, q_rank: int) -> ModelConfig:
+    """The model with latent attention."""
+    sizes = MLAConfig(q_rank, kv_rank=40, nope_dim=20, rope_dim=8, value_dim=12)
+    return replace(
+        config, latent=sizes, heads=heads, kv_heads=heads, head_dim=28, rope=RopeConfig(fraction=8 / 28),
+        attention_scale=0.3,
+    )  # fmt: skip
+
+
 GPT_OSS = {"sinks": True, "qkv_bias": True, "output_bias": True, "activation": "clamped_swiglu", "window": 5,
            "window_layers": (0,)}  # fmt: skip
 CONFIGS = {
@@ -46,6 +55,9 @@ CONFIGS = {
         "glm4_moe", {"qkv_bias": True, "qk_norm": True, "rope": RopeConfig(fraction=0.5)}, scoring="sigmoid",
         selection_bias=True, ranked_by=2, shared_ffn=40, layers=(1,),
     ),
+    "granite": mixture("granitemoeshared", {"residual_scale": 0.6, "logit_scale": 0.5}, shared_ffn=24),
+    "latent": latent(mixture("deepseek_v3", shared_ffn=40, layers=(1,)), heads=4, q_rank=24),
+    "latent groups": latent(replace(WIDE, architecture="deepseek_v2"), heads=20, q_rank=0),
     "biased": replace(WIDE, mlp_bias=True),
 }  # fmt: skip
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -226,6 +226,6 @@ def test_missing_tensors_are_named() -> None:
     config = from_hf(raw_of("gemma4 shared"))
     for missing in ("layers.1.layer_scalar", "embed_tokens_per_layer.weight", "layers.0.per_layer_projection.weight"):
         weights = SafetensorsWeights(folder_of("gemma4 shared"))
-        del weights._readers[f"model.{missing}"]
+        del weights._file_of[f"model.{missing}"]
         with pytest.raises(ValueError, match=f"has no model.{missing}"):
             build_decoder(config, weights, torch.float32, torch.device("cpu"))

@@ -127,7 +127,7 @@ def numbers(cache: KVCache, row: int, slots: int) -> list[float]:
     """The keys of the first slots of a row."""
     keys, values = cache.read(0, torch.tensor([row]), slots)
     assert torch.equal(keys, values)
-    return keys[0, 0, :, 0].tolist()
+    return list(map(float, keys[0, 0, :, 0]))
 
 
 def test_moving_slots_that_overlap_goes_through_a_copy() -> None:

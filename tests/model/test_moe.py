@@ -11,6 +11,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import DraftModel, NoDrafter, PromptLookup
 from foretell.engine.engine import Completion, Engine, Request
 from foretell.engine.method import AnyMethod, Method
+from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
@@ -104,7 +105,7 @@ def test_drafted_trees_do_not_change_the_text(config: ModelConfig) -> None:
 def test_the_cache_of_latent_attention_holds_one_vector_per_token() -> None:
     runner = DecoderRunner(tiny_decoder(tiny_deepseek(SMALL)))
     runner.forward([0], chain_tree(random_tokens(5)))
-    assert runner.cache.nbytes == 2 * 256 * (8 + 4) * 8
+    assert runner.cache.nbytes == 2 * BLOCK_SLOTS * (8 + 4) * 8
 
 
 def test_dense_models_report_no_experts() -> None:

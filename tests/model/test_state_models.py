@@ -24,6 +24,7 @@ from foretell.engine.engine import Engine, Request
 from foretell.engine.method import AnyMethod, Method
 from foretell.load import _build_network, _build_streamed_network
 from foretell.model.cache import LayeredCache
+from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
@@ -66,11 +67,35 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+NEMOTRON = {
+    "num_hidden_layers": None,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 6,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
+    "n_group": 3,
+    "topk_group": 2,
+}
+LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", LINEAR | EXPERTS | {"mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", LINEAR | EXPERTS),
     "granite": ("GraniteMoeHybridConfig", MAMBA | MULTIPLIERS),
+    "granite experts": (
+        "GraniteMoeHybridConfig",
+        MAMBA | MULTIPLIERS | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
+    "nemotron": ("NemotronHConfig", NEMOTRON | {"layers_block_type": [LETTERS[c] for c in "M-*-M"], "mlp_bias": True}),
+    "nemotron experts": (
+        "NemotronHConfig",
+        NEMOTRON | {"layers_block_type": [LETTERS[c] for c in "MEM*E-"], "use_bias": True},
+    ),
     "granite biased": ("GraniteMoeHybridConfig", MAMBA | {"mamba_proj_bias": True, "position_embedding_type": "rope"}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
 }
@@ -83,10 +108,17 @@ def oracle_of(name: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**(SIZES | values))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            # Nemotron-H of transformers has another lower limit for prompts, which it does not have for single tokens.
+            module.time_step_limit = config.time_step_limit
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1 or parameter.shape[1] == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model
 
 
@@ -122,15 +154,28 @@ STATES: dict[str, StateConfig] = {
     "delta_net": DeltaNetConfig((0,), key_heads=2, value_heads=4, key_dim=4, value_dim=3),
     "short_conv": ShortConvConfig((0,), channels=16),
     "mamba2": Mamba2Config((0,), heads=4, head_dim=4, groups=2, state_dim=3),
+    "nemotron": Mamba2Config((0,), heads=4, head_dim=4, groups=2, state_dim=3),
 }
+
+
+def single_mixers(config: ModelConfig) -> ModelConfig:
+    """A Nemotron-H whose layers are Mamba-2, experts, attention, a feed-forward network and Mamba-2."""
+    experts = MoEConfig(
+        4, 2, 24, shared_ffn=20, layers=(1,), scoring="sigmoid", selection_bias=True, ranked_by=2, scale=1.5
+    )
+    return replace(
+        config, layers=5, activation="relu2", gated=False, experts=experts, attention_free_layers=(1, 3),
+        mlp_free_layers=(0, 2, 4), unrotated_layers=tuple(range(5)),
+    )  # fmt: skip
 
 
 @cache
 def state_target(name: str, seed: int = 0) -> Decoder:
     """A small model in float64 with a layer of this kind before one of attention."""
-    kind = {"delta_net": "qwen3_5_text", "short_conv": "lfm2", "mamba2": "granitemoehybrid"}[name]
+    kinds = {"delta_net": "qwen3_5_text", "short_conv": "lfm2", "mamba2": "granitemoehybrid", "nemotron": "nemotron_h"}
     gate = name == "delta_net"
-    return tiny_decoder(replace(TINY, vocab=VOCAB, architecture=kind, state=STATES[name], attention_gate=gate), seed)
+    config = replace(TINY, vocab=VOCAB, architecture=kinds[name], state=STATES[name], attention_gate=gate)
+    return tiny_decoder(single_mixers(config) if name == "nemotron" else config, seed)
 
 
 REQUESTS = [
@@ -181,11 +226,11 @@ def states_of(runner: DecoderRunner, row: int) -> list[torch.Tensor]:
     return [store.inputs[:, row, side], store.state[:, row, side]]
 
 
-@pytest.mark.parametrize("name", ["delta_net", "short_conv"])
-def test_after_many_rounds_the_states_are_those_of_a_fresh_run(name: str) -> None:
+@pytest.mark.parametrize(("name", "rounds"), [("delta_net", 100), ("short_conv", 100), ("nemotron", 12)])
+def test_after_many_rounds_the_states_are_those_of_a_fresh_run(name: str, rounds: int) -> None:
     runner, fresh = DecoderRunner(state_target(name)), DecoderRunner(state_target(name))
     noise, kept = np.random.default_rng(1), {0: list[int](), 1: list[int]()}
-    for turn in range(100):
+    for turn in range(rounds):
         rows = [0, 1] if turn % 3 else [int(noise.integers(2))]
         nodes, prefix = int(noise.integers(1, 9)), int(noise.integers(1, 3))
         tokens = [noise.integers(0, VOCAB, nodes).tolist() for _ in rows]
@@ -222,7 +267,7 @@ def test_the_recurrence_has_the_same_bits_in_trees_chunks_and_batches() -> None:
     table += [torch.rand(30, 4), torch.rand(30, 4)]
 
     def run(store: StateStore, rows: list[int], lengths: list[int], tree: TokenTree) -> tuple[torch.Tensor, ...]:
-        store.reserve(max(rows) + 1, 0)
+        store.reserve(rows, [0] * len(rows))
         store.begin(rows, lengths, tree.prefix_length.tolist(), tree.nodes)
         layout, _ = Layout.from_tree(tree, rows, np.array(lengths), tree.active)
         states = LayerStates(store.pass_states(layout), 0)
@@ -259,7 +304,7 @@ def test_the_recurrence_has_the_same_bits_in_trees_chunks_and_batches() -> None:
 
 def test_without_writing_the_state_only_decays() -> None:
     store = StateStore(1, StateShape(1, 1, 2, 1, 3, 4), torch.float32, torch.device("cpu"))
-    store.reserve(1, 0)
+    store.reserve([0], [0])
     store.state[:] = torch.randn(2, 3, 4)
     tree = chain_tree([0, 0])
     store.begin([0], [0], [2], 2)
@@ -302,8 +347,11 @@ def native(name: str, precision: Precision = "float32") -> tuple[Decoder, Native
         "delta_net": DeltaNetConfig((0, 2), key_heads=2, value_heads=4, key_dim=24, value_dim=20),
         "short_conv": ShortConvConfig((0, 2), channels=64, bias=True),
         "mamba2": Mamba2Config((0, 2), heads=8, head_dim=16, groups=2, state_dim=24, bias=True),
+        "nemotron": Mamba2Config((0, 4), heads=8, head_dim=16, groups=2, state_dim=24),
     }
-    config = replace(state_target(name).config, hidden=64, head_dim=16, layers=3, state=shapes[name])
+    config = replace(state_target(name).config, hidden=64, head_dim=16, state=shapes[name])
+    if name != "nemotron":
+        config = replace(config, layers=3)
     if name == "mamba2":
         config = replace(config, residual_scale=0.6, logit_scale=0.8, unrotated_layers=(1,))
     decoder = tiny_decoder(config, dtype=torch.float32 if precision == "float32" else torch.bfloat16)

@@ -1,13 +1,14 @@
 """Methods that draft autoregressively on the target's hidden states: EAGLE, and the multi-stage MLP speculator."""
 
 from foretell.accept import Acceptor, Match, Rejection
-from foretell.catalogue.build_context import BuildContext, cost_aware_tree, sorted_paths
+from foretell.catalogue.build_context import BuildContext, cost_aware_tree, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options import EagleOptions, EagleTreeOptions, FeatureTreeOptions, MLPSpeculatorOptions
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, Predictor
+from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, Predictor
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
+from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.pack import describe_packed, pack_network
@@ -54,7 +55,24 @@ def eagle3(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     return eagle_method(_eagle_network(context, "eagle3"), options)
 
 
+def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
+    """The checkpoint's multi-token prediction layer with a dynamic tree.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
+    network = require_network(context, "drafts with the checkpoint's multi-token prediction layer")
+    if context.checkpoint is None:
+        raise ValueError("mtp drafts with a layer of the target's checkpoint, which cannot be read again here")
+    return feature_method(MTPDrafter(context.checkpoint.mtp_layer(network)), options)
+
+
 def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
+    """`feature_method` with EAGLE's drafter."""
+    return feature_method(EagleDrafter(network), options)
+
+
+def feature_method(drafter: EagleDrafter, options: EagleTreeOptions) -> AnyMethod:
     """A dynamic tree with matching; sampled drafts form a fixed tree or a chain with rejection sampling."""
     nodes, draw = options.num_draft_tokens, options.draft_sample_method == "probabilistic"
     given = options.is_set("num_draft_tokens")
@@ -69,7 +87,7 @@ def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
     else:
         grown = _DEFAULT_DEPTH + nodes // _NODES_PER_EXTRA_LEVEL if given else _MAX_LEVELS
         shape = cost_aware_tree(options, options.num_steps or grown)
-    return _method(EagleDrafter(network), shape, draw)
+    return _method(drafter, shape, draw)
 
 
 def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyMethod:
@@ -106,7 +124,9 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
 def _method(drafter: EagleDrafter | MLPSpeculatorDrafter, shape: Shape[Predictor], draw: bool) -> AnyMethod:
     """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
     accept: Acceptor = Rejection() if draw else Match()
-    return Method(drafter, shape, accept, drafter_label=describe_packed(drafter.label, drafter.network))
+    network, label = drafter.network, drafter.label
+    label = describe_packed(label, network) if isinstance(network, Speculator) else label
+    return Method(drafter, shape, accept, drafter_label=label)
 
 
 def _chain_confidence(options: FeatureTreeOptions) -> float:
@@ -192,6 +212,22 @@ ENTRIES = (
         options=EagleTreeOptions,
         speculator="eagle3",
         drafts_with="one decoder layer on hidden states of several target layers",
+    ),
+    Entry(
+        name="mtp",
+        family="feature level",
+        description=(
+            "The multi-token prediction layer of the target's own checkpoint (Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4 "
+            "MoE) drafts from its last hidden state; a dynamic tree is verified."
+        ),
+        when_to_use="where the checkpoint has such a layer: it was trained with the model.",
+        papers=(Paper("DeepSeek-V3 Technical Report", "2412.19437"),),
+        drafter=MTPDrafter,
+        shape=CostAwareTree,
+        acceptor=Match,
+        builder=mtp,
+        options=EagleTreeOptions,
+        needs="a checkpoint with such a layer",
     ),
     Entry(
         name="mlp_speculator",

@@ -75,7 +75,8 @@ def sample(
     if kernels.runs_on(logits):
         found = kernels.sample(logits, rows, [_structure(s, key) for s, key in zip(sampling, keys, strict=True)])
     else:
-        found = [_race(_keep_with_torch(logits[row], s), key) for row, s, key in zip(rows, sampling, keys, strict=True)]
+        weights = _weights(logits[list(rows)], [s.temperature for s in sampling])
+        found = [_race(_keep_with_torch(w, s), key) for w, s, key in zip(weights, sampling, keys, strict=True)]
     if min(found, default=0) < 0:
         raise no_token_error()
     return found
@@ -90,7 +91,7 @@ def kept_tokens(logits: Float[torch.Tensor, " v"], sampling: SamplingParams) -> 
     if kernels.runs_on(logits):
         kept = KeptTokens(*kernels.kept_tokens(logits, _structure(sampling, 0)))
     else:
-        kept = _keep_with_torch(logits, sampling)
+        kept = _keep_with_torch(_weights(logits[None], [sampling.temperature])[0], sampling)
     if not len(kept.token):
         raise no_token_error()
     return kept
@@ -116,14 +117,13 @@ def _weight_bits(vocab: int) -> int:
     return min(_MOST_BITS, _SUM_BITS - vocab.bit_length())
 
 
-def _weights(logits: Float[torch.Tensor, " v"], temperature: float) -> Int[torch.Tensor, " v"]:
-    """Integer weights of all tokens; those of NaN are 0."""
+def _weights(logits: Float[torch.Tensor, "k v"], temperatures: Sequence[float]) -> Int[torch.Tensor, "k v"]:
+    """Integer weights of all tokens of every row; those of NaN are 0, and all where no logit is above -infinity."""
     wide = logits.double()
-    largest = wide.nan_to_num(-torch.inf, torch.inf, -torch.inf).max()
-    if largest == -torch.inf:
-        return torch.zeros_like(wide, dtype=torch.int64)
-    x = torch.where(wide == largest, 0.0, (wide - largest) * _inverse(temperature))
-    counts = x >= _LEAST_EXPONENT
+    inverse = torch.tensor([[_inverse(t)] for t in temperatures], dtype=wide.dtype, device=wide.device).view(-1, 1)
+    largest = wide.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1, keepdim=True)
+    x = torch.where(wide == largest, 0.0, (wide - largest) * inverse)
+    counts = (x >= _LEAST_EXPONENT) & (largest > -torch.inf)
     x = torch.where(counts, x, _LEAST_EXPONENT)
     rounded = x * _LOG2_E + _ROUND
     n = rounded - _ROUND
@@ -131,13 +131,13 @@ def _weights(logits: Float[torch.Tensor, " v"], temperature: float) -> Int[torch
     p = torch.full_like(r, _EXPONENTIAL[0])
     for coefficient in _EXPONENTIAL[1:]:
         p = p * r + coefficient
-    shift = (rounded.view(torch.int64) - _ROUND_BITS + _weight_bits(len(logits))) << 52
+    shift = (rounded.view(torch.int64) - _ROUND_BITS + _weight_bits(logits.shape[-1])) << 52
     scaled = (p.view(torch.int64) + shift).view(torch.float64)
     return torch.where(counts, (scaled + _ROUND).view(torch.int64) - _ROUND_BITS, 0)
 
 
-def _keep_with_torch(logits: Float[torch.Tensor, " v"], s: SamplingParams) -> KeptTokens:
-    w = _weights(logits, s.temperature)
+def _keep_with_torch(w: Int[torch.Tensor, " v"], s: SamplingParams) -> KeptTokens:
+    """The tokens of these weights that truncation keeps."""
     if 0 < s.top_k < len(w):
         w = torch.where(w >= w.topk(s.top_k).values[-1], w, 0)
     if s.top_p < 1 and (total := int(w.sum())):

@@ -6,7 +6,7 @@ from foretell.draft.combined import CombinedRetriever
 from foretell.draft.cross_tokenizer import CrossTokenizerDrafter
 from foretell.draft.datastore import DatastoreRetriever
 from foretell.draft.draft_model import DraftModel
-from foretell.draft.eagle import EagleDrafter
+from foretell.draft.eagle import EagleDrafter, MTPDrafter
 from foretell.draft.heads import HeadsDrafter
 from foretell.draft.hybrid import HybridDrafter
 from foretell.draft.jacobi import JacobiDrafter
@@ -34,6 +34,7 @@ __all__ = [
     "JacobiDrafter",
     "LookaheadDrafter",
     "MLPSpeculatorDrafter",
+    "MTPDrafter",
     "MixtureDrafter",
     "NoDrafter",
     "OnlineDrafter",

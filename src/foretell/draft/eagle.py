@@ -15,6 +15,7 @@ from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import Predictor, TopTokens
 from foretell.model.kernels import DynamicTrees
 from foretell.model.layout import Layout
+from foretell.model.mtp import MTPLayer
 from foretell.speculator.network.eagle import EagleNetwork
 
 
@@ -84,10 +85,10 @@ class EagleDrafter(Predictor):
 
     label = "one layer in the target's feature space"
 
-    def __init__(self, network: EagleNetwork, max_pending: int = 32) -> None:
+    def __init__(self, network: EagleNetwork | MTPLayer, max_pending: int = 32) -> None:
         self.network, self.hidden_layers, self.max_context = network, network.hidden_layers, network.context
         self._max_pending = max(max_pending, 1)
-        self._cache = network.new_cache(network.get_buffer("_cos").device)
+        self._cache = network.new_cache(network.device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._prefixes: dict[int, _PrefixState] = {}
         self._proposed: dict[int, tuple[int, _TargetStates | None]] = {}
@@ -161,7 +162,7 @@ class EagleDrafter(Predictor):
     def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         out, logit_index = self._outputs(tree, frontier, context)
-        best = self.network.top_tokens(self.network.head_input(out), min(count, len(self.network.lm_head)))
+        best = self.network.top_tokens(self.network.head_input(out), min(count, self.network.outputs))
         return TopTokens.of(*best, logit_index, self._token_of)
 
     def grow_dynamic_tree(
@@ -207,7 +208,7 @@ class EagleDrafter(Predictor):
         """Outputs at the roots of some requests, after reading the pending positions."""
         rows = [context.rows[i] for i in active]
         if not rows:
-            return self._cache.k.new_zeros(0, self.network.target_info.hidden, dtype=self.network.dtype)
+            return self._cache.k.new_zeros(0, self.network.hidden, dtype=self.network.dtype)
         self._restore(rows)
         counts = [self._prefixes[row].pending_count for row in rows]
         read = self._forward_target_states(rows, [context.sequences[i] for i in active], counts)
@@ -252,6 +253,14 @@ class EagleDrafter(Predictor):
         out = self.network.forward_features(token, self._nodes.out, torch.from_numpy(parent), layout, self._cache)
         self._nodes.out = torch.cat((self._nodes.out, out))
         return out
+
+
+class MTPDrafter(EagleDrafter):
+    """The multi-token prediction layer of the target's checkpoint (DeepSeek-V3, arXiv 2412.19437), for any number of
+    tokens: drafted ones are read with the layer's own outputs.
+    """
+
+    label = "the checkpoint's multi-token prediction layer"
 
 
 class _DraftedNodes:

@@ -1,10 +1,20 @@
-"""Activations of gated feed-forward networks."""
+"""Activations of feed-forward networks."""
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 
 from foretell.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+
+
+def activated(projected: Float[torch.Tensor, "*t p"], kind: Activation) -> Float[torch.Tensor, "*t f"]:
+    """The input of the last matrix of a feed-forward network, from the product with gate and up, one beside the other,
+    or with up alone where the activation has no gate.
+    """
+    if kind == "relu2":
+        return F.relu(projected).square()
+    gate, up = projected.chunk(2, -1)
+    return gated(gate, up, kind)
 
 
 def gated(

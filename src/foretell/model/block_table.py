@@ -1,6 +1,7 @@
 """Which blocks of a paged cache hold the tokens of every batch row."""
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 from jaxtyping import Int
@@ -39,6 +40,7 @@ class BlockTable:
         self._references: list[int] = []
         """Number of rows that hold a block."""
         self._free: list[int] = []
+        """Blocks that no row holds, a heap: a row that grows gets neighbours, which attention reads faster."""
 
     @property
     def blocks(self) -> int:
@@ -119,7 +121,7 @@ class BlockTable:
 
     def is_shared(self, row: int, index: int) -> bool:
         """Whether another row holds the block `index` of a row."""
-        return self._references[self.table[row, index]] > 1
+        return self._references[int(self.table[row, index])] > 1
 
     def replace(self, row: int, index: int) -> tuple[int, int]:
         """Give a row a block of its own in place of a shared one; both blocks.
@@ -137,14 +139,14 @@ class BlockTable:
         if not self._free:
             self._free.append(len(self._references))
             self._references.append(0)
-        block = self._free.pop()
+        block = heappop(self._free)
         self._references[block] = 1
         return block
 
     def _give_back(self, block: int) -> None:
         self._references[block] -= 1
         if not self._references[block]:
-            self._free.append(block)
+            heappush(self._free, block)
 
     def _hold_row(self, row: int, blocks: int) -> None:
         """Grow the table to hold a row of so many blocks."""

@@ -31,6 +31,11 @@ class Cache(ABC):
             OutOfBlocksError: the cache is limited and full; then nothing is changed.
         """
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of keys and values in all layers."""
+        return 0
+
     def limit(self, nbytes: int) -> None:
         """Let keys and values use at most so many bytes."""
         return
@@ -96,10 +101,15 @@ class LayeredCache(Cache):
         for store in self.stores:
             store.reserve(rows, slots)
 
+    @property
+    def block_bytes(self) -> int:
+        """The sum of all stores: each has a block for every block of the others."""
+        return sum(store.block_bytes for store in self.stores)
+
     def limit(self, nbytes: int) -> None:
-        """Limit the store of keys and values, which grows with the texts."""
+        """Limit the stores of keys and values, which grow with the texts, to as many blocks each."""
         for store in self.stores:
-            store.limit(nbytes)
+            store.limit(nbytes * store.block_bytes // max(1, self.block_bytes))
 
     @property
     def free_slots(self) -> int | None:

@@ -13,11 +13,13 @@ from foretell.model.attention_config import AttentionSizes, LayerInputConfig, Qu
 from foretell.model.families import FAMILIES
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_gguf_rope, read_rope
-from foretell.model.state_config import StateConfig, read_state
+from foretell.model.state_config import StateConfig, read_state, with_layer_types
 from foretell.utils.validation import Fields
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu"]
-"""`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu", "relu2"]
+"""`clamped_swiglu` is that of gpt-oss (arXiv 2508.10925): (up + 1) * gate * sigmoid(1.702 gate) on clamped factors.
+`relu2`, relu(up) ** 2 (arXiv 2109.08668), has no gate.
+"""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
 CacheDtype = Literal["auto", "int8"]
@@ -147,6 +149,10 @@ class ModelConfig:
     """Factor on the logits (Granite)."""
     unrotated_layers: tuple[int, ...] = ()
     """Indices of the attention layers without rotary positions (NoPE, arXiv 2305.19466)."""
+    attention_free_layers: tuple[int, ...] = ()
+    """Indices of the layers that are a feed-forward network alone (Nemotron-H, arXiv 2504.03624)."""
+    mlp_free_layers: tuple[int, ...] = ()
+    """Indices of the layers without a feed-forward network."""
     sinks: bool = False
     """Whether a learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
     experts: MoEConfig | None = None
@@ -183,6 +189,12 @@ class ModelConfig:
         """Indices of the layers with a recurrent state."""
         return () if self.state is None else tuple(i for i in self.state.layers if i < self.layers)
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with keys and values."""
+        others = {*self.state_layers, *self.attention_free_layers}
+        return tuple(i for i in range(self.layers) if i not in others)
+
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0: full attention."""
         return self.window if layer in self.window_layers else 0
@@ -192,6 +204,12 @@ class ModelConfig:
         local = layer in self.window_layers
         kv_heads, head_dim = local * self.local_kv_heads or self.kv_heads, local * self.local_head_dim or self.head_dim
         return AttentionSizes(self.heads, kv_heads, head_dim)
+
+    def cache_sizes_of(self, layer: int) -> AttentionSizes:
+        """Sizes of the attention heads of one layer over its cache: latent attention has one key-value head there."""
+        if self.latent is None:
+            return self.sizes_of(layer)
+        return AttentionSizes(self.heads, 1, self.latent.kv_rank + self.latent.rope_dim)
 
     def kv_layer_of(self, layer: int) -> int:
         """The layer whose keys and values a layer reads."""
@@ -226,7 +244,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_moe_text": {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True},
     "lfm2": {"qk_norm": True, "tied": True},
     "granite": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
     "granitemoehybrid": {},
+    "nemotron_h": {"gated": False},
     "smollm3": {"tied": True},
     "gpt_oss": {"sinks": True},
     "deepseek_v2": {},
@@ -282,7 +303,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
     },
     "granite": {"max_position_embeddings": 2048},
-    "granitemoehybrid": {"max_position_embeddings": 2048},
+    "granitemoe": {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "granitemoeshared": {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "nemotron_h": {
+        "max_position_embeddings": 4096, "num_key_value_heads": 8, "layer_norm_epsilon": 1e-5,
+        "num_experts_per_tok": 2, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    },
     "smollm3": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "rope_theta": 2e6},
     "lfm2": {"max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2},
     "gpt_oss": {
@@ -331,16 +358,18 @@ _TEXT_MODELS = {
 """The language models of multimodal values of `model_type`; vision parts are not read."""
 _GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Values of `model_type` with gated attention beside gated DeltaNet layers."""
-_GRANITE = ("granite", "granitemoehybrid")
+_GRANITE = ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")
+_GRANITE_EXPERTS = _GRANITE[1:]
 """Values of `model_type` with multipliers."""
 _OPTIONAL_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "smollm3", *_GATED, *_GRANITE)
 """Values of `model_type` whose attention has biases on request."""
-_UNWINDOWED = ("llama", "lfm2", *_GATED, *_GRANITE)
+_UNWINDOWED = ("llama", "lfm2", "nemotron_h", *_GATED, *_GRANITE)
 _SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu",
     "relu": "relu",
 }  # fmt: skip
+_NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
 _MAX_LAYERS = 10_000
 _MAX_CONTEXT = 2**24
 """Tokens; the longest context of a published model is 10 million."""
@@ -382,7 +411,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         ValueError: a required key is missing, a value has the wrong type or is out of range, or the architecture is not
             supported.
     """
-    raw = _text_config(raw, source)
+    raw = with_layer_types(_text_config(raw, source), source)
     kind = Fields(raw, source).text("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
@@ -397,7 +426,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     context = read.integer("max_position_embeddings", least=1, most=_MAX_CONTEXT)
     window, window_layers = _windows(read, kind, layers)
     latent = _latent(read, kind)
-    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(read, ("head_dim",), hidden // heads)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _hf_head_dim(read, kind, hidden // heads)
     rope, local_rope = _ropes(read, kind, context, head_dim)
     if latent is not None:
         rope = _latent_rope(read, rope, latent)
@@ -410,6 +439,8 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         fixed["qkv_bias"] = read.flag("qkv_bias", default=True)
     if kind == "gpt_oss":
         fixed["activation"] = _clamped_swiglu(read)
+    if kind == "nemotron_h":
+        fixed |= _single_mixers(read)
     if gemma and read.flag("use_bidirectional_attention", default=False):
         raise ValueError(f"{source}: use_bidirectional_attention is not supported: the decoder is causal")
     tied = read.flag(
@@ -431,11 +462,11 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         latent=latent,
         ffn=_ffn(read, kind),
         **_contexts(rope, context),
-        norm_eps=read.number("rms_norm_eps", "norm_eps", default=1e-5 if kind == "lfm2" else 1e-6, least=0),
+        norm_eps=read.number(*_NORM_EPS, default=1e-5 if kind == "lfm2" else 1e-6, least=0),
         rope=rope,
         local_rope=local_rope,
         tied=tied,
-        mlp_bias=kind in ("llama", "granite", "smollm3") and read.flag("mlp_bias", default=False),
+        mlp_bias=kind in ("llama", "granite", "smollm3", "nemotron_h") and read.flag("mlp_bias", default=False),
         window=window,
         window_layers=window_layers,
         attention_scale=_latent_scale(read, rope, head_dim) if latent else _attention_scale(read, kind),
@@ -495,7 +526,8 @@ def _attention_scale(read: Fields, kind: str) -> float | None:
 
 def _unrotated(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
     """Layers without rotary positions."""
-    if kind == "granitemoehybrid" and read.text("position_embedding_type", default="nope") != "rope":
+    nope = kind == "granitemoehybrid" and read.text("position_embedding_type", default="nope") != "rope"
+    if nope or kind == "nemotron_h":
         return tuple(range(layers))
     if kind != "smollm3":
         return ()
@@ -518,6 +550,20 @@ def _ffn(read: Fields, kind: str) -> int:
     multiple = read.integer("block_multiple_of", default=256, least=1)
     scaled = int(read.positive("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
     return -(-scaled // multiple) * multiple
+
+
+def _single_mixers(read: Fields) -> dict[str, Any]:
+    """Settings of Nemotron-H, whose layers are Mamba-2, attention, a feed-forward network or a mixture of experts."""
+    activation = read.text("mlp_hidden_act", default="relu2")
+    if activation != "relu2":
+        raise read.wrong("mlp_hidden_act", "relu2: no other activation is supported for nemotron_h", activation)
+    types = read.texts("layer_types")
+    networks = tuple(i for i, kind in enumerate(types) if kind in ("mlp", "moe"))
+    return {
+        "activation": "relu2",
+        "attention_free_layers": networks,
+        "mlp_free_layers": tuple(i for i in range(len(types)) if i not in networks),
+    }
 
 
 def _clamped_swiglu(read: Fields) -> Activation:
@@ -601,6 +647,12 @@ def _head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
     if found % 2:
         raise read.wrong(names[0], "even, for rotary positions", found)
     return found
+
+
+def _hf_head_dim(read: Fields, kind: str, default: int) -> int:
+    if kind == "nemotron_h":
+        return _head_dim(read, ("head_dim", "attention_head_dim"), 128)
+    return _head_dim(read, ("head_dim",), default)
 
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
@@ -733,8 +785,10 @@ def _sparse_layers(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
 def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
     if kind in _LATENT_KINDS or kind == "glm4_moe":
         return _deepseek_experts(read, kind, layers)
-    if kind == "granitemoehybrid" and read.integer("num_local_experts", default=8):
-        raise read.wrong("num_local_experts", "0: experts are not supported for this architecture", "experts")
+    if kind == "nemotron_h":
+        return _nemotron_experts(read)
+    if kind in _GRANITE_EXPERTS:
+        return _granite_experts(read, kind, layers)
     if kind not in ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
         return None
     count = read.integer("num_local_experts", "num_experts", least=1)
@@ -752,6 +806,50 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
         shared_gate=shared > 0,
         renormalize=read.flag("norm_topk_prob", default=kind == "qwen3_5_moe_text"),
         layers=tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
+    )
+
+
+def _granite_experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
+    """The mixture of experts of Granite, beside which the shared expert is the dense network of other models."""
+    count = read.integer("num_local_experts")
+    if not count:
+        return None
+    return MoEConfig(
+        count=count,
+        active=read.integer("num_experts_per_tok", least=1, most=count),
+        ffn=read.integer("intermediate_size", least=1),
+        shared_ffn=read.integer("shared_intermediate_size", default=1024 if kind == "granitemoehybrid" else 0)
+        if kind != "granitemoe"
+        else 0,
+        layers=tuple(range(layers)),
+    )
+
+
+def _nemotron_experts(read: Fields) -> MoEConfig | None:
+    """The mixture of experts of Nemotron 3: DeepSeek-V3's with networks that are not gated."""
+    layers = tuple(i for i, kind in enumerate(read.texts("layer_types")) if kind == "moe")
+    if not layers:
+        return None
+    if read.has("moe_latent_size"):
+        raise read.wrong("moe_latent_size", "null: experts of latent vectors are not supported", "a size")
+    if read.flag("mlp_bias", default=False):
+        raise read.wrong("mlp_bias", "false for a model with experts", True)
+    if read.integer("n_shared_experts", default=1) != 1:
+        raise read.wrong("n_shared_experts", "1 for nemotron_h", read.raw["n_shared_experts"])
+    count = read.integer("n_routed_experts", least=1)
+    return MoEConfig(
+        count=count,
+        active=read.integer("num_experts_per_tok", least=1, most=count),
+        ffn=read.integer("moe_intermediate_size", least=1),
+        shared_ffn=read.integer("moe_shared_expert_intermediate_size", default=7688, least=1),
+        renormalize=read.flag("norm_topk_prob", default=True),
+        layers=layers,
+        scoring="sigmoid",
+        selection_bias=True,
+        groups=read.integer("n_group", default=1, least=1),
+        active_groups=read.integer("topk_group", default=1, least=1),
+        ranked_by=2,
+        scale=read.number("routed_scaling_factor", default=1.0),
     )
 
 

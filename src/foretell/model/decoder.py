@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.activation import gated
+from foretell.model.activation import activated
 from foretell.model.attention import AttentionBackend, CachedAttention
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
@@ -43,7 +43,9 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated feed-forward network; `gate_up` holds the gate projection's rows, then the up projection's."""
+    """Feed-forward network; `gate_up` holds the rows of the gate projection, if there is one, then those of the up
+    projection.
+    """
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
         super().__init__()
@@ -58,8 +60,7 @@ def gated_mlp(
     x: Float[torch.Tensor, "*t d"], gate_up: nn.Module, down: nn.Module, activation: Activation
 ) -> Float[torch.Tensor, "*t d"]:
     """Gated feed-forward network (Shazeer, arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
-    gate, up = gate_up(x).chunk(2, -1)
-    out: torch.Tensor = down(gated(gate, up, activation))
+    out: torch.Tensor = down(activated(gate_up(x), activation))
     return out
 
 
@@ -192,7 +193,7 @@ class DecoderLayer(nn.Module, ABC):
 class DecoderBlock(DecoderLayer):
     """One decoder block; `qkv` holds all query heads' rows, then all key heads', then all value heads', then all query
     heads' gates where attention is gated. A block with a `mixer` has that in place of attention, and `qkv` is its input
-    projection.
+    projection. Where the architecture has only one sub-layer in a block, the other's modules have no weights.
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.head = Linear(self.embedding.data) if head is None else head
-        self.skip = skip
+        self.skip = SkipSet(skip.attention.union(config.attention_free_layers), skip.mlp.union(config.mlp_free_layers))
         full, local = decoder_rope_tables(config)
         self.rope_tables = full[0].to(self.device), full[1].to(self.device)
         self.local_rope_tables = local[0].to(self.device), local[1].to(self.device)
@@ -374,11 +375,10 @@ class Decoder(nn.Module):
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c, dtype, device = self.config, self.embedding.dtype, self.device
-        if c.latent is not None:
-            return LatentCache(c.layers, 1, c.latent.kv_rank + c.latent.rope_dim, dtype, device)
+        kind = KVCache if c.latent is None else LatentCache
         return build_cache(
             c,
-            lambda layers, s: KVCache(layers, s.kv_heads, s.head_dim, dtype, device, c.cache_dtype == "int8"),
+            lambda layers, s: kind(layers, s.kv_heads, s.head_dim, dtype, device, c.cache_dtype == "int8"),
             lambda layers, shape: StateStore(layers, shape, torch.promote_types(dtype, torch.float32), device),
         )
 

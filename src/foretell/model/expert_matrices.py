@@ -14,9 +14,9 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class GatedMatrices:
-    """The matrices of a gated feed-forward network, and their biases (None: there are none)."""
+    """The matrices of a feed-forward network, and their biases (None: there are none)."""
 
-    gate: Matrix
+    gate: Matrix | None
     up: Matrix
     down: Matrix
     gate_bias: Float[Tensor, " f"] | None = None

@@ -78,7 +78,8 @@ class KVCache(Cache):
 
     def limit(self, nbytes: int) -> None:
         """Never use more than so many bytes; at least one block is allowed."""
-        self.blocks.limit = max(1, nbytes // self.block_bytes)
+        if self.block_bytes:
+            self.blocks.limit = max(1, nbytes // self.block_bytes)
 
     @property
     def free_slots(self) -> int | None:
@@ -90,7 +91,7 @@ class KVCache(Cache):
         """Make room for all blocks of the table."""
         old = self.k.shape[2]
         if (needed := self.blocks.blocks) > old:
-            size = max(needed, min(2 * old, old + _GROWTH_BYTES // self.block_bytes))
+            size = max(needed, min(2 * old, old + _GROWTH_BYTES // max(1, self.block_bytes)))
             size = size if self.blocks.limit is None else min(size, self.blocks.limit)
             for name in ("k", "k_scale") if self.shared else ("k", "v", "k_scale", "v_scale"):
                 part: torch.Tensor | None = getattr(self, name)
@@ -104,7 +105,7 @@ class KVCache(Cache):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Bytes of one block in all layers; 0: a network without attention has no layers here."""
         return sum(math.prod((*part.shape[:2], *part.shape[3:])) * part.element_size() for part in self._parts())
 
     def _update_views(self) -> None:
@@ -140,12 +141,11 @@ class KVCache(Cache):
         self, layer: int, rows: Int[torch.Tensor, " b"], slots: int
     ) -> tuple[Float[torch.Tensor, "b h s d"], Float[torch.Tensor, "b h s d"]]:
         """Keys and values of the first slots of some rows."""
-
         blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()  # what no query sees may come from any
 
         def gather(part: torch.Tensor) -> torch.Tensor:
-            found = part[layer].index_select(1, blocks).unflatten(1, (len(rows), -1))
-            return found.flatten(2, 3).transpose(0, 1)[:, :, :slots]
+            found: torch.Tensor = part[layer].index_select(1, blocks)
+            return found.view(len(found), len(rows), -1, *found.shape[3:]).transpose(0, 1)[:, :, :slots]
 
         def read(part: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
             if scales is None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.activation import gated
+from foretell.model.activation import activated
 from foretell.model.config import Activation, MoEConfig
 from foretell.model.linear import Linear, widen
 
@@ -18,7 +18,7 @@ _LEAST_SUM = 1e-20
 
 
 class ExpertFeedForward(nn.Module):
-    """Router, experts and the optional shared expert of one block; gate rows come before up rows.
+    """Router, experts and the optional shared expert of one block; gate rows, if there are any, come before up rows.
 
     `selection_bias`: added to the router's scores where experts are chosen, but not to their weights (DeepSeek-V3,
     arXiv 2412.19437). `shared`: gate and up, down, and the gate of the shared expert.
@@ -95,8 +95,7 @@ class ExpertFeedForward(nn.Module):
         return out, len(used)
 
     def _expert(self, x: Float[torch.Tensor, "n d"], gate_up: nn.Module, down: nn.Module) -> Float[torch.Tensor, "n d"]:
-        gate, up = gate_up(x).chunk(2, -1)
-        out: torch.Tensor = down(gated(gate, up, self.activation))
+        out: torch.Tensor = down(activated(gate_up(x), self.activation))
         return out
 
 

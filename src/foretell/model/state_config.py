@@ -1,6 +1,8 @@
 """Configuration of layers with a recurrent state instead of attention, and of what such models have beside them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from foretell.utils.validation import Fields
 
@@ -83,6 +85,29 @@ _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """Names of types of layers in published Granite configurations, and those of transformers."""
 
 
+_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letters of `hybrid_override_pattern` in configurations of Nemotron-H."""
+
+
+def with_layer_types(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """A configuration of Nemotron-H with its `layer_types` and their number; other configurations unchanged.
+
+    Raises:
+        ValueError: a type of layer is not known.
+    """
+    if raw.get("model_type") != "nemotron_h":
+        return raw
+    read = Fields(raw, source)
+    found = read.texts("layers_block_type") or read.texts("layer_types")
+    if not found and read.has("hybrid_override_pattern"):
+        found = tuple(_PATTERN.get(letter, letter) for letter in read.text("hybrid_override_pattern"))
+    types = [_LAYER_TYPES.get(kind, kind) for kind in found or _PATTERN.values()]
+    unknown = [kind for kind in types if kind not in _PATTERN.values()]
+    if unknown:
+        raise read.wrong("hybrid_override_pattern", f"layers of {', '.join(_PATTERN)}", unknown[0])
+    return {**raw, "layer_types": types, "layers_block_type": None, "num_hidden_layers": len(types)}
+
+
 def read_state(read: Fields, kind: str, layers: int) -> StateConfig | None:
     """The layers with a recurrent state that a Hugging Face configuration describes; None: its kind has none."""
     if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
@@ -98,6 +123,8 @@ def read_state(read: Fields, kind: str, layers: int) -> StateConfig | None:
             taps=read.integer("conv_L_cache", default=3, least=1),
             bias=read.flag("conv_bias", default=False),
         )
+    if kind == "nemotron_h":
+        return _nemotron_mamba2(read, tuple(i for i, t in enumerate(read.texts("layer_types")) if t == _PATTERN["M"]))
     if kind == "granitemoehybrid":
         layers_of = _layers_of(read, layers, "linear_attention", ["linear_attention"] * layers)
         return _mamba2(read, layers_of) if layers_of else None
@@ -138,9 +165,7 @@ def _mamba2(read: Fields, layers: tuple[int, ...]) -> Mamba2Config:
         raise read.wrong("mamba_n_heads", f"a number of heads of width {head_dim} that make {inner} channels", heads)
     if heads % groups:
         raise read.wrong("mamba_n_groups", f"a divisor of mamba_n_heads, {heads}", groups)
-    limits = read.raw.get("time_step_limit")
-    if limits is not None and limits not in ([0.0, infinity] for infinity in _INFINITY):
-        raise read.wrong("time_step_limit", "0 to infinity: no other limits are supported", limits)
+    _check_time_step(read)
     return Mamba2Config(
         layers=layers,
         heads=heads,
@@ -150,4 +175,34 @@ def _mamba2(read: Fields, layers: tuple[int, ...]) -> Mamba2Config:
         taps=read.integer("mamba_d_conv", default=4, least=1),
         conv_bias=read.flag("mamba_conv_bias", default=True),
         bias=read.flag("mamba_proj_bias", default=False),
+    )
+
+
+def _check_time_step(read: Fields) -> None:
+    limits = read.raw.get("time_step_limit")
+    if limits is not None and list(limits) not in ([0.0, infinity] for infinity in _INFINITY):
+        raise read.wrong("time_step_limit", "0 to infinity: no other limits are supported", limits)
+
+
+def _nemotron_mamba2(read: Fields, layers: tuple[int, ...]) -> Mamba2Config:
+    """The Mamba-2 layers of Nemotron-H (arXiv 2504.03624)."""
+    if not layers:
+        raise read.wrong("hybrid_override_pattern", "a pattern with Mamba-2 layers", "none")
+    heads = read.integer("mamba_num_heads", default=128, least=1)
+    groups = read.integer("n_groups", "mamba_n_groups", default=8, least=1)
+    if heads % groups:
+        raise read.wrong("n_groups", f"a divisor of mamba_num_heads, {heads}", groups)
+    activation = read.text("mamba_hidden_act", default="silu")
+    if activation != "silu":
+        raise read.wrong("mamba_hidden_act", "silu", activation)
+    _check_time_step(read)
+    return Mamba2Config(
+        layers=layers,
+        heads=heads,
+        head_dim=read.integer("mamba_head_dim", default=64, least=1),
+        groups=groups,
+        state_dim=read.integer("ssm_state_size", default=128, least=1),
+        taps=read.integer("conv_kernel", "mamba_d_conv", default=4, least=1),
+        conv_bias=read.flag("use_conv_bias", "mamba_conv_bias", default=True),
+        bias=read.flag("use_bias", default=False),
     )

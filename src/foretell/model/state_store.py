@@ -147,21 +147,20 @@ def build_cache(
     if config.state is not None:
         places |= {i: (len(stores), n) for n, i in enumerate(recurrent)}
         stores.append(state_store(len(recurrent), config.state.shape))
-    return LayeredCache(stores, [places[i] for i in range(config.layers)])
+    return LayeredCache(stores, [places.get(i, (0, 0)) for i in range(config.layers)])
 
 
 def plan_stores(config: ModelConfig) -> tuple[list[AttentionSizes], dict[int, tuple[int, int]]]:
     """The sizes of the heads in each store of keys and values, and for every layer with attention its store and its
     index there; layers that read the keys of another one have the place of that one.
     """
-    recurrent = config.state_layers
-    attention = [i for i in range(config.layers) if i not in recurrent]
-    sizes = list(dict.fromkeys(config.sizes_of(i) for i in attention)) or [config.sizes_of(-1)]
+    attention = config.attention_layers
+    sizes = list(dict.fromkeys(map(config.cache_sizes_of, attention))) or [config.cache_sizes_of(-1)]
     counts, places = [0] * len(sizes), dict[int, tuple[int, int]]()
     for i in attention:
         source = config.kv_layer_of(i)
         if source == i:
-            store = sizes.index(config.sizes_of(i))
+            store = sizes.index(config.cache_sizes_of(i))
             places[i] = store, counts[store]
             counts[store] += 1
         else:

@@ -33,9 +33,10 @@ from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.layer_inputs import NativeLayerInputs
 from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
-from foretell.model.kernels.stack import BlockWeights, LayerInputWeights, NativeStack, PackedBlock
+from foretell.model.kernels.stack import BlockWeights, LatentWeights, LayerInputWeights, NativeStack, PackedBlock
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
+from foretell.model.latent import LatentProjection
 from foretell.model.layer_inputs import LayerInput
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
@@ -46,25 +47,34 @@ from foretell.model.stored_matrix import StoredMatrix
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock) and isinstance(block.qkv, Linear)
+    assert isinstance(block, DecoderBlock)
+    plain, latent = block.qkv, None
+    if isinstance(plain, LatentProjection):
+        parts, latent = _latent_weights(plain)
+        plain = Linear(torch.cat(parts))
+    assert isinstance(plain, Linear)
     dense = block.mlp.dense if isinstance(block.mlp, DenseAndExperts) else block.mlp
     mlp = gated_matrices(dense.gate_up, dense.down) if isinstance(dense, FeedForward) else None
-    qkv, gate, gate_bias = block.qkv.weight.detach(), None, None
-    qkv_bias = None if block.qkv.bias is None else block.qkv.bias.detach()
+    qkv, gate, gate_bias = plain.weight.detach(), None, None
+    qkv_bias = None if plain.bias is None else plain.bias.detach()
     if block.attention_gate:
         sizes = [len(qkv) - block.output.weight.shape[1], block.output.weight.shape[1]]
         qkv, gate = torch.split(qkv, sizes)
         qkv_bias, gate_bias = (None, None) if qkv_bias is None else torch.split(qkv_bias, sizes)
+    mixes = len(block.attention_norm.weight) > 0
+    if mlp is not None and mlp.up.shape[0] == 0:
+        mlp = None
     return BlockWeights(
         attention_norm=block.attention_norm.weight,
-        qkv=[qkv],
+        qkv=[qkv] if mixes else [],
         qkv_bias=qkv_bias,
         attention_gate=gate,
         attention_gate_bias=gate_bias,
         mixer=block.mixer,
+        latent=latent,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
-        output=block.output.weight,
+        output=block.output.weight if mixes else None,
         output_bias=block.output.bias,
         mlp_norm=block.mlp_norm.weight,
         gate=None if mlp is None else mlp.gate,
@@ -82,6 +92,21 @@ def block_weights(block: nn.Module) -> BlockWeights:
         layer_input=_layer_input(block.layer_input),
         scale=block.scale,
     )
+
+
+def _latent_weights(projection: LatentProjection) -> tuple[list[torch.Tensor], LatentWeights]:
+    """The matrices that read a block's normed input, and the other weights of latent attention."""
+    query, compress = projection.query, projection.compress
+    assert isinstance(compress, Linear)
+    second, norm = None, None
+    if isinstance(query, nn.Sequential):
+        first, between, last = query
+        assert isinstance(first, Linear) and isinstance(between, RMSNorm) and isinstance(last, Linear)
+        query, norm, second = first, between.weight, last.weight.detach()
+    assert isinstance(query, Linear)
+    key, value, eps = projection.key.detach(), projection.value.detach(), projection.norm.eps
+    latent = LatentWeights(second, norm, projection.norm.weight, key, value, eps)
+    return [query.weight.detach(), compress.weight.detach()], latent
 
 
 def _layer_input(part: LayerInput | None) -> LayerInputWeights | None:
@@ -103,8 +128,10 @@ def _experts(mlp: nn.Module) -> ExpertMatrices | None:
 
 
 def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
-    """The matrices of a gated feed-forward network in torch."""
+    """The matrices of a feed-forward network in torch."""
     assert isinstance(gate_up, Linear) and isinstance(down, Linear)
+    if len(gate_up.weight) == down.weight.shape[1]:
+        return GatedMatrices(None, gate_up.weight, down.weight, None, gate_up.bias, down.bias)
     gate, up = gate_up.weight.chunk(2)
     gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
     return GatedMatrices(gate, up, down.weight, gate_bias, up_bias, down.bias)
@@ -238,7 +265,10 @@ class NativeDecoder:
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
-        out = self.head(x)
+        return self._bounded(self.head(x))
+
+    def _bounded(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
+        """Logits from the output of the head: with the architecture's factor and bound."""
         if self.config.logit_scale != 1:
             out = out * self.config.logit_scale
         cap = self.config.logit_softcap
@@ -297,10 +327,10 @@ class NativeDecoder:
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
         experts = () if expert_counts is None else tuple(filter(None, expert_counts))
-        hidden, cap = tuple(states[i] for i in place), self.config.logit_softcap
-        if cap:
-            # Numbers that the cap rounds to the same one have another argmax.
-            return ModelOutput(torch.tanh(logits / cap) * cap, nodes[4], hidden, nodes[3], experts)
+        hidden = tuple(states[i] for i in place)
+        if self.config.logit_softcap or self.config.logit_scale != 1:
+            # Numbers that are rounded to the same one have another argmax.
+            return ModelOutput(self._bounded(logits), nodes[4], hidden, nodes[3], experts)
         return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count])
 
     @property

@@ -11,7 +11,7 @@ from foretell.model.config import MoEConfig
 from foretell.model.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
 from foretell.model.kernels import structures
 from foretell.model.kernels.linear import PackedLinears
-from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.pack import Panels, interleave_bias, plan_inner, plan_rows
 from foretell.model.kernels.structures import SCORINGS, Precision
 
 _PACKED_TOGETHER = 8
@@ -85,9 +85,9 @@ def _pack_router(weights: ExpertMatrices, kernels: ctypes.CDLL) -> PackedLinears
 
 
 def _plan_gated(matrices: GatedMatrices, precision: Precision) -> list[tuple[list[Panels], Tensor | None]]:
-    """Gate and up in one weight, and down, with their biases."""
+    """Gate, if there is one, and up in one weight, and down, with their biases."""
     bias = interleave_bias(matrices.gate_bias, matrices.up_bias)
-    gate_up = [plan_gate_up(matrices.gate, matrices.up, precision)]
+    gate_up = plan_inner(matrices.gate, matrices.up, precision)
     return [(gate_up, bias), (plan_rows([matrices.down], precision), matrices.down_bias)]
 
 

@@ -112,10 +112,15 @@ def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:
     return _float_panels((gate, up), order, precision)
 
 
+def plan_inner(gate: Matrix | None, up: Matrix, precision: Precision) -> list[Panels]:
+    """How to pack the matrices of a feed-forward network before its activation; `gate` None: it has none."""
+    return plan_rows([up], precision) if gate is None else [plan_gate_up(gate, up, precision)]
+
+
 def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
-    """The biases of gate and up in the order of `plan_gate_up`; None: there are none."""
+    """The biases of gate and up in the order of `plan_inner`; None: there are none."""
     if gate is None or up is None:
-        return None
+        return up
     return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(_turns(len(gate)))]  # index -1 is a zero
 
 

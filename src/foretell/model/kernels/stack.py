@@ -12,9 +12,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from foretell.model.attention import query_factors
+from foretell.model.attention_config import AttentionSizes
 from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.cache import Cache, LayeredCache
 from foretell.model.config import ModelConfig
@@ -23,7 +25,7 @@ from foretell.model.kernels import build, structures
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import Panels, interleave_bias, plan_gate_up, plan_rows
+from foretell.model.kernels.pack import Panels, interleave_bias, plan_inner, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import NativePass, NativeStateStore, pack_mixer, projected_width
 from foretell.model.kernels.states import supports as supports_states
@@ -48,18 +50,32 @@ class LayerInputWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LatentWeights:
+    """What latent attention has between its projections and its output; see `model.latent.LatentProjection`."""
+
+    query: Matrix | None
+    """From the queries' latent vector to the queries; None: they have none."""
+    query_norm: Tensor | None
+    key_norm: Tensor
+    key: Float[Tensor, "h n r"]
+    value: Float[Tensor, "h v r"]
+    eps: float
+
+
+@dataclass(frozen=True)
 class BlockWeights:
     """Weights of one decoder block; matrices are [out, in]. None: the architecture has none."""
 
     attention_norm: Tensor
     qkv: Sequence[Matrix]
     """One matrix, or query, key and value apart."""
-    output: Matrix
+    output: Matrix | None
+    """None: the block is a feed-forward network alone."""
     mlp_norm: Tensor
     gate: Matrix | None
     up: Matrix | None
     down: Matrix | None
-    """None: the layer has experts."""
+    """None: the layer has experts, or no feed-forward network."""
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -76,6 +92,8 @@ class BlockWeights:
     attention_gate_bias: Tensor | None = None
     mixer: StateMixer | None = None
     """What takes the place of attention; `qkv` and `output` are its projections."""
+    latent: LatentWeights | None = None
+    """`qkv` is then the queries, or their latent vector, and what keys and values are made of."""
     v_norm: Tensor | None = None
     reads_keys: bool = False
     """Keys and values are those of an earlier layer: `qkv` gives queries only."""
@@ -89,15 +107,19 @@ def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panel
     feed-forward network gate and up, and its output; then the gate of attention, and gate and projection of the
     block's own input.
     """
-    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
-    if gates is not None:
-        inputs = [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
-    layers = [inputs, plan_rows([block.output], precision)]
-    if block.gate is not None and block.up is not None and block.down is not None:
-        layers += [[plan_gate_up(block.gate, block.up, precision)], plan_rows([block.down], precision)]
+    layers = [] if block.output is None else [_plan_inputs(block, precision), plan_rows([block.output], precision)]
+    if block.up is not None and block.down is not None:
+        layers += [plan_inner(block.gate, block.up, precision), plan_rows([block.down], precision)]
     further = [] if block.attention_gate is None else [block.attention_gate]
     further += [] if block.layer_input is None else block.layer_input[:2]
     return [*layers, *(plan_rows([matrix], precision) for matrix in further)]
+
+
+def _plan_inputs(block: BlockWeights, precision: Precision) -> list[Panels]:
+    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
+    if gates is None:
+        return inputs
+    return [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
 
 
 def _mixer_gates(block: BlockWeights) -> Linear | None:
@@ -166,11 +188,13 @@ class NativeStack:
             self._query_scale = self._keep(query_factors(config.query_scaling, torch.arange(context)))
         self._store_sizes, self._places = plan_stores(config)
         rotary = {False: 2 * rope[0].shape[1], True: 2 * (local_rope or rope)[0].shape[1]}
-        shapes = [(config.sizes_of(i), rotary[config.window_of(i) > 0], config.ffn_of(i)) for i in range(config.layers)]
+        shapes = [
+            (config.cache_sizes_of(i), rotary[config.window_of(i) > 0], config.ffn_of(i)) for i in range(config.layers)
+        ]
         self._models = {
             shape: structures.Model(
-                *(config.hidden, config.heads, shape[0].kv_heads, shape[0].head_dim, *shape[1:], context),
-                *(cache_kind(precision), ACTIVATIONS.index(config.activation)),
+                *(config.hidden, config.heads, _groups(shape[0]), shape[0].head_dim, *shape[1:], context),
+                *(shape[0].kv_heads, cache_kind(precision), ACTIVATIONS.index(config.activation)),
                 *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
             )
             for shape in shapes
@@ -203,18 +227,18 @@ class NativeStack:
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the kernels support this architecture: gated, sequential blocks with rotary positions."""
-        plain = not (config.latent or config.learned_positions or config.parallel_blocks)
+        """Whether the kernels support this architecture: sequential blocks with rotary positions."""
+        plain = not (config.learned_positions or config.parallel_blocks)
         plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
             plain = plain and (config.experts.beside_dense or not config.post_norms)
             plain = plain and PackedExperts.supports(config.experts)
-            plain = plain and config.residual_scale == 1
-        plain = plain and config.gated and config.activation in ACTIVATIONS and config.rope is not None
+        plain = plain and config.gated == (config.activation != "relu2")
+        plain = plain and config.activation in ACTIVATIONS and config.rope is not None
         return plain and all(
             sizes.head_dim % LANES == 0
             and sizes.head_dim <= MAX_HEAD_DIM
-            and sizes.heads // sizes.kv_heads <= MAX_GROUP
+            and sizes.heads // _groups(sizes) <= MAX_GROUP
             for sizes in plan_stores(config)[0]
         )
 
@@ -333,8 +357,8 @@ class NativeStack:
             None if block.layer_input is None else block.layer_input.norm,
         )
         layers = plan_block(block, self.precision)
-        biases = [_input_bias(block), block.output_bias]
-        if block.gate is not None:
+        biases = [] if block.output is None else [_input_bias(block), block.output_bias]
+        if block.up is not None:
             biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
         if block.attention_gate is not None:
             biases.append(block.attention_gate_bias)
@@ -355,18 +379,21 @@ class NativeStack:
         if block.experts is not None:
             assert self.config.experts is not None
             experts = PackedExperts(self.config.experts, block.experts, self.precision, self.kernels)
-        structs = [*structs, structures.Weight(), structures.Weight()]
+        none = [structures.Weight(), structures.Weight()]
+        structs = [*(none if block.output is None else []), *structs, *none]
         recurrent = self.config.state_layers
         mixer, vectors = None, list[Tensor]()
         if block.mixer is not None:
             mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
+        latent = None if block.latent is None else self._pack_latent(block.latent)
         struct = structures.Layer(
             *(*structs[:_LAYER_LINEARS], gate),
             None if mixer is None else ctypes.addressof(mixer),
-            0 if i in recurrent else self._places[i][1],
+            None if latent is None else ctypes.addressof(latent.structs[0]),
+            self._places[i][1] if i in self._places else 0,
             *(None if scale is None else scale.data_ptr() for scale in (*scales[:-3], scales[-1])),
             None if experts is None else ctypes.addressof(experts.structs[0]),
-            *(None, None, window, 1, 1, self.config.chunked, block.reads_keys, v_norm, None),
+            *(None, None, window, *self._sublayers(i), self.config.chunked, block.reads_keys, v_norm, None),
             *(
                 *own_input,
                 input_norm,
@@ -382,7 +409,33 @@ class NativeStack:
         if mixer is not None:
             memory += vectors
             further.append(mixer)
+        if latent is not None:
+            memory += latent.tensors
+            further += latent.structs
         return self.attach(i, PackedBlock(further, memory))
+
+    def _sublayers(self, i: int) -> tuple[bool, bool]:
+        """Whether a layer has attention, or what takes its place, and a feed-forward network."""
+        return i not in self.config.attention_free_layers, i not in self.config.mlp_free_layers
+
+    def _pack_latent(self, weights: LatentWeights) -> PackedPart:
+        """Latent attention as an argument of the kernels; the matrices of the heads are floats."""
+        sizes, precision = self.config.latent, self.precision
+        assert sizes is not None
+        floats: Precision = "float32" if precision == "float32" else "bfloat16"
+        by_head = [plan_rows([head], floats) for head in (*weights.key.transpose(1, 2), *weights.value)]
+        queries = [] if weights.query is None else [plan_rows([weights.query], precision)]
+        packed = PackedLinears.pack([(plan, None) for plan in (*by_head, *queries)], self.kernels)
+        heads = self.config.heads
+        key, value = ((structures.Weight * heads)(*packed.structs[at : at + heads]) for at in (0, heads))
+        norms = [n.detach().float().contiguous() for n in (weights.key_norm, weights.query_norm) if n is not None]
+        struct = structures.Latent(
+            packed.structs[-1] if queries else structures.Weight(),
+            *(norms[1].data_ptr() if queries else None, norms[0].data_ptr()),
+            *(ctypes.addressof(key), ctypes.addressof(value), sizes.q_rank, sizes.kv_rank),
+            *(sizes.nope_dim, sizes.rope_dim, sizes.value_dim, weights.eps),
+        )
+        return PackedPart((struct, key, value, *packed.further), (*packed.tensors, *norms))
 
     def attach(self, i: int, block: PackedBlock) -> PackedBlock:
         """Let a packed block, as block `i`, point to the rotary tables of this stack."""
@@ -403,7 +456,8 @@ class NativeStack:
         """
         layers = (structures.Layer * (i + 1))()
         layers[i] = block.struct
-        layers[i].attention, layers[i].mlp = (i not in skipped for skipped in self._skipped)
+        attention, mlp = (i not in skipped for skipped in self._skipped)
+        layers[i].attention, layers[i].mlp = layers[i].attention and attention, layers[i].mlp and mlp
         out, count = x.clone(), c_int32(0)
         model, cache = self._model_and_cache(i, caches)
         invalid = self.kernels.foretell_stack(
@@ -479,3 +533,12 @@ class NativeStack:
         struct.states = ctypes.addressof(states.struct)
         struct.kept = states
         return struct
+
+
+def _groups(sizes: AttentionSizes) -> int:
+    """Groups of query heads that the kernels serve together: one per key-value head, but a single key-value head serves
+    groups of at most `MAX_GROUP`.
+    """
+    if sizes.kv_heads > 1:
+        return sizes.kv_heads
+    return next(n for n in range(1, sizes.heads + 1) if sizes.heads % n == 0 and sizes.heads // n <= MAX_GROUP)

@@ -15,7 +15,7 @@ PANEL_KINDS = (
 """How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 SCORINGS = ("softmax", "sigmoid")
 ABI_VERSION = 1
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
@@ -23,7 +23,7 @@ PANEL = 32
 """Outputs that are packed together."""
 LANES = 16
 """Numbers per vector, and slots per block of the key-value cache."""
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 MAX_GROUP = 16
 """Query heads per key-value head."""
 
@@ -47,6 +47,17 @@ class Experts(ctypes.Structure):
         *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
         *(("scale", c_float), ("weighs_inputs", c_int32), ("expert_scale", c_void_p)),
         *((name, c_void_p) for name in ("router_norm", "input_norm", "output_norm", "dense_norm")),
+    )
+
+
+class Latent(ctypes.Structure):
+    """Multi-head latent attention."""
+
+    _fields_ = (
+        ("query", Weight),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "key", "value")),
+        *((name, c_int32) for name in ("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim")),
+        ("eps", c_float),
     )
 
 
@@ -82,7 +93,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, Weight) for name in ("qkv", "output", "gate_up", "down", "attention_gate")),
-        *(("state", c_void_p), ("store", c_int32)),
+        *(("state", c_void_p), ("latent", c_void_p), ("store", c_int32)),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_mlp_norm", "sinks")),
         *((name, c_void_p) for name in ("experts", "cos", "sin")),
@@ -98,7 +109,7 @@ class Model(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "ffn", "context")),
-        *((name, c_int32) for name in ("cache_kind", "activation")),
+        *((name, c_int32) for name in ("cache_heads", "cache_kind", "activation")),
         *((name, c_float) for name in ("eps", "scale", "softcap", "residual_scale")),
     )
 
@@ -257,7 +268,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    of_layers = (Weight, Experts, StateLayer, States, Layer, Model)
+    of_layers = (Weight, Experts, StateLayer, States, Latent, Layer, Model)
     of_drafts = (Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]

@@ -11,7 +11,9 @@ from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.load.mtp import load_mtp
 from foretell.model.load.weights import Weights, block_names, build_block, build_decoder, build_without_blocks
+from foretell.model.mtp import MTPLayer
 from foretell.model.network import Network
 
 
@@ -37,6 +39,14 @@ class Checkpoint(ABC):
     def dtype(self) -> torch.dtype:
         """Dtype that the model runs in, apart from quantised matrices."""
         return torch.bfloat16
+
+    def mtp_layer(self, network: Network) -> MTPLayer:
+        """Load the multi-token prediction layer; embedding and head are those of `network`, the model itself.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return load_mtp(self.config, self._weights, network)
 
     def decoder(self, dtype: torch.dtype, blocks: Sequence[int] | None = None) -> Decoder:
         """Load the network in plain torch, which is differentiable, with all of its blocks or some."""

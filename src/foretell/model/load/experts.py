@@ -1,6 +1,6 @@
 """Reads the mixture-of-experts layers of checkpoints: one tensor per expert, or all experts of a layer in one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -11,10 +11,26 @@ from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
 from foretell.model.stored_matrix import StoredMatrix
 
 Tensor = torch.Tensor
-_MIXTRAL = ("block_sparse_moe.", ("w1", "w3", "w2"))
-_GATED = "gate_proj", "up_proj", "down_proj"
-_STEMS = {"llama4_text": "feed_forward.", "gemma4_text": ""}
-_ROUTERS = {"gpt_oss": "router", "llama4_text": "router", "gemma4_text": "router.proj"}
+Names = tuple[str | None, str, str]
+"""Names of gate (None: there is none), up and down."""
+_GATED: Names = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL: tuple[str, Names] = ("block_sparse_moe.", ("w1", "w3", "w2"))
+_GRANITE = ("granitemoe", "granitemoeshared", "granitemoehybrid")
+_NAMES: Mapping[str, tuple[str, Names]] = {
+    "mixtral": _MIXTRAL,
+    "llama4_text": ("feed_forward.", _GATED),
+    "gemma4_text": ("", _GATED),
+    "nemotron_h": ("mixer.", (None, "up_proj", "down_proj")),
+    **dict.fromkeys(_GRANITE, _MIXTRAL),
+}
+"""Where the experts of a layer are named, and the names of their matrices, where it is not `mlp.` and `_GATED`."""
+_ROUTERS = {
+    "gpt_oss": "router",
+    "llama4_text": "router",
+    "gemma4_text": "router.proj",
+    **dict.fromkeys(_GRANITE, "router.layer"),
+}
+"""Names of the router, where it is not `gate`."""
 
 
 class Weights(Protocol):
@@ -62,6 +78,10 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
     if config.architecture == "gpt_oss" and weights.get(f"{prefix}mlp.experts.gate_up_proj_bias") is not None:
         yield from _fused_experts(config, f"{prefix}mlp.experts.", weights)
         return
+    if config.architecture in _GRANITE:
+        names_of_both = "input_linear.weight", "output_linear.weight"
+        yield from _stacked_experts(config, f"{prefix}{stem}", weights, *names_of_both)
+        return
     if weights.get(f"{prefix}{stem}experts.gate_up_proj") is not None:
         yield from _stacked_experts(config, f"{prefix}{stem}experts.", weights)
         return
@@ -72,13 +92,18 @@ def _read_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterato
 def _read_shared_expert(config: ModelConfig, prefix: str, weights: Weights) -> GatedMatrices:
     experts = config.experts
     assert experts is not None
+    if config.architecture in _GRANITE:
+        width, name = experts.shared_ffn, f"{prefix}shared_mlp."
+        both = weights.matrix(f"{name}input_linear.weight", 2 * width, config.hidden)
+        down = weights.matrix(f"{name}output_linear.weight", config.hidden, width)
+        return GatedMatrices(both.rows(torch.arange(width)), both.rows(torch.arange(width, 2 * width)), down)
+    stem, names = _names(config)
     name = "shared_expert" if experts.shared_gate or experts.weighs_inputs else "shared_experts"
-    stem = "mlp." if experts.shared_gate else _names(config)[0]
-    return read_gated(weights, f"{prefix}{stem}{name}.", experts.shared_ffn, config.hidden, bias=False)
+    return read_gated(weights, f"{prefix}{stem}{name}.", experts.shared_ffn, config.hidden, bias=False, names=names)
 
 
 def read_gated(
-    weights: Weights, prefix: str, ffn: int, hidden: int, bias: bool, names: tuple[str, str, str] = _GATED
+    weights: Weights, prefix: str, ffn: int, hidden: int, bias: bool, names: Names = _GATED
 ) -> GatedMatrices:
     """The matrices called `names` (gate, up, down) after `prefix`.
 
@@ -86,17 +111,16 @@ def read_gated(
         ValueError: a tensor is missing or has another shape.
     """
     sizes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
-    matrices = (weights.matrix(f"{prefix}{n}.weight", *size) for n, size in zip(names, sizes, strict=True))
-    biases = (
-        weights.require(f"{prefix}{n}.bias", outputs) if bias else None
-        for n, (outputs, _) in zip(names, sizes, strict=True)
-    )
-    return GatedMatrices(*matrices, *biases)
+    (_, up, down), found = names, list(zip(names, sizes, strict=True))
+    gate = None if names[0] is None else weights.matrix(f"{prefix}{names[0]}.weight", *sizes[0])
+    others = (weights.matrix(f"{prefix}{n}.weight", *size) for n, size in ((up, sizes[1]), (down, sizes[2])))
+    biases = (weights.require(f"{prefix}{n}.bias", outputs) if bias and n else None for n, (outputs, _) in found)
+    return GatedMatrices(gate, *others, *biases)
 
 
-def _names(config: ModelConfig) -> tuple[str, tuple[str, str, str]]:
+def _names(config: ModelConfig) -> tuple[str, Names]:
     """Where a layer's experts are named, and the names of gate, up and down."""
-    return _MIXTRAL if config.architecture == "mixtral" else (_STEMS.get(config.architecture, "mlp."), _GATED)
+    return _NAMES.get(config.architecture, ("mlp.", _GATED))
 
 
 def _fused_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
@@ -131,12 +155,14 @@ def _transposed_experts(config: ModelConfig, prefix: str, weights: Weights) -> I
         yield GatedMatrices(both.rows(rows[: experts.ffn]), both.rows(rows[experts.ffn :]), one)
 
 
-def _stacked_experts(config: ModelConfig, prefix: str, weights: Weights) -> Iterator[GatedMatrices]:
-    """The experts of Qwen3.5 as published: matrices of all experts in one tensor, gate rows before up rows."""
+def _stacked_experts(
+    config: ModelConfig, prefix: str, weights: Weights, gate_up_name: str = "gate_up_proj", down_name: str = "down_proj"
+) -> Iterator[GatedMatrices]:
+    """The experts of Qwen3.5 and Granite as published: all of a layer in one tensor, gate rows before up rows."""
     experts, hidden = config.experts, config.hidden
     assert experts is not None
-    gate_up = weights.require(f"{prefix}gate_up_proj", experts.count, 2 * experts.ffn, hidden)
-    down = weights.require(f"{prefix}down_proj", experts.count, hidden, experts.ffn)
+    gate_up = weights.require(f"{prefix}{gate_up_name}", experts.count, 2 * experts.ffn, hidden)
+    down = weights.require(f"{prefix}{down_name}", experts.count, hidden, experts.ffn)
     for both, last in zip(gate_up, down, strict=True):
         parts = (both[: experts.ffn], both[experts.ffn :], last)
         yield GatedMatrices(*(StoredMatrix.of(part, weights.release_pages) for part in parts))

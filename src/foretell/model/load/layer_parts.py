@@ -21,15 +21,15 @@ LAYER_INPUTS_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_INPUTS_NORM = "model.per_layer_projection_norm.weight"
 
 
-def attention_inputs(config: ModelConfig, i: int) -> list[tuple[str, int]]:
+def attention_inputs(config: ModelConfig, i: int, stem: str = "self_attn") -> list[tuple[str, int]]:
     """Names and rows of the projections of a layer's queries, keys and values; queries alone where it reads the keys
-    and values of another layer.
+    and values of another layer. `stem`: what the names begin with.
     """
     sizes, names = config.sizes_of(i), ["q_proj"]
     if config.kv_layer_of(i) == i:
         names += ["k_proj", "k_proj" if config.values_are_keys and not config.window_of(i) else "v_proj"]
     heads = sizes.heads * (1 + config.attention_gate), sizes.kv_heads, sizes.kv_heads
-    return [(f"self_attn.{name}", n * sizes.head_dim) for name, n in zip(names, heads, strict=False)]
+    return [(f"{stem}.{name}", n * sizes.head_dim) for name, n in zip(names, heads, strict=False)]
 
 
 def half_split_order(projection: tuple[Tensor, Tensor | None], head_dim: int) -> tuple[Tensor, Tensor | None]:

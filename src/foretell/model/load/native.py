@@ -260,7 +260,8 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
     """The weights of block `i`, its matrices as the checkpoint stores them."""
     c, prefix = config, f"model.layers.{i}."
     beside_dense = c.experts is not None and c.experts.beside_dense
-    if c.state is not None or c.attention_gate or beside_dense or block_names(c) != BlockNames():
+    by_parts = c.state is not None or c.latent is not None or c.attention_gate or beside_dense
+    if by_parts or block_names(c) != BlockNames():
         # The stack adds the offset of the norms.
         plain = replace(c, norm_offset=0.0)
         return block_weights(build_block(plain, i, weights, weight_dtype(precision), torch.device("cpu")))

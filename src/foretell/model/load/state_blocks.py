@@ -25,8 +25,8 @@ class StateParts(NamedTuple):
     output: Linear
 
 
-def build_state_parts(config: ModelConfig, require: Require, place: Place) -> StateParts:
-    """The parts of a block with a recurrent state.
+def build_state_parts(config: ModelConfig, require: Require, place: Place, mamba: str = "mamba") -> StateParts:
+    """The parts of a block with a recurrent state; `mamba`: what Mamba-2 is called.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
@@ -34,7 +34,7 @@ def build_state_parts(config: ModelConfig, require: Require, place: Place) -> St
     if isinstance(config.state, DeltaNetConfig):
         return _delta_net(config, config.state, require, place)
     if isinstance(config.state, Mamba2Config):
-        return _mamba2(config, config.state, require, place)
+        return _mamba2(config, config.state, lambda name, *shape: require(f"{mamba}.{name}", *shape), place)
     assert isinstance(config.state, ShortConvConfig)
     return _short_convolution(config.state, require, place)
 
@@ -85,14 +85,14 @@ def _mamba2(config: ModelConfig, c: Mamba2Config, require: Require, place: Place
 
     def projection(kind: str, *width: int) -> tuple[Tensor, Tensor]:
         """Rows of the convolution and the gates, and those of the time steps."""
-        z, mixed, time = torch.split(require(f"mamba.in_proj.{kind}", sum(sizes), *width), sizes)
+        z, mixed, time = torch.split(require(f"in_proj.{kind}", sum(sizes), *width), sizes)
         return place(torch.cat((mixed, z))), place(time)
 
     (rows, time), biases = projection("weight", config.hidden), projection("bias") if c.bias else (None, None)
     device = rows.device
 
     def vector(name: str, *shape: int) -> Tensor:
-        return require(f"mamba.{name}", *shape).to(device, torch.float32)
+        return require(f"{name}", *shape).to(device, torch.float32)
 
     mixer = Mamba2(
         c,
@@ -105,6 +105,6 @@ def _mamba2(config: ModelConfig, c: Mamba2Config, require: Require, place: Place
         vector("norm.weight", inner),
         config.norm_eps,
     )
-    output = require("mamba.out_proj.weight", config.hidden, inner)
-    output_bias = place(require("mamba.out_proj.bias", config.hidden)) if c.bias else None
+    output = require("out_proj.weight", config.hidden, inner)
+    output_bias = place(require("out_proj.bias", config.hidden)) if c.bias else None
     return StateParts(Linear(rows, biases[0]), mixer, Linear(place(output), output_bias))

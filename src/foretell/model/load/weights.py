@@ -151,8 +151,13 @@ def refuse_quantized(file: Path, name: str, dtype: str) -> None:
 
 
 def candidate_names(name: str) -> tuple[str, ...]:
-    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it."""
-    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+    """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it.
+
+    Nemotron-H calls the model `backbone`, and its embedding `embeddings`.
+    """
+    multimodal = f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+    backbone = name.replace("embed_tokens", "embeddings")
+    return name, *multimodal, backbone.replace("model.", "backbone.", 1), backbone
 
 
 class SafetensorsWeights(Weights):
@@ -370,12 +375,15 @@ class BlockNames:
 
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    attention: str = "self_attn"
+    state: str = "mamba"
+    """Of Mamba-2."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     output: str = "self_attn.o_proj"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
-    """The same as `gate`: one matrix holds the rows of both."""
+    """The same as `gate`: one matrix holds the rows of both, or there is no gate."""
     down: str = "mlp.down_proj"
     final_norm: str = "model.norm"
 
@@ -394,8 +402,19 @@ _LFM2 = BlockNames(
 _GRANITE_HYBRID = BlockNames(
     gate="shared_mlp.input_linear", up="shared_mlp.input_linear", down="shared_mlp.output_linear"
 )
+_NEMOTRON = BlockNames(
+    attention_norm="norm",
+    mlp_norm="norm",
+    attention="mixer",
+    state="mixer",
+    output="mixer.o_proj",
+    gate="mixer.up_proj",
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+    final_norm="model.norm_f",
+)
 _LLAMA4 = BlockNames(gate="feed_forward.gate_proj", up="feed_forward.up_proj", down="feed_forward.down_proj")
-_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID, "llama4_text": _LLAMA4}
+_NAMES = {"lfm2": _LFM2, "granitemoehybrid": _GRANITE_HYBRID, "nemotron_h": _NEMOTRON, "llama4_text": _LLAMA4}
 """By architecture, where they are not those of Llama."""
 
 
@@ -455,23 +474,35 @@ def build_block(
     names = block_names(c)
     experts = _experts(c, prefix, weights, place) if c.experts is not None and i in c.experts.layers else None
     mlp: FeedForward | ExpertFeedForward | DenseAndExperts
-    if experts is not None and c.experts is not None and not c.experts.beside_dense:
+    if i in c.mlp_free_layers:
+        mlp = FeedForward(_nothing(c.hidden), _nothing(0), c.activation)
+    elif experts is not None and c.experts is not None and not c.experts.beside_dense:
         mlp = experts
     else:
-        rows = dict.fromkeys((names.gate, names.up), 2 * ffn if names.gate == names.up else ffn)
+        rows = dict.fromkeys((names.gate, names.up), 2 * ffn if names.gate == names.up and c.gated else ffn)
         dense = FeedForward(
             stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
             stack(matrix(names.down, c.hidden, ffn, c.mlp_bias)),
             c.activation,
         )
         mlp = dense if experts is None else build_beside_dense(c, prefix, weights, dense, experts, norm)
+    if i in c.attention_free_layers:
+        return DecoderBlock(
+            attention_norm=RMSNorm(torch.empty(0), c.norm_eps),
+            qkv=_nothing(c.hidden),
+            output=_nothing(0),
+            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp=mlp,
+            residual_scale=c.residual_scale,
+        )
+    mlp_norm = "pre_feedforward_layernorm" if c.post_norms else names.mlp_norm
     if i in c.state_layers:
-        parts = build_state_parts(c, lambda name, *shape: weights.require(prefix + name, *shape), place)
+        parts = build_state_parts(c, lambda name, *shape: weights.require(prefix + name, *shape), place, names.state)
         return DecoderBlock(
             attention_norm=norm(names.attention_norm, c.hidden),
             qkv=parts.input,
             output=parts.output,
-            mlp_norm=norm(names.mlp_norm, c.hidden),
+            mlp_norm=norm(mlp_norm, c.hidden),
             mlp=mlp,
             mixer=parts.mixer,
             residual_scale=c.residual_scale,
@@ -484,7 +515,8 @@ def build_block(
             mlp_norm=norm(names.mlp_norm, c.hidden),
             mlp=mlp,
         )
-    queries, *attention = (matrix(name, rows, c.hidden, c.qkv_bias) for name, rows in attention_inputs(c, i))
+    inputs = attention_inputs(c, i, names.attention)
+    queries, *attention = (matrix(name, rows, c.hidden, c.qkv_bias) for name, rows in inputs)
     if c.attention_gate:
         queries, gate = _split_gate(queries, c.head_dim)
         attention.append(gate)
@@ -501,7 +533,7 @@ def build_block(
         attention_norm=norm(names.attention_norm, c.hidden),
         qkv=stack(queries, *attention),
         output=stack(matrix(names.output, c.hidden, q, c.output_bias)),
-        mlp_norm=norm("pre_feedforward_layernorm" if c.post_norms else names.mlp_norm, c.hidden),
+        mlp_norm=norm(mlp_norm, c.hidden),
         mlp=mlp,
         q_norm=head_norm(names.q_norm),
         k_norm=None if reads_keys else head_norm(names.k_norm),
@@ -517,6 +549,11 @@ def build_block(
         residual_scale=c.residual_scale,
         sinks=weights.require(f"{prefix}self_attn.sinks", c.heads).float().to(device) if c.sinks else None,
     )
+
+
+def _nothing(inputs: int) -> Linear:
+    """A matrix without outputs: of a sub-layer that a block does not have."""
+    return Linear(torch.empty(0, inputs))
 
 
 def _split_gate(
@@ -542,9 +579,9 @@ def _experts(
     c, experts = config, config.experts
     assert experts is not None
 
-    def linear(matrices: Sequence[Matrix], *biases: Tensor | None) -> Linear:
+    def linear(matrices: Sequence[Matrix | None], *biases: Tensor | None) -> Linear:
         bias = [b for b in biases if b is not None]
-        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices]
+        wide = [m.widen() if isinstance(m, StoredMatrix) else m for m in matrices if m is not None]
         return Linear(place(torch.cat(wide)), place(torch.cat(bias)) if bias else None)
 
     def gate_up(m: GatedMatrices) -> Linear:

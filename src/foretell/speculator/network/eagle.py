@@ -145,6 +145,21 @@ class EagleNetwork(Speculator):
         """Layers of the target whose hidden states it reads."""
         return self.config.recorded_layers
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.get_buffer("_cos").device
+
+    @property
+    def hidden(self) -> int:
+        """Width of a hidden state."""
+        return self.target_info.hidden
+
+    @property
+    def outputs(self) -> int:
+        """Tokens of the draft vocabulary."""
+        return len(self.lm_head)
+
     def new_cache(self, device: torch.device) -> KVCache:
         """An empty cache, in the network's own dtype or in that of the CPU kernels."""
         c = self.config

@@ -118,7 +118,7 @@ class Attention {
   Attention(const Model& model, const Visibility& visibility, const Cache& cache, const Team& team)
       : m_(model),
         visibility_(visibility),
-        cache_(cache, model.kv_heads, model.head_dim),
+        cache_(cache, model.cache_heads, model.head_dim),
         words_(model.head_dim / C::kDepth),
         group_(model.heads / model.kv_heads),
         tile_tokens_(kMaxQueries / group_),
@@ -138,7 +138,7 @@ class Attention {
   // Norms and rotates queries and keys, writes keys and values to the cache, and keeps the queries for `attend`.
   void rotate_and_store(const Layer& layer, int index, const float* qkv, const Team& team) const {
     if (team.thread == 0) next_unit_.store(0, std::memory_order_relaxed);
-    const int all = m_.heads + 2 * m_.kv_heads, heads = layer.reads_keys ? m_.heads : all;
+    const int all = m_.heads + 2 * m_.cache_heads, heads = layer.reads_keys ? m_.heads : all;
     const auto [from, to] = team.share(visibility_.layout().count * heads);
     for (int i = from; i < to; ++i) {
       const int token = i / heads, head = i % heads;
@@ -226,7 +226,7 @@ class Attention {
     const int dim = m_.head_dim, half = m_.rotary_dim / 2;
     float* x = head_of(team);
     std::memcpy(x, source, 4 * (size_t)dim);
-    if (head < m_.heads + m_.kv_heads) {
+    if (head < m_.heads + m_.cache_heads) {
       const float* norm = head < m_.heads ? layer.q_norm : layer.k_norm;
       if (norm) normalize(x, dim, norm, m_.eps, x);
       const float *cos = layer.cos + (size_t)layout.position[token] * half,
@@ -246,8 +246,8 @@ class Attention {
       C::pack(x, dim, queries_.get() + (place(token, head / group_) + head % group_) * words_);
       return;
     }
-    const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.kv_heads);
-    if (head < m_.heads + m_.kv_heads)
+    const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.cache_heads);
+    if (head < m_.heads + m_.cache_heads)
       cache_.store_key(at, layout.slot[token], x);
     else
       cache_.store_value(at, layout.slot[token], x);
@@ -332,7 +332,7 @@ class Attention {
   // Partial results of a tile's queries over one chunk of their keys.
   void attend_chunk(const Layer& layer, int index, const TokenTile& tile, int kv, int chunk, const Team& team,
                     const Partials& partials) const {
-    const auto at = cache_.head(index, visibility_.layout().row[tile.first], kv);
+    const auto at = cache_.head(index, visibility_.layout().row[tile.first], kv % m_.cache_heads);
     int from = kChunk, shared = 0;
     bool has_extra = false;
     for (int t = tile.first; t < tile.last; ++t) {
@@ -497,7 +497,8 @@ class Attention {
     const char* ahead[kChunkBlocks];
   };
 
-  // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched meanwhile.
+  // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched
+  // meanwhile.
   ChunkValues chunk_values(const CacheHead& at, int chunk, int from, int to, const Team& team) const {
     ChunkValues out = {};
     for (int b = from / kCacheBlock; b * kCacheBlock < to; ++b) {
@@ -514,6 +515,15 @@ class Attention {
     return values.words[key / kCacheBlock] + (size_t)(key % kCacheBlock / C::kDepth) * m_.head_dim;
   }
 
+  // Keys from one of a chunk to `end`, or to where the memory of their blocks ends.
+  int contiguous_keys(const ChunkValues& values, int key, int end) const {
+    int stop = key + rest_of_block(key);
+    while (stop < end && values.words[stop / kCacheBlock] ==
+                             values.words[stop / kCacheBlock - 1] + (size_t)(kCacheBlock / C::kDepth) * m_.head_dim)
+      stop += kCacheBlock;
+    return std::min(stop, end) - key;
+  }
+
   void mix_some(const CacheHead& at, const ChunkValues& values, int chunk, int from, const Query* queries, int count,
                 bool prefetch) const {
     int shared = kChunk;
@@ -523,7 +533,7 @@ class Attention {
     const int end = std::max(from, shared / C::kDepth * C::kDepth);  // keys in whole words that all queries share
     int key = from;
     do {
-      const int keys = std::min(end - key, rest_of_block(key));
+      const int keys = contiguous_keys(values, key, end);
       for (int q = 0; q < count; ++q) weights[q] = queries[q].weights + key / C::kDepth;
       for (int first = 0; first < m_.head_dim; first += kTileVectors * kLanes) {
         const int vectors = std::min(kTileVectors, (m_.head_dim - first) / kLanes);
@@ -538,7 +548,8 @@ class Attention {
     for (int q = 0; q < count;) {  // what the queries do not share: their last contiguous values and their extra slots
       const int same = q;
       while (q < count && queries[q].token == queries[same].token) ++q;
-      for (int i = end / C::kDepth; i * C::kDepth < queries[same].range.to; ++i) mix_word(at, chunk, i, queries + same, q - same);
+      for (int i = end / C::kDepth; i * C::kDepth < queries[same].range.to; ++i)
+        mix_word(at, chunk, i, queries + same, q - same);
     }
   }
 

@@ -20,9 +20,9 @@ struct Columns {
 constexpr int kTileVectors = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
 constexpr int kTileQueries = kAccumulators / kTileVectors;
 
-// Products of Q rows of some words with V vectors, summed from the first word to the last: out[q] receives 16 * V sums,
-// where `adds` begins with the sums that are there. Meanwhile as many bytes from `ahead` on (null: none) are prefetched:
-// for few queries attention is bound by memory.
+// Products of Q rows of some words with V vectors, summed from the first word to the last: out[q] receives 16 * V
+// sums, where `adds` begins with the sums that are there. Meanwhile as many bytes from `ahead` on (null: none) are
+// prefetched: for few queries attention is bound by memory.
 template <class C, int Q, int V>
 void multiply_columns(const Columns& columns, int words, const uint32_t* const* rows, bool adds, float* const* out,
                       const char* ahead) {

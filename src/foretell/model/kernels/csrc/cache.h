@@ -95,7 +95,8 @@ class CacheLayout {
   }
 
   void store_value(const CacheHead& at, int slot, const float* x) const {
-    const size_t place = at.place(slot), first = place / C::kDepth * dim_ * C::kDepth + place % C::kDepth;  // in numbers
+    const size_t place = at.place(slot);
+    const size_t first = place / C::kDepth * dim_ * C::kDepth + place % C::kDepth;  // in numbers
     if (is_int8_) {
       int8_t numbers[kMaxHeadDim];
       at.value_scales[place] = quantize(x, numbers);
@@ -138,7 +139,8 @@ class CacheLayout {
     return is_int8_ ? widen((const int8_t*)keys, groups * words_, scratch, ahead) : (const uint32_t*)keys;
   }
 
-  // The words of the values of `count` slots from a multiple of kDepth on, all in one block: [slot / kDepth][dimension].
+  // The words of the values of `count` slots from a multiple of kDepth on, all in one block:
+  // [slot / kDepth][dimension].
   const uint32_t* value_words(const CacheHead& at, int slot, int count, uint32_t* scratch, const char* ahead) const {
     const char* values = values_at(at, slot);
     if (!is_int8_) return (const uint32_t*)values;

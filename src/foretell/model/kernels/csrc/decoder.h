@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "latent.h"
 #include "linear.h"
 #include "recurrent.h"
 
@@ -22,22 +23,25 @@ class ForwardPass {
         x_(x),
         attention_input_(attention_input),
         tokens_(layout.count),
-        qkv_width_((model.heads + 2 * model.kv_heads) * model.head_dim),
+        qkv_width_((model.heads + 2 * model.cache_heads) * model.head_dim),
         ffn_(round_up(model.ffn, kLanes)),
         visibility_(layout),
         attention_(model, visibility_, cache, team),
         experts_of_(first_experts(layers, first, last)),
+        latent_of_(first_latent(layers, first, last)),
         state_width_(cache.states ? cache.states->width : 0),
         inner_width_(std::max({ffn_, model.heads * model.head_dim, input_width(layers, first, last),
                                cache.states ? StatePass::output_width(*cache.states) : 0})),
         operands_(layout.count,
                   std::max({layers[first].qkv.in, inner_width_, model.hidden, model.heads * model.head_dim, ffn_,
-                            experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0}),
+                            experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
+                            latent_of_ ? latent_of_->query_rank : 0}),
                   team),
         qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
         inner_(buffer<float>((size_t)layout.count * inner_width_)),
         product_(buffer<float>((size_t)layout.count * model.hidden)) {
     if (experts_of_) experts_.emplace(model, *experts_of_, layout.count, team);
+    if (latent_of_) latent_.emplace(model, *latent_of_, layout.count, team);
     if (cache.states) states_.emplace(*cache.states, layout.count, team);
   }
 
@@ -47,7 +51,8 @@ class ForwardPass {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
-      if (layers_[i].attention) layers_[i].state ? mix(i, team) : attend(i, team);
+      if (layers_[i].attention)
+        layers_[i].state ? mix(i, team) : layers_[i].latent ? attend_latent(i, team) : attend(i, team);
       const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
       finish(layers_[i], team);
       if (expert_counts && !team.thread) expert_counts[i - first_] = experts;
@@ -76,8 +81,7 @@ class ForwardPass {
     else
       attention_.attend(layer, layer.store, inner_.get(), team);
     team.barrier();
-    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm,
-                    layer.experts ? &layer.experts->router : &layer.gate_up, team, !gated);
+    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, after_attention(i), team, !gated);
   }
 
   // Attention, multiplied by the sigmoid of its gates.
@@ -96,6 +100,21 @@ class ForwardPass {
       store(inner_.get() + i, load<Float>(inner_.get() + i) * sigmoid(load<Float>(qkv_.get() + i)));
   }
 
+  // Latent attention.
+  void attend_latent(int i, const Team& team) const {
+    Layer layer = layers_[i];
+    latent_->project(layer, x_, operands_, qkv_.get(), team);
+    team.barrier();
+    attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
+    team.barrier();
+    layer.output.operand = kFloat32Operand;
+    attention_.attend(layer, layer.store, qkv_.get(), team);
+    team.barrier();
+    latent_->expand(*layer.latent, qkv_.get(), inner_.get(), team);
+    team.barrier();
+    add_to_residual(layer.output.in, layers_[i].output, layer.post_attention_norm, after_attention(i), team, false);
+  }
+
   // The recurrent state in place of attention.
   void mix(int i, const Team& team) const {
     const Layer& layer = layers_[i];
@@ -103,8 +122,27 @@ class ForwardPass {
                        {qkv_.get(), state_width_, state_width_, Epilogue::kStore, 0, 0}, &layer.output, team);
     team.barrier();
     states_->run(*layer.state, qkv_.get(), inner_.get(), layer.output.in, team);
-    add_to_residual(layer.output.in, layer.output, layer.post_attention_norm,
-                    layer.experts ? &layer.experts->router : &layer.gate_up, team, false);
+    add_to_residual(layer.output.in, layer.output, layer.post_attention_norm, after_attention(i), team, false);
+  }
+
+  static const Weight* of_network(const Layer& layer) {
+    return layer.experts && !layer.gate_up.words ? &layer.experts->router : &layer.gate_up;
+  }
+  // The weight that is read next, which is prefetched; null: there is none.
+  const Weight* after_layer(int i) const {
+    if (i + 1 == last_) return nullptr;
+    const Layer& next = layers_[i + 1];
+    return next.qkv.words ? &next.qkv : of_network(next);
+  }
+  const Weight* after_attention(int i) const {
+    const Weight* own = of_network(layers_[i]);
+    return own->words ? own : after_layer(i);
+  }
+
+  static const Latent* first_latent(const Layer* layers, int first, int last) {
+    for (int i = first; i < last; ++i)
+      if (layers[i].latent) return layers[i].latent;
+    return nullptr;
   }
 
   static const Experts* first_experts(const Layer* layers, int first, int last) {
@@ -116,12 +154,12 @@ class ForwardPass {
   // Returns the number of experts that were read; 0: the layer is dense.
   int feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
-    const Weight* following = i + 1 < last_ ? &layers_[i + 1].qkv : nullptr;
+    const Weight* following = after_layer(i);
     if (layer.experts && layer.down.words) return dense_and_experts(layer, following, team);
     if (layer.experts) return experts_->run(layer, x_, nullptr, operands_, following, team);
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
-                       {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation, layer.down.operand}, &layer.down,
-                       team);
+                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
+                       &layer.down, team);
     team.barrier();
     add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
     return 0;
@@ -131,8 +169,8 @@ class ForwardPass {
   int dense_and_experts(const Layer& layer, const Weight* following, const Team& team) const {
     const Experts& e = *layer.experts;
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
-                       {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation, layer.down.operand}, &layer.down,
-                       team);
+                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
+                       &layer.down, team);
     team.barrier();
     multiply(layer.down, inner_operands(ffn_, layer.down, true, team), tokens_,
              {product_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, &e.router, team);
@@ -146,7 +184,7 @@ class ForwardPass {
       for (int i = 0; i < m_.hidden; ++i) dense[i] += sum[i];
       if (layer.post_mlp_norm) normalize(dense, m_.hidden, layer.post_mlp_norm, m_.eps, dense);
       float* residual = x_ + (size_t)t * m_.hidden;
-      for (int i = 0; i < m_.hidden; ++i) residual[i] += dense[i];
+      for (int i = 0; i < m_.hidden; ++i) residual[i] += m_.residual_scale * dense[i];
     }
     team.barrier();
     return used;
@@ -223,9 +261,11 @@ class ForwardPass {
   const Visibility visibility_;
   const Attention<C> attention_;
   const Experts* const experts_of_;  // of the first layer that has some; all have the same sizes
+  const Latent* const latent_of_;    // likewise
   const int state_width_, inner_width_;
   const Operands operands_;
   std::optional<ExpertPass> experts_;
+  std::optional<LatentPass> latent_;
   std::optional<StatePass> states_;
   const Buffer<float> qkv_, inner_, product_;
 };

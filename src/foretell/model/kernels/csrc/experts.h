@@ -125,7 +125,7 @@ class ExpertPass {
     const Routes routes = route(e, team);
     if (e.shared_ffn) {
       operands.multiply(e.shared_gate_up, x, m_.hidden, layer.mlp_norm, m_.eps,
-                        {shared_inner_.get(), shared_ffn_, shared_ffn_, Epilogue::kGate, m_.activation,
+                        {shared_inner_.get(), shared_ffn_, shared_ffn_, inner_epilogue(m_.activation), m_.activation,
                          e.shared_down.operand},
                         nullptr, team);
       team.barrier();
@@ -138,7 +138,7 @@ class ExpertPass {
     const int32_t down = e.down->operand;
     const int used = multiply_experts(
         e.gate_up, routes, rows, tokens_ > 1 || e.weighs_inputs,
-        {inner_.get(), ffn_, ffn_, Epilogue::kGate, m_.activation, down}, nullptr, team);
+        {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down}, nullptr, team);
     team.barrier();
     const Rows inner = rounds_each_number(down)
                            ? Rows{(const uint32_t*)inner_.get(), (size_t)ffn_}
@@ -252,7 +252,7 @@ class ExpertPass {
         total = fma(part(shared_.get(), t), gate, total);
       }
       float* row = (out ? out : x) + (size_t)t * m_.hidden + first;
-      store_part(row, out ? total : load_part<Float>(row, remaining) + total, remaining);
+      store_part(row, out ? total : fma(total, splat(m_.residual_scale), load_part<Float>(row, remaining)), remaining);
     }
   }
 

@@ -6,7 +6,7 @@
 
 extern "C" {
 
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;
 constexpr int kMaxGroup = 16;  // query heads per key-value head
 
 constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
@@ -30,7 +30,8 @@ enum Kind : int32_t {
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third.
 enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
-enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+// kRelu2: relu(up)^2, without a gate.
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 struct Weight {           // one packed linear layer
@@ -90,10 +91,19 @@ struct States {
   const int32_t* node;      // [tokens]: record of a drafted node; -1: in the prefix
 };
 
+struct Latent {  // multi-head latent attention, absorbed
+  Weight query;  // from the queries' latent vector; of no use where query_rank is 0
+  const float *query_norm, *key_norm;  // [query_rank], [kv_rank]
+  const Weight *key, *value;  // [heads]: from nope_dim to kv_rank, from kv_rank to value_dim
+  int32_t query_rank, kv_rank, nope_dim, rope_dim, value_dim;
+  float eps;
+};
+
 struct Layer {
   Weight qkv, output, gate_up, down;
   Weight attention_gate;        // words null: attention is not gated
   const StateLayer* state;      // null: the layer has attention
+  const Latent* latent;         // null: its attention is not latent
   int32_t store;                // index of the layer in the cache of keys and values
   const float *attention_norm, *mlp_norm;
   const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;  // null where the architecture has none
@@ -116,6 +126,9 @@ struct Layer {
 
 struct Model {
   int32_t hidden, heads, kv_heads, head_dim, rotary_dim, ffn, context;  // the first rotary_dim of a head are rotated
+  // Key-value heads in the cache: kv_heads, or 1 where that one serves several groups of query heads (latent
+  // attention).
+  int32_t cache_heads;
   int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap, residual_scale;
 };

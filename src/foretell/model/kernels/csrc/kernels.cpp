@@ -300,15 +300,18 @@ const char* foretell_abi() {
       F(States, rows), F(States, depth), F(States, recorded_count), F(States, row), F(States, start),
       F(States, chain_begin), F(States, chain), F(States, walk_begin), F(States, walk_token), F(States, walk_node),
       F(States, walk_depth), F(States, windows), F(States, tails), F(States, recorded), F(States, node));
+    S(Latent, F(Latent, query), F(Latent, query_norm), F(Latent, key_norm), F(Latent, key), F(Latent, value),
+      F(Latent, query_rank), F(Latent, kv_rank), F(Latent, nope_dim), F(Latent, rope_dim), F(Latent, value_dim),
+      F(Latent, eps));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
-      F(Layer, state), F(Layer, store), F(Layer, attention_norm),
+      F(Layer, state), F(Layer, latent), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
       F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
       F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first), F(Layer, scale));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
-      F(Model, ffn), F(Model, context), F(Model, cache_kind), F(Model, activation), F(Model, eps), F(Model, scale),
-      F(Model, softcap), F(Model, residual_scale));
+      F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
+      F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));

@@ -75,9 +75,14 @@ inline size_t panel_words(int32_t kind, int in) {
 
 inline size_t panel_words(const Weight& w) { return panel_words(w.kind, w.in); }
 
-// What is done with a product: it is stored, added to what is there, or gated: activation(gate) * up becomes an operand
-// of the next product.
-enum class Epilogue { kStore, kAdd, kGate };
+// What is done with a product: it is stored, added to what is there, or becomes an operand of the next product: gated,
+// activation(gate) * up, or squared, relu(up)^2.
+enum class Epilogue { kStore, kAdd, kGate, kSquare };
+
+// Of the first product of a feed-forward network.
+inline Epilogue inner_epilogue(int32_t activation) {
+  return activation == kRelu2 ? Epilogue::kSquare : Epilogue::kGate;
+}
 
 struct Output {
   float* y;
@@ -85,7 +90,7 @@ struct Output {
   int width;  // numbers per row of y
   Epilogue epilogue;
   int32_t activation;
-  int32_t operand;  // kGate: of the next product
+  int32_t operand;  // kGate, kSquare: of the next product
 };
 
 // Stores 16 numbers, from number `first` of a row on, as operands of the next product: as words where every number is
@@ -109,6 +114,11 @@ inline void apply_epilogue(const Output& output, const Weight& w, const Float* t
   for (int i = 0; i < 2; ++i) {
     const int first = kPanel * panel + kLanes * i, remaining = output.width - first;
     if (remaining <= 0) return;
+    if (output.epilogue == Epilogue::kSquare) {
+      const Float positive = larger(v[i], Float{});
+      store_operand(output.operand, row, first, positive * positive);
+      continue;
+    }
     if (output.epilogue == Epilogue::kAdd) v[i] += load_part<Float>(row + first, remaining);
     store_part(row + first, v[i], remaining);
   }

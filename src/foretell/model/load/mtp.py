@@ -1,0 +1,142 @@
+"""Loads the multi-token prediction layer of a checkpoint, which shares embedding and head with the model."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder, RMSNorm, decoder_rope_tables
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.kernels.linear import NativeLinear
+from foretell.model.kernels.stack import NativeStack
+from foretell.model.linear import Int8Linear, Linear, quantize_int8
+from foretell.model.load.native import read_block
+from foretell.model.load.weights import Storage, Weights, build_block
+from foretell.model.mtp import MTPLayer
+from foretell.model.network import Network
+from foretell.model.stored_matrix import StoredMatrix
+
+Tensor = torch.Tensor
+_FIRST_LAYER = "model.layers.0."
+_QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_DEEPSEEK = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of the parts of the layer in a checkpoint."""
+
+    layer: str
+    norm: str
+    combine: str
+    embedding_norm: str
+    hidden_norm: str
+    norms_states: bool
+    """See `MTPLayer`."""
+
+
+def _names(config: ModelConfig) -> _Names | None:
+    """None: checkpoints of the architecture have no such layer."""
+    if config.architecture in _QWEN:
+        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
+        return _Names("mtp.layers.0.", "mtp.norm", "mtp.fc", *norms, norms_states=True)
+    if config.architecture in _DEEPSEEK:
+        at = f"model.layers.{config.layers}."
+        return _Names(at, f"{at}shared_head.norm", f"{at}eh_proj", f"{at}enorm", f"{at}hnorm", norms_states=False)
+    return None
+
+
+class _LayerWeights(Weights):
+    """The tensors of the layer under the names of a model of one layer."""
+
+    def __init__(self, weights: Weights, names: _Names) -> None:
+        self.source, self._weights, self._names = weights.source, weights, names
+
+    def _name(self, name: str) -> str:
+        if name.startswith(_FIRST_LAYER):
+            return name.replace(_FIRST_LAYER, self._names.layer, 1)
+        return name
+
+    @property
+    def storage(self) -> Storage:
+        """That of the model."""
+        return self._weights.storage
+
+    def maps(self, name: str) -> bool:
+        """As the model's."""
+        return self._weights.maps(self._name(name))
+
+    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
+        """The tensor of this name, or None."""
+        return self._weights.get(self._name(name))
+
+    def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
+        """The tensor of this name and shape."""
+        return self._weights.require(self._name(name), *shape)
+
+    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
+        """The matrix of this name and shape, as the file stores it."""
+        return self._weights.matrix(self._name(name), outputs, inputs)
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts of one tensor."""
+        return self._weights.expert_matrices(self._name(name), count, outputs, inputs)
+
+    def release_pages(self) -> None:
+        """Return the file's memory pages to the system."""
+        self._weights.release_pages()
+
+
+def load_mtp(config: ModelConfig, weights: Weights, target: Network) -> MTPLayer:
+    """The multi-token prediction layer of a checkpoint for its model `target`, whose embedding and head it shares.
+
+    Raises:
+        ValueError: the architecture or the checkpoint has no such layer, or the model is not in memory as a whole.
+    """
+    names = _names(config)
+    if names is None:
+        raise ValueError(
+            f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
+            f"architectures that have one: {', '.join((*_QWEN, *_DEEPSEEK))}"
+        )
+    if not isinstance(target, Decoder | NativeDecoder):
+        raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
+    try:
+        matrix = weights.matrix(f"{names.combine}.weight", config.hidden, 2 * config.hidden)
+    except ValueError as error:
+        raise ValueError(
+            f"this checkpoint was published without its multi-token prediction layer ({error}); use another method"
+        ) from error
+    experts = None if config.experts is None else replace(config.experts, layers=(0,))
+    single = replace(config, layers=1, state=None, experts=experts, context=target.config.context)
+    view = _LayerWeights(weights, names)
+    norm, *norms = (
+        RMSNorm(weights.require(f"{n}.weight", config.hidden).to(target.device), config.norm_eps, config.norm_offset)
+        for n in (names.norm, names.embedding_norm, names.hidden_norm)
+    )
+    build = _native if isinstance(target, NativeDecoder) else _torch
+    network, combine = build(single, view, target, norm, matrix)
+    return MTPLayer(network, combine, norms[0], norms[1], config.layers, names.norms_states)
+
+
+_Parts = tuple[Network, Callable[[Tensor], Tensor]]
+
+
+def _native(config: ModelConfig, weights: Weights, target: Network, norm: RMSNorm, matrix: StoredMatrix) -> _Parts:
+    assert isinstance(target, NativeDecoder)
+    stack = NativeStack(config, [], target.precision, *decoder_rope_tables(config))
+    outer = NativeDecoder.of_parts(config, target.embedding, stack, norm.weight.detach(), target.head)
+    block = stack.pack_block(0, read_block(config, 0, weights, target.precision))
+    return outer.with_blocks([block]), NativeLinear(matrix, None, target.precision)
+
+
+def _torch(config: ModelConfig, weights: Weights, target: Network, norm: RMSNorm, matrix: StoredMatrix) -> _Parts:
+    assert isinstance(target, Decoder)
+    table, device = target.embedding.data, target.device
+    block = build_block(config, 0, weights, table.dtype, device)
+    combine = Linear(matrix.widen().to(device, table.dtype))
+    if isinstance(target.head, Int8Linear):
+        quantize_int8(block)
+    return Decoder(config, table, [block], norm, target.head), combine
