@@ -1,9 +1,11 @@
 "use strict";
 const $ = (selector) => document.querySelector(selector);
 const STORE = "foretell", PALETTE = 6, MOST_BYTES = 1 << 20;
-const FIXED = { "prompt-lookup": 0, suffix: 0, "token-recycling": 1, grammar: 2, prediction: 3, "draft-model": 4, eagle: 5 };
+const known = {
+  "prompt-lookup": 0, suffix: 0, "token-recycling": 1, grammar: 2, prediction: 3, "draft-model": 4, eagle: 5,
+};
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens"];
-const known = { ...FIXED };
+const classOf = (origin) => (origin === "target" ? "" : `o${colour(origin)}`);
 const colour = (origin) => known[origin] ??= Object.keys(known).length % PALETTE;
 
 // ---- state -----------------------------------------------------------------------------------------------------
@@ -20,7 +22,8 @@ function load() {
 function fresh() { return { title: "New conversation", messages: [] }; }
 function save() {
   const strip = (key, value) => (key === "passes" ? undefined : value);
-  try { localStorage.setItem(STORE, JSON.stringify({ ...state, settings: { ...state.settings, key: undefined } }, strip)); }
+  const kept = { ...state, settings: { ...state.settings, key: undefined } };
+  try { localStorage.setItem(STORE, JSON.stringify(kept, strip)); }
   catch { /* full or forbidden: the conversation stays in memory */ }
 }
 const talk = () => state.conversations[state.current];
@@ -110,7 +113,7 @@ function spans({ content, passes, spans: kept }) {
 function paint(target, message) {
   const coloured = state.settings.colours !== false;
   target.replaceChildren(...spans(message).map(({ text, origin, pass }) =>
-    make("span", { className: coloured && origin !== "target" ? `o${colour(origin)}` : "", textContent: text, "data-pass": pass })));
+    make("span", { className: coloured ? classOf(origin) : "", textContent: text, "data-pass": pass })));
   target.message = message;
 }
 function describe(pass) {
@@ -118,19 +121,22 @@ function describe(pass) {
   const depth = (d) => { let n = 0; for (let p = d.parent; p >= 0; p = drafted[p].parent) n++; return n; };
   const children = (parent) => drafted.flatMap((d, i) => (d.parent === parent ? [d, ...children(i)] : []));
   const line = (d) => {
+    const chance = d.score === undefined ? "" : `${number(100 * d.score, 0)} %`;
     const item = make("li", { className: d.accepted ? "" : "refused" },
       make("code", { className: `o${colour(d.origin)}`, textContent: JSON.stringify(d.token).slice(1, -1) }), " ",
-      make("small", { textContent: [d.accepted ? "✓" : "✗", d.origin, d.score === undefined ? "" : `${number(100 * d.score, 0)} %`].join(" ") }));
+      make("small", { textContent: [d.accepted ? "✓" : "✗", d.origin, chance].join(" ") }));
     item.style.setProperty("--depth", depth(d));
     return item;
   };
-  return [make("p", {}, make("b", { textContent: `${pass.tokens.length} token${pass.tokens.length === 1 ? "" : "s"} from this pass` }),
-    `, ${drafted.length} drafted, ${refused} refused; drafting ${number(pass.draft_ms, 2)} ms, target ${number(pass.verify_ms, 2)} ms`),
+  const tokens = pass.tokens.length === 1 ? "1 token" : `${pass.tokens.length} tokens`;
+  const times = `drafting ${number(pass.draft_ms, 2)} ms, target ${number(pass.verify_ms, 2)} ms`;
+  return [make("p", {}, make("b", { textContent: `${tokens} from this pass` }),
+    `, ${drafted.length} drafted, ${refused} refused; ${times}`),
     make("ul", {}, ...children(-1).map(line))];
 }
 function show(answerElement, pass, anchor) {
   const found = answerElement.message?.passes?.[pass], details = $("#details");
-  document.querySelectorAll(".chosen").forEach((e) => e.classList.remove("chosen"));
+  unmark();
   details.hidden = !found;
   if (!found) return;
   answerElement.querySelectorAll(`[data-pass="${pass}"]`).forEach((e) => e.classList.add("chosen"));
@@ -141,8 +147,12 @@ function show(answerElement, pass, anchor) {
   details.style.left = `${Math.max(6, Math.min(box.left, innerWidth - own.width - 6))}px`;
   details.style.top = `${below ? box.bottom + 6 : Math.max(6, box.top - own.height - 6)}px`;
 }
-function hide() { $("#details").hidden = true; document.querySelectorAll(".chosen").forEach((e) => e.classList.remove("chosen")); }
-const over = (event) => { const span = event.target.closest("[data-pass]"); if (span) show(span.parentElement, Number(span.dataset.pass), span); };
+function unmark() { document.querySelectorAll(".chosen").forEach((e) => e.classList.remove("chosen")); }
+function hide() { $("#details").hidden = true; unmark(); }
+function over(event) {
+  const span = event.target.closest("[data-pass]");
+  if (span) show(span.parentElement, Number(span.dataset.pass), span);
+}
 function step(event) {
   const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key], element = event.currentTarget;
   if (!move || !element.message?.passes?.length) return;
@@ -165,19 +175,22 @@ function strip(message) {
     draw.fillStyle = style.getPropertyValue(origin === "target" ? "--dim" : `--o${colour(origin)}`);
     draw.fillRect(i * 6 * scale, canvas.height - (j + 1) * unit, 5 * scale, Math.max(1, unit - scale));
   }));
-  const total = passes.reduce((n, p) => n + p.tokens.length, 0), mean = (key) => passes.reduce((n, p) => n + p[key], 0) / passes.length;
-  $("#figures").textContent = passes.length ? `${number(total / passes.length, 2)} tokens per pass · ${passes.length} passes · ` +
+  const total = passes.reduce((n, p) => n + p.tokens.length, 0);
+  const mean = (key) => passes.reduce((n, p) => n + p[key], 0) / passes.length;
+  $("#figures").textContent = passes.length
+    ? `${number(total / passes.length, 2)} tokens per pass · ${passes.length} passes · ` +
     `draft ${number(mean("draft_ms"), 2)} ms · verify ${number(mean("verify_ms"), 2)} ms` +
     (message.stats?.speed ? ` · ${number(message.stats.speed, 0)} tokens/s` : "") : "";
   canvas.setAttribute("aria-label", $("#figures").textContent || "Tokens per pass");
   const origins = [...new Set(passes.flatMap((p) => [...p.tokens, ...p.drafted].map((t) => t.origin)))];
-  $("#legend").replaceChildren(...origins.map((o) => make("li", { className: o === "target" ? "" : `o${colour(o)}`, textContent: o })));
+  $("#legend").replaceChildren(...origins.map((o) => make("li", { className: classOf(o), textContent: o })));
   $("#live").hidden = !passes.length;
 }
 
 // ---- drawing the conversation ----------------------------------------------------------------------------------
 function answerBox(message, title) {
-  const box = make("div", { className: "text answer", tabIndex: 0, "aria-label": title ?? "Answer; arrow keys show its passes",
+  const box = make("div", { className: "text answer", tabIndex: 0,
+    "aria-label": title ?? "Answer; arrow keys show its passes",
     onmouseover: over, onclick: over, onkeydown: step, onmouseleave: hide, onblur: hide });
   paint(box, message);
   const speed = message.stats ? `${message.stats.tokens} tokens, ${message.stats.passes} passes` +
@@ -188,10 +201,12 @@ function answerBox(message, title) {
 }
 function verdict(first, second) {
   if (!first.stats || !second.stats || first.error || second.error) return [];
-  const equal = first.content === second.content, ratio = second.stats.speed ? second.stats.speed / first.stats.speed : NaN;
+  const equal = first.content === second.content;
+  const ratio = second.stats.speed ? second.stats.speed / first.stats.speed : NaN;
   const promise = second.stats.lossless ? "" : "; this method is lossy";
   return [make("p", { className: `verdict ${equal ? "equal" : "differs"}`, textContent: equal
-    ? `Equal texts: ${first.content.length} characters, seed ${second.stats.seed}. ${number(ratio, 2)}× the tokens per second.`
+    ? `Equal texts: ${first.content.length} characters, seed ${second.stats.seed}. ` +
+      `${number(ratio, 2)}× the tokens per second.`
     : `The texts differ${promise}.` })];
 }
 function item(message, index) {
@@ -199,24 +214,33 @@ function item(message, index) {
   const buttons = isUser ? [make("button", { textContent: "Edit", onclick: () => edit(index) })]
     : [make("button", { textContent: "Copy", onclick: () => navigator.clipboard?.writeText(message.content) }),
       ...(last ? [make("button", { textContent: "Regenerate", onclick: () => regenerate(index) })] : [])];
-  const head = make("div", { className: "who" }, isUser ? "You" : `Foretell${message.stats?.method ? ` (${message.stats.method})` : ""}`, ...buttons);
-  if (isUser) return make("li", { className: "user" }, head, make("div", { className: "text", textContent: message.content }),
+  const method = message.stats?.method ? ` (${message.stats.method})` : "";
+  const head = make("div", { className: "who" }, isUser ? "You" : `Foretell${method}`, ...buttons);
+  if (isUser) return make("li", { className: "user" }, head,
+    make("div", { className: "text", textContent: message.content }),
     ...(message.attached ?? []).map((name) => make("small", { className: "who", textContent: `attached: ${name}` })));
-  const parts = message.plain ? [make("div", { className: "columns" }, make("div", {}, ...answerBox(message.plain, "Speculation off")),
+  const parts = message.plain ? [make("div", { className: "columns" },
+    make("div", {}, ...answerBox(message.plain, "Speculation off")),
     make("div", {}, ...answerBox(message, "Speculation on"))), ...verdict(message.plain, message)] : answerBox(message);
   return make("li", { className: "assistant" }, head, ...parts);
+}
+function entry(conversation, index) {
+  const { title } = conversation, current = index === state.current;
+  return make("li", { className: current ? "current" : "" },
+    make("button", { textContent: title, onclick: () => open(index), "aria-current": current }),
+    make("button", { textContent: "×", title: `Delete ${title}`, "aria-label": `Delete ${title}`,
+      onclick: () => remove(index) }));
 }
 function render() {
   const log = $("#log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   log.replaceChildren(...talk().messages.map(item));
   if (atEnd) log.scrollTop = log.scrollHeight;
-  $("#conversations").replaceChildren(...state.conversations.map((c, i) => make("li", { className: i === state.current ? "current" : "" },
-    make("button", { textContent: c.title, onclick: () => open(i), "aria-current": i === state.current }),
-    make("button", { textContent: "×", title: `Delete ${c.title}`, "aria-label": `Delete ${c.title}`, onclick: () => remove(i) }))));
+  $("#conversations").replaceChildren(...state.conversations.map(entry));
   $("#send").textContent = running ? "Stop" : editing >= 0 ? "Send again" : "Send";
   $("#cancel").hidden = editing < 0;
-  $("#attached").replaceChildren(...files.map((f, i) => make("li", {}, make("button", { type: "button", textContent: `${f.name} ×`,
-    "aria-label": `Remove ${f.name}`, onclick: () => { files.splice(i, 1); render(); } }))));
+  $("#attached").replaceChildren(...files.map((f, i) => make("li", {},
+    make("button", { type: "button", textContent: `${f.name} ×`, "aria-label": `Remove ${f.name}`,
+      onclick: () => { files.splice(i, 1); render(); } }))));
   strip(talk().messages.findLast((m) => m.role === "assistant"));
 }
 let drawn = false;
@@ -234,7 +258,12 @@ function soon(message) {
 }
 
 // ---- actions ---------------------------------------------------------------------------------------------------
-function open(index) { state.current = index; editing = -1; hide(); save(); render(); $("#side").classList.remove("open"); }
+function open(index) {
+  state.current = index;
+  editing = -1;
+  hide(); save(); render();
+  $("#side").classList.remove("open");
+}
 function remove(index) {
   running?.abort();
   state.conversations.splice(index, 1);
@@ -242,7 +271,12 @@ function remove(index) {
   open(Math.min(state.current, state.conversations.length - 1));
 }
 function begin() { state.conversations.unshift(fresh()); open(0); $("#text").focus(); }
-function edit(index) { editing = index; $("#text").value = talk().messages[index].content; render(); $("#text").focus(); }
+function edit(index) {
+  editing = index;
+  $("#text").value = talk().messages[index].content;
+  render();
+  $("#text").focus();
+}
 function regenerate(index) { talk().messages.length = index; generate(); }
 function send() {
   if (running) { running.abort(); return; }
@@ -251,7 +285,8 @@ function send() {
   const conversation = talk();
   if (editing >= 0) conversation.messages.length = editing;
   const attachments = files.map((f) => `File ${f.name}:\n${f.text}\n\n`).join("");
-  conversation.messages.push({ role: "user", content: text, sent: attachments + text, attached: files.map((f) => f.name) });
+  const attached = files.map((f) => f.name);
+  conversation.messages.push({ role: "user", content: text, sent: attachments + text, attached });
   if (conversation.messages.length === 1) conversation.title = text.slice(0, 40) || files[0].name;
   editing = -1; files = []; $("#text").value = "";
   generate();
@@ -272,8 +307,8 @@ async function generate() {
 }
 async function attach(list) {
   for (const file of list) {
-    if (file.size > MOST_BYTES) { $("#figures").textContent = `${file.name} has more than 1 MB`; $("#live").hidden = false; continue; }
-    files.push({ name: file.name, text: await file.text() });
+    if (file.size > MOST_BYTES) alert(`${file.name} has more than 1 MB`);
+    else files.push({ name: file.name, text: await file.text() });
   }
   render();
 }
