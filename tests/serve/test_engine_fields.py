@@ -1,5 +1,6 @@
 """Fields that the engine answers, sent through the server."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,3 +82,26 @@ def test_a_predicted_output(server: Server) -> None:
         assert details["accepted_prediction_tokens"] > 0
     response = server.chat(prediction={"type": "content", "content": 3})
     assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"
+
+
+def test_drafts_are_returned_with_their_origins(server: Server) -> None:
+    plain = server.chat("abcabcabc", max_tokens=40).json()
+    found = server.chat("abcabcabc", max_tokens=40, return_drafts=True).json()
+    own, metrics = found["foretell"], found["metrics"]["speculative_decoding"]
+    assert found["choices"] == plain["choices"] and "passes" not in plain["foretell"]
+    assert own["method"] == "suffix" and sum(own["origins"].values()) == 40
+    assert (
+        own["origins"]["suffix"] == metrics["num_accepted_draft_tokens"]
+        and len(own["passes"]) == own["origins"]["target"]
+    )
+    assert sum(own["refused"].values()) == metrics["num_draft_tokens"] - own["origins"]["suffix"]
+    assert "".join(t["token"] for p in own["passes"] for t in p["tokens"]) == found["choices"][0]["message"]["content"]
+    for one in own["passes"]:
+        assert one["verify_ms"] > 0 and all(d["parent"] < i for i, d in enumerate(one["drafted"]))
+    body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0, "stream": True, "return_drafts": True}
+    lines = server.post("/v1/completions", body).text.split("\n\n")[:-2]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    *pieces, last = [c["foretell"] for c in chunks]
+    passes = [one for piece in pieces for one in piece["passes"]]
+    assert sum(len(p["tokens"]) for p in passes) == sum(last["origins"].values()) > 8
+    assert last["seed"] is not None and chunks[-1]["choices"] == [] and "usage" not in chunks[-1]

@@ -30,6 +30,7 @@ COMMANDS: Sequence[Command] = (
     Command("generate", "foretell.cli.generate", "Answer a prompt, or a file of prompts, with any decoding method."),
     Command("chat", "foretell.cli.chat", "Chat with a model in the terminal."),
     Command("serve", "foretell.cli.serve", "Serve a model over HTTP with OpenAI's API."),
+    Command("top", "foretell.cli.top", "Watch a running server in the terminal."),
     Command("methods", "foretell.cli.methods", "List the decoding methods, or explain one of them."),
     Command("verify", "foretell.cli.verify", "Check on your model and machine that a method changes nothing."),
     Command("bench", "foretell.cli.bench", "Measure methods against plain decoding and other runtimes."),

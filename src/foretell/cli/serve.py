@@ -20,7 +20,7 @@ API_KEY_VARIABLE = "FORETELL_API_KEY"
 """Environment variable with API keys, separated by commas."""
 CHEAP_FAMILIES = ("baseline", "retrieval")
 """Methods without weights of their own: requests may ask for them."""
-NEEDED = ("starlette", "uvicorn")
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
 """Packages of the extra `serve`."""
 
 
@@ -95,6 +95,23 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0, help="For running answers to end after SIGTERM.")
     ] = 30.0,
+    metrics_prefix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metrics-prefix",
+            metavar="NAME",
+            help="Further prefix of the metrics, beside foretell; vllm for tools that read vLLM's.",
+        ),
+    ] = None,
+    shadow_rate: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", min=0, max=1, help="Decode this share of the answers again plainly when idle, and compare."
+        ),
+    ] = 0.0,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log the texts of prompts and answers too.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads of the model.")] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
@@ -120,12 +137,14 @@ def serve(
     from foretell.cli.setup import LongTextOptions, parse_method, set_threads
     from foretell.serve.app import create_app
     from foretell.serve.auth import read_keys
+    from foretell.serve.metrics.request_log import log_as_json
     from foretell.serve.run import Address
     from foretell.serve.run import serve as run
     from foretell.serve.service import Service
     from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
     set_threads(threads)
+    log_as_json()
     settings = ServerSettings(
         served_names=tuple(served_model_name or (model,)),
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),
@@ -138,6 +157,9 @@ def serve(
             per_key=max_concurrency_per_key,
         ),
         timeouts=Timeouts(shutdown=shutdown_timeout),
+        metrics_prefixes=tuple(metrics_prefix or ()),
+        shadow_rate=shadow_rate,
+        log_requests=log_requests,
     )
     selection = parse_method(method, speculative_config, draft_model)
     load = partial(

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from foretell.core.draft_origins import DraftOrigins
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
@@ -75,6 +76,8 @@ class Context:
     """Greatest number of drafted tokens per request; None: no limit. Empty: no limit for any."""
     other_rows: int = 0
     """Requests of other methods that decode in the same pass."""
+    origins: DraftOrigins | None = None
+    """Where the parts of a method record what they draft; None: no request asks."""
 
     @property
     def last_tokens(self) -> list[int]:
@@ -109,6 +112,7 @@ class Context:
             rules=tuple(self.rules[i] for i in indices) if self.rules else (),
             max_drafts=tuple(self.max_drafts[i] for i in indices) if self.max_drafts else (),
             other_rows=self.other_rows,
+            origins=self.origins,
         )
 
 

@@ -1,5 +1,6 @@
 """The interfaces of drafters: `Predictor` gives distributions, `Retriever` gives continuations."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree
 from foretell.distributions.topk import top_probabilities
+
+_ROLE = re.compile("(Drafter|Retriever)$")
 
 
 class Drafter(EngineBound, ABC):
@@ -33,6 +36,12 @@ class Drafter(EngineBound, ABC):
     """Target layers whose hidden states it needs; see `Runner.forward`."""
     max_context: int = 1 << 31
     """Longest sequence it can read, in tokens; longer ones are decoded without drafts."""
+
+    @property
+    def origin(self) -> str:
+        """Its name where the origin of a draft is reported: that of its class, in lower case with hyphens."""
+        name = _ROLE.sub("", type(self).__name__)
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """Maximum depth of the next draft per request, at most `context.max_depth`; 0 where it cannot draft yet."""

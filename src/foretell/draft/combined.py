@@ -20,4 +20,19 @@ class CombinedRetriever(CompositeDrafter, Retriever):
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The continuations of all retrievers, per request."""
         found = [r.retrieve(context, budget) for r in self.retrievers]
+        if context.origins is not None:
+            self._record_origins(context, found)
         return [[c for part in row for c in part] for row in zip(*found, strict=True)]
+
+    def _record_origins(self, context: Context, found: Sequence[Sequence[Sequence[Continuation]]]) -> None:
+        """Record for every prefix the retriever that estimates its probability highest."""
+        assert context.origins is not None
+        for i, row in enumerate(context.rows):
+            best = dict[tuple[int, ...], float]()
+            for retriever, by_row in zip(self.retrievers, found, strict=True):
+                for continuation in by_row[i] if context.origins.asks(row) else ():
+                    for length, probability in enumerate(continuation.cumulative_acceptance, 1):
+                        prefix = continuation.tokens[:length]
+                        if probability > best.get(prefix, -1.0):
+                            best[prefix] = probability
+                            context.origins.record(row, prefix, retriever.origin)

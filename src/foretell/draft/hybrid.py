@@ -15,3 +15,8 @@ class HybridDrafter(CompositeDrafter):
         super().__init__((retriever, predictor))
         self.retriever, self.predictor = retriever, predictor
         self.max_context = retriever.max_context
+
+    @property
+    def origin(self) -> str:
+        """The retriever's; drafts of the predictor are recorded by the shape."""
+        return self.retriever.origin

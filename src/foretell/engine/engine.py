@@ -14,6 +14,7 @@ from jaxtyping import Bool
 
 from foretell.accept import AcceptResult, Match
 from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.draft_origins import DraftOrigins
 from foretell.core.sampling import CounterRNG, SamplingParams, is_integer
 from foretell.core.token_rules import TokenConstraint, TokenRules
 from foretell.core.tree import TokenTree
@@ -26,6 +27,7 @@ from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.logprobs import TokenLogprobs, TopLogprobs, new_token_logprobs, prompt_token_logprobs
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
+from foretell.engine.provenance import PassDrafts, describe_pass
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
 from foretell.model.block_table import OutOfBlocksError
@@ -70,6 +72,8 @@ class Request:
     """Greatest number of drafted tokens per step; None: as many as the method drafts. 0: plain decoding (`Match`
     accepts nothing and the method's drafter never sees the request), at no cost of drafting.
     """
+    return_drafts: bool = False
+    """Report the drafts of every pass with their origins; see `Update.passes`."""
     priority: int = 0
     """Requests with a lower number are served first."""
     deadline: float | None = None
@@ -110,6 +114,10 @@ class Update:
     """The exception that ended the request, if `finish_reason` is `error`."""
     statistics: RequestStatistics | None = None
     """Only in the last update of the request."""
+    drafted: int = 0
+    """Number of drafted tokens that were verified."""
+    passes: tuple[PassDrafts, ...] = ()
+    """The drafts of the pass, where `Request.return_drafts` asks for them."""
 
     @staticmethod
     def join(updates: "Sequence[Update]") -> "Update":
@@ -123,6 +131,8 @@ class Update:
             top_logprobs=tuple(p for u in updates for p in u.top_logprobs),
             prompt_logprobs=tuple(p for u in updates for p in u.prompt_logprobs),
             prompt_top_logprobs=tuple(p for u in updates for p in u.prompt_top_logprobs),
+            drafted=sum(u.drafted for u in updates),
+            passes=tuple(p for u in updates for p in u.passes),
         )
 
 
@@ -140,6 +150,7 @@ class Completion:
     prompt_logprobs: tuple[float, ...] = ()
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     stop_reason: str | int | None = None
+    passes: tuple[PassDrafts, ...] = ()
 
     @staticmethod
     def of(updates: Sequence[Update]) -> "Completion":
@@ -163,6 +174,7 @@ class Completion:
             prompt_logprobs=all_of_it.prompt_logprobs,
             prompt_top_logprobs=all_of_it.prompt_top_logprobs,
             stop_reason=last.stop_reason,
+            passes=all_of_it.passes,
         )
 
 
@@ -177,6 +189,8 @@ class _LiveRequest:
         self, number: int, request: Request, method: BoundMethod, detokenizer: Detokenizer | None, context: int
     ) -> None:
         self.number, self.request, self.method, self.row = number, request, method, -1
+        self.submitted_at = 0.0
+        """Time by the engine's clock."""
         self.statistics = RequestStatistics(prompt_tokens=len(request.prompt))
         self.sequence = TokenBuffer(request.prompt)
         self.rng = CounterRNG(request.sampling_params.seed)
@@ -268,6 +282,8 @@ class Engine:
         """Of the last step."""
         if cache_bytes is not None:
             runner.limit_cache(cache_bytes)
+        self._cache_tokens = runner.free_tokens or rows * runner.context
+        """Tokens that the cache has room for."""
         self._rows = RowPool(runner, rows, prefix_caching)
         self._waiting = dict[int, _LiveRequest]()
         """By number."""
@@ -276,6 +292,10 @@ class Engine:
         self._last_number = 0
         self._failed_methods = set[BoundMethod]()
         """Methods whose requests the next step runs one by one to find the one that fails: their drafters failed."""
+        self.last_step = StepTime(0.0, 0.0, 0.0)
+        """Times of the last step that ran."""
+        self.preemptions = 0
+        """How often a request had to wait because the cache was full."""
         self._methods: WeakValueDictionary[int, BoundMethod] = WeakValueDictionary()
         """The methods of requests and of rows that keep their tokens, by id of the method."""
         self._own_method = self._bind(method)
@@ -295,9 +315,9 @@ class Engine:
         method.requests += 1
         self._last_number += 1
         detokenizer = self._new_detokenizer(request)
-        self._waiting[self._last_number] = _LiveRequest(
-            self._last_number, request, method, detokenizer, self.runner.context
-        )
+        live = _LiveRequest(self._last_number, request, method, detokenizer, self.runner.context)
+        live.submitted_at = self._clock()
+        self._waiting[self._last_number] = live
         return self._last_number
 
     def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
@@ -354,6 +374,18 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache that the tokens of running requests fill; tokens that several share count for each. Any
+        thread may ask.
+        """
+        return min(1.0, sum(self.runner.length(r.row) for r in list(self._running)) / self._cache_tokens)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Numbers of running and of waiting requests; any thread may ask."""
+        return len(self._running), len(self._waiting)
 
     @property
     def statistics(self) -> Mapping[int, RequestStatistics]:
@@ -466,6 +498,7 @@ class Engine:
         self._running.remove(r)
         self._rows.release(r.row, keep=False)
         r.statistics.preemptions += 1
+        self.preemptions += 1
         self._waiting[r.number] = r
         return True
 
@@ -516,7 +549,8 @@ class Engine:
         failures = self._observe(groups, step)
         ended = self._clock()
         draft_seconds = drafted - started + ended - committed
-        step_time = StepTime(draft=draft_seconds, verify=verified - drafted, total=ended - started)
+        step_time = StepTime(draft_seconds, verified - drafted, ended - started, sample=committed - verified)
+        self.last_step = step_time
         self._count_step(scheduled, step_time)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
@@ -552,6 +586,8 @@ class Engine:
                 return
             del self._waiting[r.number]
             r.row = row
+            if not r.statistics.queue_seconds:
+                r.statistics.queue_seconds = self._clock() - r.submitted_at
             if not r.sequence.generated.size:
                 r.statistics.cached_tokens, r.prompt_logprobs = cached, TokenLogprobs()
             self._running.append(r)
@@ -623,6 +659,7 @@ class Engine:
             max_depth=np.array([r.remaining_tokens - 1 for r in running]),
             rules=tuple(r.rules for r in running) if any(r.rules is not None for r in running) else (),
             max_drafts=tuple(limits) if limits.count(None) < len(limits) else (),
+            origins=DraftOrigins(asking) if (asking := [r.row for r in running if r.request.return_drafts]) else None,
         )
 
     def _commit(
@@ -683,7 +720,8 @@ class Engine:
             r.statistics,
         )
         accepted = None if result is None else min(len(result.path), len(tokens))
-        statistics.add(time, prefix_length, step.num_drafted(i), accepted, len(tokens))
+        drafted = step.num_drafted(i)
+        statistics.add(time, prefix_length, drafted, accepted, len(tokens))
         if r.request.prompt_logprobs is not None and step.start_positions[i] == len(r.prompt_logprobs.logprobs):
             r.prompt_logprobs += prompt_token_logprobs(step, i, r.request.prompt_logprobs)
         if result is None or accepted is None:
@@ -707,6 +745,10 @@ class Engine:
         return Update(
             *(r.number, tokens, text, accepted, logprobs.logprobs, logprobs.top, prompt.logprobs, prompt.top, reason),
             stop_reason=tokens[-1] if by_token else stop,
+            drafted=drafted,
+            passes=(describe_pass(step, i, tokens, r.method.method.draft.origin, time),)
+            if r.request.return_drafts
+            else (),
         )
 
     def _finish_with_error(self, r: _LiveRequest, error: Exception) -> Update:

@@ -7,11 +7,12 @@ from foretell.accept.fidelity import FidelityLoss
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: drafting, the target's pass, and all together."""
+    """Seconds of a step: drafting, the target's pass, acceptance with the cache's update, and all together."""
 
     draft: float
     verify: float
     total: float
+    sample: float = 0.0
 
 
 @dataclass
@@ -27,6 +28,8 @@ class RequestStatistics:
     drafted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     """Number of passes that accepted a draft at depth 1, 2, …"""
+    queue_seconds: float = 0.0
+    """Time until the request was first given a row."""
     prefill_seconds: float = 0.0
     """Time until the first new token."""
     decode_seconds: float = 0.0

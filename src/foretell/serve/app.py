@@ -9,14 +9,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from foretell.serve.auth import KeyMiddleware
 from foretell.serve.errors import ApiError
 from foretell.serve.handlers import conversations, info, text
 from foretell.serve.handlers.endpoint import WARNING_HEADER, Endpoint, EndpointApp
+from foretell.serve.metrics.http import HttpMetrics, HttpMetricsMiddleware
+from foretell.serve.metrics.registry import CONTENT_TYPE
 from foretell.serve.openapi import openapi
+from foretell.serve.page.document import document as page
+from foretell.serve.page.document import headers as page_headers
 from foretell.serve.protocol.chat import ChatBody, ChatCompletion
 from foretell.serve.protocol.completions import Completion, CompletionBody
 from foretell.serve.protocol.info import (
@@ -67,12 +71,21 @@ def create_app(service: Service) -> Starlette:
     async def show_openapi(http: HttpRequest) -> Response:
         return Response(document, media_type="application/json")
 
-    routes: list[BaseRoute] = [
+    async def show_page(http: HttpRequest) -> Response:
+        return HTMLResponse(page(), headers=page_headers())
+
+    async def show_metrics(http: HttpRequest) -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    routes = [
         Route(e.path.replace("{model}", "{model:path}"), EndpointApp(e, service), methods=[e.method]) for e in ENDPOINTS
     ]
     routes.append(Route("/openapi.json", show_openapi))
+    routes.append(Route("/metrics", show_metrics))
+    routes.append(Route("/", show_page))
     settings = service.settings
-    middleware = [Middleware(RequestIdMiddleware)]
+    http_metrics = HttpMetrics(service.metrics, {route.path for route in routes})
+    middleware = [Middleware(RequestIdMiddleware), Middleware(HttpMetricsMiddleware, metrics=http_metrics)]
     if settings.cors_origins:
         middleware.append(
             Middleware(

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretell.serve.errors import ApiError, overloaded
 
-OPEN_PATHS = ("/health", "/live")
-"""Paths that need no key: load balancers ask them."""
+OPEN_PATHS = ("/health", "/live", "/")
+"""Paths that need no key: what load balancers ask, and the page, which asks for a key itself."""
 RETRY_SECONDS = 1
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretell.engine.engine import Request, Update, describe_error
+from foretell.engine.provenance import PassDrafts
 from foretell.engine.statistics import RequestStatistics
 from foretell.serve.errors import server_error, unavailable
 
@@ -26,6 +27,8 @@ class Piece:
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    passes: tuple[PassDrafts, ...] = ()
+    """Where the request asks for its drafts."""
 
     @staticmethod
     def of(index: int, updates: Sequence[Update]) -> "Piece":
@@ -41,6 +44,7 @@ class Piece:
             tuple(p for u in updates for p in u.prompt_top_logprobs),
             last.finish_reason,
             last.stop_reason,
+            tuple(p for u in updates for p in u.passes),
         )
 
 

@@ -84,6 +84,7 @@ FIELDS: Sequence[EngineField] = (
     EngineField("include_stop_str_in_output", REQUEST),
     EngineField("skip_special_tokens", REQUEST, neutral=True),
     EngineField("prompt_logprobs", REQUEST),
+    EngineField("return_drafts", REQUEST),
     EngineField("priority", REQUEST),
     EngineField("deadline_ms", REQUEST, "deadline", convert=lambda ms, _: time.perf_counter() + ms / 1000),
     EngineField("prediction", REQUEST, convert=_prediction),

@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from foretell.engine.engine import Request, Update
 from foretell.serve.errors import ApiError, server_error, unavailable
@@ -67,11 +68,24 @@ class Job:
         self._jobs.close(self)
 
 
+class RequestObserver(Protocol):
+    """Is told what happens to every request; for metrics, logs and checks."""
+
+    def opened(self, ticket: int, request: Request) -> None:
+        """A request was given to the engine."""
+
+    def updated(self, ticket: int, at: float, update: Update) -> None:
+        """A request has got something; `at`: seconds of the monotonic clock."""
+
+    def lost(self, ticket: int) -> None:
+        """A request has ended with its engine, or was refused by it."""
+
+
 class Jobs:
     """All jobs: gives them to the worker, and the worker's events to them. Runs in the event loop."""
 
-    def __init__(self, worker: EngineWorker) -> None:
-        self._worker, self._numbers = worker, itertools.count(1)
+    def __init__(self, worker: EngineWorker, observers: Sequence[RequestObserver] = ()) -> None:
+        self._worker, self._observers, self._numbers = worker, observers, itertools.count(1)
         self._owners: dict[int, tuple[Job, int]] = {}
         """Job and index in it by ticket, of requests that are not over in the engine."""
         self._unread: dict[int, int] = {}
@@ -97,6 +111,8 @@ class Jobs:
             self._owners[ticket], self._unread[ticket] = (job, index), len(request.prompt)
             job.tickets.append(ticket)
             self._worker.submit(ticket, request)
+            for observer in self._observers:
+                observer.opened(ticket, request)
         self._empty.clear()
         return job
 
@@ -118,15 +134,24 @@ class Jobs:
             if event.update is None:
                 job.fail(server_error(f"the engine refused the request: {event.error}"))
                 self._forget(event.ticket)
+                self._tell_lost([event.ticket])
                 continue
             job.put(index, event.at, event.update)
             if event.update.finish_reason is not None:
                 self._forget(event.ticket)
+            for observer in self._observers:
+                observer.updated(event.ticket, event.at, event.update)
+
+    def _tell_lost(self, tickets: Iterable[int]) -> None:
+        for observer in self._observers:
+            for ticket in tickets:
+                observer.lost(ticket)
 
     def fail_all(self, error: ApiError) -> None:
         """End all jobs with an error; the engine has lost them."""
         for job, _ in self._owners.values():
             job.fail(error)
+        self._tell_lost(self._owners)
         self._owners.clear()
         self._unread.clear()
         self._empty.set()

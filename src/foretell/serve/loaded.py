@@ -78,7 +78,15 @@ class LoadedModel:
 
     def describe_method(self, request: Request) -> dict[str, Any]:
         """What decodes a request, as its answer says."""
-        chosen = request.method
-        plain = request.max_drafts == 0
-        method = self.methods.get(PLAIN if plain else self.methods.default) if chosen is None else chosen
+        method = self.method_of(request)
         return {"method": method.name, "lossless": method.lossless}
+
+    def method_of(self, request: Request) -> AnyMethod:
+        """What decodes a request."""
+        plain = request.max_drafts == 0
+        name = PLAIN if plain else self.methods.default
+        return self.methods.get(name) if request.method is None else request.method
+
+    def method_name(self, request: Request) -> str:
+        """Name of what decodes a request."""
+        return self.method_of(request).name

@@ -1,11 +1,14 @@
 """`X-Request-Id`: a client's own, or a new one, in every answer."""
 
 import uuid
+from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 NAME = "X-Request-Id"
+REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
+"""Of the HTTP request that is being answered."""
 MAX_CHARS = 128
 
 
@@ -21,6 +24,8 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         number = scope["request_id"] = _valid(Headers(scope=scope).get(NAME)) or uuid.uuid4().hex
+
+        REQUEST_ID.set(number)
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
@@ -13,10 +13,14 @@ from typing import TypeVar
 from foretell.serve.errors import ApiError, bad_request, overloaded, unavailable
 from foretell.serve.jobs import Jobs
 from foretell.serve.loaded import LoadedModel
+from foretell.serve.metrics.registry import MetricTables
+from foretell.serve.metrics.request_log import RequestLog
+from foretell.serve.metrics.requests import RequestMetrics
 from foretell.serve.prompts import PromptEncoder
 from foretell.serve.settings import ServerSettings
+from foretell.serve.shadow import ShadowVerifier
 from foretell.serve.token_text import TokenTexts
-from foretell.serve.worker import EngineWorker
+from foretell.serve.worker import EngineWorker, Event
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,6 +46,7 @@ class Service:
         self.created = int(time.time())
         self.pool = ThreadPoolExecutor(settings.tokenizer_threads, "foretell-tokenizer")
         self.state = State.LOADING
+        self.metrics = MetricTables(settings.metrics_prefixes)
         self._loaded: LoadedModel | None = None
         self._worker: EngineWorker | None = None
         self._jobs: Jobs | None = None
@@ -62,16 +67,30 @@ class Service:
             self.settings.trust_request_chat_template,
         )
         self.texts = TokenTexts(loaded.model.codec)
+        metrics = RequestMetrics(self.metrics, self.settings.served_names[0], loaded.method_name)
+        decode = loaded.model.codec.decode if self.settings.log_requests else None
         self._worker = EngineWorker(
             loaded.make_engine,
-            lambda events: _call(loop, partial(self.jobs.receive, events)),
-            lambda error: _call(loop, self.jobs.engine_failed),
+            lambda events: _call(loop, partial(self._receive, events)),
+            lambda error: _call(loop, self._engine_failed),
             self.settings.timeouts.restart,
+            metrics.step,
         )
-        self._jobs = Jobs(self._worker)
+        self._shadow = ShadowVerifier(
+            self.settings.shadow_rate, self.metrics, loaded.method_of, self._worker, lambda: self.jobs.live == 0
+        )
+        self._jobs = Jobs(self._worker, [metrics, RequestLog(loaded.method_name, decode), self._shadow])
+        metrics.show_engine(lambda: None if self._worker is None else self._worker.engine, lambda: self.jobs.live)
         self._worker.start()
         if self.state is State.LOADING:
             self.state = State.SERVING
+
+    def _receive(self, events: Sequence[Event]) -> None:
+        self.jobs.receive(self._shadow.receive(events))
+
+    def _engine_failed(self) -> None:
+        self._shadow.engine_failed()
+        self.jobs.engine_failed()
 
     async def stop(self) -> None:
         """End what runs, and the engine's thread."""

@@ -60,3 +60,9 @@ class ServerSettings:
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     tokenizer_threads: int = 2
+    metrics_prefixes: tuple[str, ...] = ()
+    """Further prefixes of the metrics with vLLM's names, beside `foretell`."""
+    shadow_rate: float = 0.0
+    """Share of the finished answers that are decoded again plainly while the engine is idle."""
+    log_requests: bool = False
+    """Log the texts of prompts and answers."""

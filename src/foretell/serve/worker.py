@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.statistics import StepTime
 
 log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
@@ -29,8 +30,9 @@ class EngineWorker:
     """Runs an engine in a thread.
 
     Requests are named by tickets of the caller's choice. `on_events` is called once per step with all events, and
-    `on_failure` with the exception of a step that ended the engine; both in the worker's thread. After a failure the
-    engine is built again by `make_engine`; its requests are lost.
+    `on_failure` with the exception of a step that ended the engine; `on_step` with the times of a step and its seconds
+    in all. All are called in the worker's thread. After a failure the engine is built again by `make_engine`; its
+    requests are lost.
     """
 
     def __init__(
@@ -39,14 +41,18 @@ class EngineWorker:
         on_events: Callable[[Sequence[Event]], None],
         on_failure: Callable[[Exception], None],
         restart_seconds: float = 1.0,
+        on_step: Callable[[StepTime, float], None] | None = None,
     ) -> None:
         self._make_engine, self._on_events, self._on_failure = make_engine, on_events, on_failure
+        self._on_step = on_step
         self._restart_seconds = restart_seconds
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._numbers, self._tickets = dict[int, int](), dict[int, int]()
         """Number in the engine by ticket, and ticket by number."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="foretell-engine", daemon=True)
+        self.engine: Engine | None = None
+        """The present engine; other threads may only read its state."""
         self.ready = False
         """Whether the engine takes requests."""
         self.heartbeat = time.monotonic()
@@ -89,7 +95,7 @@ class EngineWorker:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                engine = self._make_engine()
+                engine = self.engine = self._make_engine()
                 self.ready = True
                 self._serve(engine)
             except Exception as error:
@@ -102,9 +108,12 @@ class EngineWorker:
             self.heartbeat = time.monotonic()
             self._execute_commands(engine)
             if engine.busy:
+                started = time.monotonic()
                 events = self._events(engine.step())
                 if events:
                     self._on_events(events)
+                if self._on_step is not None:
+                    self._on_step(engine.last_step, time.monotonic() - started)
 
     def _execute_commands(self, engine: Engine) -> None:
         """Execute what is queued; an idle engine waits for the next command."""
@@ -127,7 +136,7 @@ class EngineWorker:
 
     def _fail(self, error: Exception) -> None:
         """Forget all requests, also the queued ones."""
-        self.ready, self.restarts = False, self.restarts + 1
+        self.engine, self.ready, self.restarts = None, False, self.restarts + 1
         self._numbers.clear()
         self._tickets.clear()
         while not self._commands.empty():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foretell.core.context import Context
+from foretell.core.draft_origins import Path
 from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
 
@@ -14,8 +15,8 @@ _MOST_FORCED = 16
 """Most forced tokens that are drafted below one node."""
 _EXTENDED_LEAVES = 4
 """Leaves of the drafted tree below which forced tokens are drafted, the first ones of the tree."""
-
-Path = tuple[int, ...]
+GRAMMAR = "grammar"
+"""Origin of forced tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ def fit_to_rules(tree: TokenTree, context: Context, limits: TreeLimits) -> Token
         if limits.added and rules.has_constraint:
             fitted.add_forced()
             tokens[row], parents[row] = fitted.new_tokens, fitted.new_parents
+            if context.origins is not None:
+                for path in fitted.forced_paths:
+                    context.origins.record(context.rows[row], path, GRAMMAR)
     return tree.with_drafts(tokens, parents)
 
 
@@ -58,6 +62,11 @@ class _RowTree:
         self._children: dict[tuple[int, int], int] = {}
         """The node below a node that holds a token."""
         self.new_tokens, self.new_parents = list[int](), list[int]()
+
+    @property
+    def forced_paths(self) -> list[Path]:
+        """The paths to all new nodes."""
+        return [self._paths[self._tree.nodes + i] for i in range(len(self.new_tokens))]
 
     def prune(self, sampled: bool) -> None:
         """Leave out forbidden drafts and all below them; `sampled`: also forbidden drafts that were sampled."""

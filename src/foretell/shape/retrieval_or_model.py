@@ -136,6 +136,8 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         """
         part = context.select(with_model)
         tree = self.model_shape.grow(draft.predictor, part)
+        if context.origins is not None:
+            context.origins.record_tree(part.rows, tree, draft.predictor.origin)
         self._is_timed = all(row in self._rows_read for row in part.rows)
         self._rows_read.update(part.rows)
         self._model_drafts = {row: int(n) - 1 for row, n in zip(part.rows, tree.valid.sum(1), strict=True)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretell.serve.choices import Choices, Piece
+from foretell.serve.drafts import DraftWriter
 from foretell.serve.errors import ApiError
 from foretell.serve.logprobs import LogprobWriter
 from foretell.serve.sse import DONE, PING, event
@@ -27,6 +28,8 @@ class AnswerHead:
     prompt_logprobs: bool = False
     extension: Mapping[str, Any] = field(default_factory=dict)
     """Foretell's own object: what is needed to repeat the answer."""
+    drafts: DraftWriter | None = None
+    """Where the request asks for its drafts."""
     created: int = field(default_factory=lambda: int(time.time()))
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
 

@@ -22,14 +22,17 @@ class OpenAIFormat(AnswerFormat):
 
     def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
         """A chunk; none while text is held back."""
-        delta = self._delta(piece)
-        if self._is_shown(delta) or piece.finish_reason or piece.logprobs or self.head.token_ids:
-            yield self._chunk([delta], usage)
+        delta, drafts = self._delta(piece), self.head.drafts
+        if self._is_shown(delta) or piece.finish_reason or piece.logprobs or self.head.token_ids or piece.passes:
+            own = {} if drafts is None else {"foretell": {"passes": drafts.passes(piece)}}
+            yield self._chunk([delta], usage, own)
 
     def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
         """The chunk with the usage, if it is wanted, and the end."""
-        if self.head.include_usage:
-            yield self._chunk([], usage, measurements)
+        drafts = self.head.drafts
+        own = {} if drafts is None else {"foretell": {**self.head.extension, **drafts.summary}}
+        if self.head.include_usage or own:
+            yield self._chunk([], usage if self.head.include_usage else None, {**measurements, **own})
         yield DONE
 
     def complete(
@@ -52,7 +55,7 @@ class OpenAIFormat(AnswerFormat):
             **measurements,
             **ids,
             **self._of_prompt(choices, pieces),
-            "foretell": self.head.extension,
+            "foretell": {**self.head.extension, **self._drafts(pieces)},
         }
 
     @abstractmethod
@@ -70,6 +73,14 @@ class OpenAIFormat(AnswerFormat):
     def _of_prompt(self, choices: Choices, pieces: Sequence[Piece]) -> dict[str, Any]:
         """What a whole answer says of the prompt."""
         return {}
+
+    def _drafts(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The passes of a whole answer."""
+        drafts = self.head.drafts
+        if drafts is None:
+            return {}
+        passes = [one for piece in pieces for one in drafts.passes(piece)]
+        return {"passes": passes, **drafts.summary}
 
     def _prompt_logprobs(self, piece: Piece, request: Request) -> dict[str, Any]:
         if not self.head.prompt_logprobs:

@@ -36,6 +36,8 @@ def _card(service: Service, name: str) -> dict[str, object]:
         "root": loaded.model.name,
         "parent": None,
         "max_model_len": loaded.model.config.context,
+        "methods": sorted(loaded.methods.allowed),
+        "default_method": loaded.methods.default,
     }
 
 

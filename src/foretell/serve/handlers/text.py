@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 
 from foretell.engine.engine import Request
 from foretell.serve.constraints import make_constraint
+from foretell.serve.drafts import DraftWriter
 from foretell.serve.errors import bad_request
 from foretell.serve.fields import Prompt, draw_seed, make_requests
 from foretell.serve.formats.base import AnswerHead
@@ -172,6 +173,7 @@ def _head(service: Service, body: GenerationBody, name: str, request: Request, s
         token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs is not None,
         extension={"seed": seed} | service.loaded.describe_method(request),
+        drafts=DraftWriter(service.texts) if body.return_drafts else None,
     )
 
 

@@ -65,6 +65,8 @@ class GenerationBody(Body):
     """What the answer must match (llama.cpp)."""
 
     speculative: SpeculativeOptions | None = None
+    return_drafts: bool | None = None
+    """Report under `foretell` which part of the method made each token, and what was refused."""
     deadline_ms: float | None = Field(None, gt=0)
     """Milliseconds from the arrival of the request in which the answer should be complete."""
 

@@ -18,6 +18,9 @@ class ModelCard(BaseModel):
     root: str
     parent: str | None
     max_model_len: int
+    methods: list[str]
+    """Those that requests may ask for."""
+    default_method: str
 
 
 class ModelList(BaseModel):

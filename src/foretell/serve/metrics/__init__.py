@@ -1,0 +1,1 @@
+"""Measurements of a running server: Prometheus metrics and structured logs."""

@@ -1,0 +1,113 @@
+"""`/metrics` under our prefix and vLLM's, and the structured logs."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import NAME, SETTINGS, Server, running_server, wait_for
+
+from foretell.serve.metrics.request_log import JsonFormatter
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+NAMES = re.compile(r"foretell:\w+")
+PHASES = ("draft", "verify", "sample", "host")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(replace(SETTINGS, metrics_prefixes=("vllm",), log_requests=True)) as found:
+        yield found
+
+
+def scrape(server: Server) -> Samples:
+    response = server.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4") and "_created" not in response.text
+    samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
+
+
+def grown(before: Samples, after: Samples, name: str, **labels: str) -> float:
+    """How much the samples of a name with these labels have grown together."""
+
+    def total(samples: Samples) -> float:
+        return sum(v for (n, found), v in samples.items() if n == name and labels.items() <= dict(found).items())
+
+    return total(after) - total(before)
+
+
+def test_requests_are_counted_as_their_answers_say(server: Server) -> None:
+    before = scrape(server)
+    found = server.chat("abcabcabc", max_tokens=40).json()
+    server.chat("abcabcabc", max_tokens=40, speculative={"max_drafts": 0})
+    assert server.chat(n=0).status_code == 400 and server.http.get("/nothing/here").status_code == 404
+    after = scrape(server)
+    usage, speculation = found["usage"], found["metrics"]["speculative_decoding"]
+    for prefix in ("foretell:", "vllm:"):
+
+        def more(name: str, prefix: str = prefix, **labels: str) -> float:
+            return grown(before, after, prefix + name, **labels)
+
+        assert more("prompt_tokens_total", model_name=NAME, engine="0") == 2 * usage["prompt_tokens"]
+        assert more("generation_tokens_total") == 80 and more("request_success_total", finished_reason="length") == 2
+        assert more("prefix_cache_hits_total") == usage["prompt_tokens"] - 1
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
+            assert more(f"{name}_seconds_count") == 2
+        assert more("inter_token_latency_seconds_count") == speculation["num_spec_steps"] - 1 + 39
+        assert more("spec_decode_num_draft_tokens_total", method="suffix") == speculation["num_draft_tokens"]
+        accepted = speculation["num_accepted_draft_tokens"]
+        assert more("spec_decode_num_accepted_tokens_total") == accepted > 0
+        assert more("spec_decode_num_accepted_tokens_per_pos_total") == accepted
+        assert more("http_requests_total", handler="/v1/chat/completions", status="200") == 2
+        assert more("http_requests_total", handler="/v1/chat/completions", status="400") == 1
+        assert more("http_requests_total", handler="other", status="404") == 1
+    verified = grown(before, after, "foretell:spec_nodes_verified_total")
+    assert verified - accepted == grown(before, after, "foretell:spec_nodes_wasted_total")
+    assert grown(before, after, "vllm:spec_nodes_verified_total") == 0 < verified
+    steps = [grown(before, after, "foretell:step_seconds_count", phase=phase) for phase in PHASES]
+    assert len(set(steps)) == 1 and steps[0] >= 40
+    idle = [v for (n, _), v in after.items() if n.endswith((":num_requests_running", ":kv_cache_usage_perc"))]
+    assert idle == [0] * 4
+
+
+def test_running_requests_show_and_aborted_ones_count(server: Server) -> None:
+    before = scrape(server)
+    server.engine.delay = 0.01
+    connection = server.start({"max_tokens": 300, "stream": True})
+    wait_for(lambda: any(s.new_tokens for s in server.engine.statistics.values()))
+    during = scrape(server)
+    connection.close()
+    server.wait_until_idle()
+    server.engine.delay = 0.0
+    assert grown(before, during, "foretell:num_requests_running") == 1
+    assert 0 < grown(before, during, "foretell:kv_cache_usage_perc") < 1
+    assert grown(before, scrape(server), "vllm:request_success_total", finished_reason="abort") == 1
+
+
+def test_logs_are_json_and_have_texts_only_if_asked(server: Server, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, "foretell.serve"):
+        server.post(
+            "/v1/completions", {"prompt": "secret", "max_tokens": 3, "temperature": 0}, headers={"X-Request-Id": "mine"}
+        )
+        with running_server() as quiet:
+            quiet.chat("secret")
+    lines = [json.loads(JsonFormatter().format(r)) for r in caplog.records if hasattr(r, "fields")]
+    asked, silent = [line for line in lines if line["event"] == "request"]
+    assert asked["request_id"] == "mine" and asked["prompt"] == "secret" and len(asked["answer"]) >= 1
+    assert asked["finish_reason"] == "length" and asked["completion_tokens"] == 3 and asked["method"] == "suffix"
+    assert "secret" not in json.dumps(silent) and "answer" not in silent and silent["request_id"]
+    paths = [line["path"] for line in lines if line["event"] == "http"]
+    assert "/v1/completions" in paths and "/health" not in paths
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Server) -> None:
+    server.chat("abcabcabc", max_tokens=30)
+    board = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text("utf-8"))
+    asked = {name for panel in board["panels"] for t in panel.get("targets", ()) for name in NAMES.findall(t["expr"])}
+    assert len(asked) > 25 and asked <= {name for name, _ in scrape(server)}
