@@ -22,8 +22,9 @@ from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, exponential_variates
 from foretell.core.tree import TokenTree, root_tree
 from foretell.draft import DraftModel, MixtureDrafter, Predictor, PromptLookup
-from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.compress import DecoderTransform
 from foretell.model.decoder import Decoder

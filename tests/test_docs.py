@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, find
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 

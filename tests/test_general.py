@@ -12,8 +12,8 @@ import torch
 from foretell.catalogue import BUILT_IN
 from foretell.core.sampling import SamplingParams
 from foretell.draft import Drafter, DraftModel, MixtureDrafter
-from foretell.engine.engine import Request
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Request
 from foretell.model.kv_cache import KVCache
 from foretell.model.runner import DecoderRunner, Runner
 from helpers import (

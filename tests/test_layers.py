@@ -146,7 +146,7 @@ def test_imports_go_down() -> None:
         ("import torch, foretell", {"__init__"}),
         ("from foretell import load", {"load"}),
         ("from foretell import Request", {"__init__"}),
-        ("from foretell.engine.engine import Request", {"engine.engine"}),
+        ("from foretell.engine.engine import Engine", {"engine.engine"}),
         ("from foretell.model import kernels, layout", {"model.kernels", "model.layout"}),
         ("from foretell.model.kernels import decoder as d", {"model.kernels.decoder"}),
         ("def f():\n    if True:\n        from foretell.cli import main", {"cli"}),

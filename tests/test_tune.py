@@ -14,8 +14,9 @@ from foretell.accept import Match
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.draft import DraftModel
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder, SkipSet
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_weight_share, read_skip

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from foretell.catalogue import catalogue
     from foretell.catalogue.config import SpeculativeConfig
     from foretell.core.sampling import SamplingParams
-    from foretell.engine.engine import Completion, Engine, Request, Update
+    from foretell.engine.engine import Engine
     from foretell.engine.method import Method
+    from foretell.engine.request import Completion, Request, Update
     from foretell.engine.statistics import RequestStatistics
     from foretell.load import load
     from foretell.structured.outputs import StructuredOutputs
@@ -47,16 +48,16 @@ __all__ = [
 ]
 _MODULES = {
     "Answer": "api",
-    "Completion": "engine.engine",
+    "Completion": "engine.request",
     "Engine": "engine.engine",
     "Method": "engine.method",
     "Model": "api",
-    "Request": "engine.engine",
+    "Request": "engine.request",
     "RequestStatistics": "engine.statistics",
     "SamplingParams": "core.sampling",
     "SpeculativeConfig": "catalogue.config",
     "StructuredOutputs": "structured.outputs",
-    "Update": "engine.engine",
+    "Update": "engine.request",
     "catalogue": "catalogue",
     "load": "load",
 }

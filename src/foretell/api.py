@@ -12,9 +12,10 @@ from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.controller import Controller
-from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
+from foretell.engine.engine import Engine
 from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Completion, Request, Update, describe_error
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
 from foretell.model.config import ModelConfig

@@ -20,8 +20,9 @@ from foretell.accept import (
 from foretell.accept.fidelity import kl_divergence, total_variation
 from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, RootOnly

@@ -10,8 +10,8 @@ from foretell.accept import KSequentialSelection
 from foretell.accept.spectr import division_factor, residual_after_rejections
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
-from foretell.engine.engine import Request
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.shape import BranchingTree, Chain
 from helpers import exact_distribution, generate, p_value, small_model, target, unchecked
 

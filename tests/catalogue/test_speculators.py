@@ -8,7 +8,7 @@ import torch
 from foretell.catalogue import BuildContext, build, speculators
 from foretell.catalogue.speculators import find_draft_models, require_draft_models, require_draft_predictor
 from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
-from foretell.engine.engine import Request
+from foretell.engine.request import Request
 from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network

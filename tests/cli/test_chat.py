@@ -9,7 +9,8 @@ import pytest
 
 from command import expect_error, run_foretell, tiny_target
 from foretell.api import Answer
-from foretell.engine.engine import Completion, Engine, Update
+from foretell.engine.engine import Engine
+from foretell.engine.request import Completion, Update
 
 
 def chat(*lines: str, status: int = 0) -> tuple[str, str]:

@@ -9,7 +9,8 @@ import pytest
 from command import run_foretell, tiny_draft, tiny_target
 from foretell.catalogue import catalogue
 from foretell.cli.show import DraftHighlighter
-from foretell.engine.engine import Engine, Update
+from foretell.engine.engine import Engine
+from foretell.engine.request import Update
 from foretell.load import load
 from foretell.tokenizer.stream import Detokenizer
 

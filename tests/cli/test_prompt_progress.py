@@ -11,8 +11,9 @@ from foretell.accept import Match
 from foretell.cli import prompt_progress
 from foretell.cli.interrupt import Interrupt, run_until_interrupt
 from foretell.draft import NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.runner import DecoderRunner
 from foretell.shape import RootOnly
 from foretell.testing import TINY, tiny_decoder

@@ -19,7 +19,8 @@ from foretell.catalogue import BUILT_IN, Entry
 from foretell.core.context import ModelOutput
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import Decoder

@@ -8,8 +8,9 @@ import torch
 from foretell.accept import Acceptor, Match, Rejection
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CascadeDrafter, DraftModel, Predictor, PromptLookup, SuffixRetriever, TokenRecycling
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.model.kv_cache import KVCache
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, Shape, Trie

@@ -10,8 +10,9 @@ from foretell.core.context import TokenBuffer
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CrossTokenizerDrafter, DraftModel
 from foretell.draft.cross_tokenizer import RetokenizedText, decode_from, encode_after
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import letter_codec

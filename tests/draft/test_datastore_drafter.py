@@ -14,8 +14,8 @@ from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.draft import Continuation, DatastoreRetriever
 from foretell.draft.datastore import most_frequent_prefixes
-from foretell.engine.engine import Request
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.retrieval.datastore import Datastore
 from foretell.shape import Trie
 from helpers import engine_for, generate, naive, random_tokens, target

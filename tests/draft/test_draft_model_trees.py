@@ -13,8 +13,9 @@ from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree
 from foretell.draft import DraftModel
 from foretell.draft.base import Predictor
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision

@@ -15,8 +15,9 @@ from foretell.core.context import StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.draft import EagleDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model import kernels as native
 from foretell.model.attention import AttentionBackend
 from foretell.model.decoder import Decoder

@@ -15,8 +15,9 @@ from foretell.catalogue.options import MedusaOptions
 from foretell.catalogue.speculators import trained_speculator
 from foretell.core.sampling import SamplingParams
 from foretell.draft import HeadsDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model import kernels as native
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner

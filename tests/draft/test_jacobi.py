@@ -7,8 +7,8 @@ from foretell.core.context import Context
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.draft import Continuation, JacobiDrafter
 from foretell.draft.jacobi import InitialGuess
-from foretell.engine.engine import Request
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.shape import Trie
 from helpers import all_logits, engine_for, generate, gumbel_max, naive, process, random_tokens, target
 

@@ -11,8 +11,9 @@ from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree
 from foretell.draft import CombinedRetriever, JacobiDrafter, LookaheadDrafter, SuffixRetriever
 from foretell.draft.lookahead import LookaheadWindow, NgramPool
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import TINY

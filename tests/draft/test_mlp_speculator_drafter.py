@@ -14,8 +14,9 @@ from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree
 from foretell.draft import MLPSpeculatorDrafter
 from foretell.draft.base import Predictor
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model import kernels as native
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead

@@ -21,7 +21,8 @@ from foretell.core.context import StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.draft import MTPDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.model.config import from_hf
 from foretell.model.decoder import Decoder
 from foretell.model.kernels import available

@@ -16,8 +16,9 @@ from foretell.core.sampling import SamplingParams
 from foretell.distributions.divergence import forward_kl
 from foretell.draft import DraftModel, OnlineDrafter
 from foretell.draft.online import Correction, ReplayBuffer, ReplayExample, distillation_loss
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder
 from foretell.model.linear import Linear
 from foretell.model.runner import DecoderRunner

@@ -17,8 +17,9 @@ from foretell.catalogue.speculators import embedding_and_head, target_card
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree, concatenate_trees
 from foretell.draft import HybridDrafter, NoDrafter, ParallelDrafter, Predictor, TokenRecycling
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.kernels import available

@@ -11,8 +11,8 @@ from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CombinedRetriever, PhraseRetriever, SuffixRetriever
 from foretell.draft.phrases import PhraseIndex, encode_documents
-from foretell.engine.engine import Request
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import TINY

@@ -10,8 +10,9 @@ import torch
 from foretell.accept import Match
 from foretell.core.sampling import SamplingParams
 from foretell.draft import PromptLookup
-from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request, Update
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner

@@ -3,8 +3,9 @@
 import pytest
 
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Completion, Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Completion, Request
 from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.kv_cache import KVCache
 from foretell.model.runner import DecoderRunner

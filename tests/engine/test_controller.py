@@ -13,9 +13,10 @@ from foretell.draft import Continuation, NoDrafter, PromptLookup, Retriever
 from foretell.draft.prediction import Prediction
 from foretell.engine.controller import Controller, StepLoad
 from foretell.engine.drafted_trees import DraftedTrees
-from foretell.engine.engine import Completion, Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
+from foretell.engine.request import Completion, Request
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, PassCost, RootOnly, Trie
 from helpers import (

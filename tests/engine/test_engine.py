@@ -11,8 +11,9 @@ from foretell.accept import Match, Rejection
 from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
 from foretell.draft import Continuation, DraftModel, MixtureDrafter, NoDrafter, Predictor, Retriever
-from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request, Update
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder

@@ -13,8 +13,9 @@ from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import join_probe_embeddings, root_tree, tree_from_lists
 from foretell.draft import DraftModel, MixtureDrafter, NoDrafter, PromptLookup
-from foretell.engine.engine import Completion, Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Completion, Request
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner

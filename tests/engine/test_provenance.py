@@ -7,8 +7,8 @@ import pytest
 import foretell
 from command import tiny_draft, tiny_target
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Completion, Request
 from foretell.engine.provenance import TARGET
+from foretell.engine.request import Completion, Request
 from helpers import random_tokens
 
 PROMPT = random_tokens(12, seed=1) * 3

@@ -14,10 +14,11 @@ from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.draft import CrossTokenizerDrafter, DraftModel, NoDrafter, Retriever
 from foretell.draft.base import Continuation
-from foretell.engine.engine import Completion, Engine, Request, Update, describe_error
+from foretell.engine.engine import Engine
 from foretell.engine.groups import MethodGroups
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
+from foretell.engine.request import Completion, Request, Update, describe_error
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.runner import DecoderRunner

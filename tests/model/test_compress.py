@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from foretell.catalogue import BuildContext, find
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.model.compress import fake_quantize, fake_quantize_weight, magnitude_prune, magnitude_prune_weight
 from foretell.model.decoder import Decoder, DecoderBlock
 from foretell.model.influence import measure_influence

@@ -6,8 +6,9 @@ import torch
 
 from foretell.accept import Match
 from foretell.draft import TokenRecycling
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_decoder import YARN
 
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Request
+from foretell.engine.request import Request
 from foretell.load import load
 from foretell.model import kernels as native
 from foretell.model.config import from_hf

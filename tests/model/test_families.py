@@ -20,8 +20,9 @@ from foretell.accept import Match
 from foretell.catalogue import BuildContext, build
 from foretell.core.tree import tree_from_lists
 from foretell.draft import DraftModel
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.load import _build_network, _build_streamed_network
 from foretell.model.config import from_hf
 from foretell.model.cuda_graph import GraphedDecoder

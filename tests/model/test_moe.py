@@ -9,8 +9,9 @@ import torch
 from foretell.accept import Match
 from foretell.core.sampling import SamplingParams
 from foretell.draft import DraftModel, NoDrafter, PromptLookup
-from foretell.engine.engine import Completion, Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Completion, Request
 from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from foretell.accept import Match
 from foretell.draft import DraftModel
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder, DecoderBlock, SkipSet
 from foretell.model.load.weights import SafetensorsWeights, build_block, build_without_blocks
 from foretell.model.network import Network

@@ -20,8 +20,9 @@ from foretell.catalogue import BUILT_IN, BuildContext, Entry, build
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft import DraftModel
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.load import _build_network, _build_streamed_network
 from foretell.model.cache import LayeredCache
 from foretell.model.config import ModelConfig, MoEConfig

@@ -17,8 +17,9 @@ from foretell.accept import Match, Rejection
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.draft import DraftModel, TokenRecycling
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.model.load.transformers import HFRunner, load_hf
 from foretell.shape import BranchingTree, Chain, DynamicTree, Trie
 from helpers import chain_tree, oracle_logits, random_tokens, run, statistics_of, tokens_of

@@ -14,7 +14,8 @@ from typing import Any
 import httpx2
 
 from command import tiny_target
-from foretell.engine.engine import Engine, Update
+from foretell.engine.engine import Engine
+from foretell.engine.request import Update
 from foretell.load import load
 from foretell.serve.app import create_app
 from foretell.serve.loaded import LoadedModel, Methods

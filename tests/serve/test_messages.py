@@ -129,7 +129,8 @@ def test_errors_have_anthropic_s_shape(server: Server, client: Any) -> None:
         pytest.raises(anthropic.AuthenticationError) as error,
     ):
         other.messages.create(model=NAME, max_tokens=5, messages=QUESTION)
-    assert error.value.body["error"]["type"] == "authentication_error"
+    body: Any = error.value.body
+    assert body["error"]["type"] == "authentication_error"
     server.engine.broken = True
     with (
         pytest.raises(anthropic.APIStatusError, match="engine"),

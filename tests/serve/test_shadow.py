@@ -10,7 +10,7 @@ from serving import SETTINGS, Server, running_server, wait_for
 import foretell
 from command import tiny_target
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Request
+from foretell.engine.request import Request
 from foretell.serve.shadow import ShadowVerifier, promises_the_same_text
 
 CHECKED = replace(SETTINGS, shadow_rate=1.0)

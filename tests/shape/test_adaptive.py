@@ -7,8 +7,9 @@ import pytest
 from foretell.accept import Match, Rejection
 from foretell.core.sampling import SamplingParams
 from foretell.draft import DraftModel, NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.linear import Linear
 from foretell.model.runner import DecoderRunner
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, HeuristicSchedule, RootOnly

@@ -23,8 +23,9 @@ from foretell.draft import (
     SuffixRetriever,
     TokenRecycling,
 )
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, CostAwareTrie, PassCost, RetrievalOrModel, RootOnly

@@ -9,8 +9,9 @@ from foretell.accept import Match
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.draft import DraftModel
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.runner import DecoderRunner
 from foretell.shape import LLMCadTree
 from foretell.shape.llmcad import GrowingBranch, token_share

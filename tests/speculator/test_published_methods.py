@@ -9,7 +9,8 @@ import torch
 from published import LAYERS, D, V, authors_medusa, eagle1, eagle3, ibm_mlp, put, speculators_eagle3, vllm_medusa
 
 from foretell.catalogue import BuildContext, build
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.model.config import ModelConfig
 from foretell.model.runner import DecoderRunner
 from foretell.testing import letter_codec, tiny_decoder

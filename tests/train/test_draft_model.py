@@ -9,8 +9,9 @@ import torch
 
 from foretell.accept import Match
 from foretell.draft import DraftModel, NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network

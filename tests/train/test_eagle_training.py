@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from foretell.accept import Match
 from foretell.draft import EagleDrafter, NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.linear import Linear

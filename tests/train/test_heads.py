@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from foretell.catalogue import BuildContext, build
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner

@@ -10,7 +10,8 @@ from foretell import load
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options import MedusaOptions
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from foretell.accept import Match
 from foretell.draft import NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from command import tiny_target
 from foretell.api import Model
-from foretell.engine.engine import Request
+from foretell.engine.request import Request
 from foretell.load import load
 from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord

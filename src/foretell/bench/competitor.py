@@ -14,7 +14,8 @@ from foretell.bench.tracing import TracingRunner
 from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.engine.statistics import RequestStatistics
 from foretell.load import load_draft
 from foretell.tokenizer.codec import Message

@@ -12,7 +12,7 @@ from foretell.bench.competitor import MethodSpec, load_drafts
 from foretell.bench.peers import registry
 from foretell.bench.results import is_peer
 from foretell.bench.schema import BenchSettings, FrozenModel
-from foretell.engine.engine import Request
+from foretell.engine.request import Request
 from foretell.load import load
 
 

@@ -9,7 +9,8 @@ from foretell.bench.machine import synchronize
 from foretell.bench.peers.base import ForwardBackend
 from foretell.bench.tracing import TracingRunner, prefill
 from foretell.core.tree import tree_from_lists
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.runner import DecoderRunner, Runner
 

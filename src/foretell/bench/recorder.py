@@ -10,7 +10,8 @@ from foretell.bench.competitor import Conversation
 from foretell.bench.questions import Question, QuestionSet
 from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings
 from foretell.bench.tracing import TracingRunner
-from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request, Update
 from foretell.utils.store import RunStore
 
 

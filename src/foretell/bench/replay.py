@@ -21,7 +21,8 @@ from foretell.bench.tracing import TracingRunner
 from foretell.catalogue import BuildContext, build
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request
 from foretell.load import load
 from foretell.model.runner import Runner
 

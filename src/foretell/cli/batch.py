@@ -10,8 +10,9 @@ from foretell.cli.interrupt import Interrupt, run_until_interrupt
 from foretell.cli.prompts import LineError, PromptSpec
 from foretell.cli.setup import ModelSetup
 from foretell.cli.show import AnswerWriter
-from foretell.engine.engine import Completion, Engine, Update
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Completion, Update
 
 
 @dataclass(frozen=True)

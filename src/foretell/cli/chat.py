@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from foretell.api import Answer
     from foretell.cli.prompts import PromptDefaults
     from foretell.cli.setup import ModelSetup
-    from foretell.engine.engine import Engine, Request
+    from foretell.engine.engine import Engine
+    from foretell.engine.request import Request
     from foretell.tokenizer.codec import Message
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -166,7 +167,7 @@ class Conversation:
         from foretell.api import Answer
         from foretell.cli.interrupt import Interrupt, run_until_interrupt
         from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
-        from foretell.engine.engine import Completion, Update
+        from foretell.engine.request import Completion, Update
 
         defaults, model = self.defaults, self.setup.model
         messages: list[Message] = [*self.messages, {"role": "user", "content": line}]

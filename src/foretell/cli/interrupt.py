@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator
 from types import FrameType, TracebackType
 
 from foretell.cli.prompt_progress import PromptProgress
-from foretell.engine.engine import Engine, Update
+from foretell.engine.engine import Engine
+from foretell.engine.request import Update
 
 
 class Interrupt:

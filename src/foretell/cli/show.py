@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from foretell.api import Answer
-from foretell.engine.engine import Update
+from foretell.engine.request import Update
 from foretell.tokenizer.stream import Detokenizer
 
 DRAFTED_STYLE = "green"

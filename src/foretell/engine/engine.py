@@ -4,8 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from numbers import Real
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -13,27 +12,25 @@ import torch
 from jaxtyping import Bool
 
 from foretell.accept import AcceptResult, Match
-from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.context import Context, StepResult
 from foretell.core.draft_origins import DraftOrigins
-from foretell.core.sampling import CounterRNG, SamplingParams, is_integer
-from foretell.core.token_rules import TokenConstraint, TokenRules
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
-from foretell.draft.prediction import Prediction
-from foretell.engine.answer_text import AnswerText
 from foretell.engine.controller import LATE_WEIGHT, Controller, StepLoad
 from foretell.engine.groups import DraftError, MethodGroups
-from foretell.engine.logprobs import TokenLogprobs, TopLogprobs, new_token_logprobs, prompt_token_logprobs
+from foretell.engine.live_request import LiveRequest
+from foretell.engine.logprobs import TokenLogprobs, new_token_logprobs, prompt_token_logprobs
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
-from foretell.engine.provenance import PassDrafts, describe_pass
+from foretell.engine.provenance import describe_pass
+from foretell.engine.request import Completion, Request, Update, validate_request
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepTime
 from foretell.model.block_table import OutOfBlocksError
 from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
-from foretell.tokenizer.stream import Detokenizer, StopStrings
+from foretell.tokenizer.stream import Detokenizer
 
 _NEAR_STEPS = 32
 """Steps before its deadline from which on a request counts as late for the controller."""
@@ -41,203 +38,8 @@ _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 """Decodes the requests that allow no drafts."""
 _ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt and how to continue it."""
-
-    prompt: Sequence[int]
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    eos: tuple[int, ...] = ()
-    logprobs: bool | int | None = False
-    """Report the natural logarithm of every token's probability under the model's softmax (True or 0), and of this many
-    most probable tokens in its place; False or None: nothing.
-    """
-    prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt but the first; the prefix cache is not used then."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Further tokens that end the answer; `finish_reason` is `stop`."""
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    """Whether the text holds the stop string, or the token of `eos` or `stop_token_ids`, that ended it."""
-    skip_special_tokens: bool = True
-    constraint: TokenConstraint | None = None
-    """What the answer must match, a grammar for example."""
-    method: AnyMethod | None = None
-    """What decodes it, beside the requests of other methods in one pass; None: the engine's own method."""
-    max_drafts: int | None = None
-    """Greatest number of drafted tokens per step; None: as many as the method drafts. 0: plain decoding (`Match`
-    accepts nothing and the method's drafter never sees the request), at no cost of drafting.
-    """
-    return_drafts: bool = False
-    """Report the drafts of every pass with their origins; see `Update.passes`."""
-    priority: int = 0
-    """Requests with a lower number are served first."""
-    deadline: float | None = None
-    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late;
-    with a controller its drafts come first from some steps before it on.
-    """
-    prediction: Sequence[int] | None = None
-    """Tokens that the answer is expected to resemble: drafted beside those of a lossless method (OpenAI's
-    `prediction`).
-    """
-
-    @property
-    def ending_tokens(self) -> frozenset[int]:
-        """Tokens that end the answer."""
-        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else self.eos)
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a request got in one step."""
-
-    request: int
-    tokens: tuple[int, ...]
-    text: str
-    accepted: int
-    """Number of `tokens`, from the first one on, that were drafted."""
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    """The most probable tokens in the place of each token, where `Request.logprobs` asks for them."""
-    prompt_logprobs: tuple[float, ...] = ()
-    """Of the prompt's tokens from the second one on; only in the first update."""
-    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
-    finish_reason: str | None = None
-    """`stop` (end of sequence or stop string), `length`, `cancelled` or `error`; None: the request goes on."""
-    stop_reason: str | int | None = None
-    """The stop string or the token of `stop_token_ids` that ended the request."""
-    error: Exception | None = None
-    """The exception that ended the request, if `finish_reason` is `error`."""
-    statistics: RequestStatistics | None = None
-    """Only in the last update of the request."""
-    drafted: int = 0
-    """Number of drafted tokens that were verified."""
-    passes: tuple[PassDrafts, ...] = ()
-    """The drafts of the pass, where `Request.return_drafts` asks for them."""
-
-    @staticmethod
-    def join(updates: "Sequence[Update]") -> "Update":
-        """Consecutive updates of a request as one."""
-        return replace(
-            updates[-1],
-            tokens=tuple(t for u in updates for t in u.tokens),
-            text="".join(u.text for u in updates),
-            accepted=sum(u.accepted for u in updates),
-            logprobs=tuple(p for u in updates for p in u.logprobs),
-            top_logprobs=tuple(p for u in updates for p in u.top_logprobs),
-            prompt_logprobs=tuple(p for u in updates for p in u.prompt_logprobs),
-            prompt_top_logprobs=tuple(p for u in updates for p in u.prompt_top_logprobs),
-            drafted=sum(u.drafted for u in updates),
-            passes=tuple(p for u in updates for p in u.passes),
-        )
-
-
-@dataclass(frozen=True)
-class Completion:
-    """All that a request got."""
-
-    tokens: tuple[int, ...]
-    text: str
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    error: Exception | None
-    statistics: RequestStatistics
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    prompt_logprobs: tuple[float, ...] = ()
-    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
-    stop_reason: str | int | None = None
-    passes: tuple[PassDrafts, ...] = ()
-
-    @staticmethod
-    def of(updates: Sequence[Update]) -> "Completion":
-        """Join all updates of a request.
-
-        Raises:
-            ValueError: the last update is not among them.
-        """
-        last = updates[-1] if updates else None
-        if last is None or last.finish_reason is None or last.statistics is None:
-            raise ValueError("the request is not over: its last update is missing")
-        all_of_it = Update.join(updates)
-        return Completion(
-            tokens=all_of_it.tokens,
-            text=all_of_it.text,
-            logprobs=all_of_it.logprobs,
-            finish_reason=last.finish_reason,
-            error=last.error,
-            statistics=last.statistics,
-            top_logprobs=all_of_it.top_logprobs,
-            prompt_logprobs=all_of_it.prompt_logprobs,
-            prompt_top_logprobs=all_of_it.prompt_top_logprobs,
-            stop_reason=last.stop_reason,
-            passes=all_of_it.passes,
-        )
-
-
 _PROMPT_LOGPROBS_CHUNK = 128
 """Most prompt tokens per step of a request whose prompt's logits are needed: they take 4 bytes times the vocabulary."""
-
-
-class _LiveRequest:
-    """A request that waits or runs; `row` is its row while it runs."""
-
-    def __init__(
-        self, number: int, request: Request, method: BoundMethod, detokenizer: Detokenizer | None, context: int
-    ) -> None:
-        self.number, self.request, self.method, self.row = number, request, method, -1
-        self.submitted_at = 0.0
-        """Time by the engine's clock."""
-        self.statistics = RequestStatistics(prompt_tokens=len(request.prompt))
-        self.sequence = TokenBuffer(request.prompt)
-        self.rng = CounterRNG(request.sampling_params.seed)
-        stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
-        self.text = AnswerText(detokenizer, stop_strings, request.sampling_params.min_tokens)
-        rules = TokenRules(request.sampling_params, request.ending_tokens, request.constraint)
-        self.rules = rules if rules.restricts else None
-        self.prompt_logprobs = TokenLogprobs()
-        self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
-        self.prediction = Prediction(request.prediction) if request.prediction else None
-        self.count_prediction()
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Number of new tokens that it may still get."""
-        return self.max_new_tokens - len(self.sequence.generated)
-
-    def count_prediction(self) -> None:
-        """Compare the new tokens with the predicted output, and count."""
-        if self.prediction is not None:
-            self.prediction.follow(self.sequence)
-            self.statistics.accepted_prediction_tokens = self.prediction.appeared
-            self.statistics.rejected_prediction_tokens = self.prediction.missing
-
-    @property
-    def shows_end(self) -> bool:
-        """Whether the text of the token that ends the answer is shown: a token that only completes a constraint is."""
-        return self.request.include_stop_str_in_output or self.sequence.last_token not in self.request.ending_tokens
-
-    @property
-    def reads_prompt_logprobs(self) -> bool:
-        """Whether logits of its prompt are still needed."""
-        return self.request.prompt_logprobs is not None and len(self.sequence.generated) == 0
-
-    def until_end(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens up to the first that ends the answer, which is included."""
-        ending = self.request.ending_tokens
-        for count, token in enumerate(tokens, 1):
-            done = self.rules is not None and self.rules.is_complete(self.sequence.generated, tokens[:count])
-            if token in ending or done:
-                return list(tokens[:count])
-        return list(tokens)
-
-    def has_ended(self) -> bool:
-        """Whether the last token ended the answer."""
-        ends = self.sequence.last_token in self.request.ending_tokens
-        return ends or (self.rules is not None and self.rules.is_complete(self.sequence.generated))
 
 
 class Engine:
@@ -285,9 +87,9 @@ class Engine:
         self._cache_tokens = runner.free_tokens or rows * runner.context
         """Tokens that the cache has room for."""
         self._rows = RowPool(runner, rows, prefix_caching)
-        self._waiting = dict[int, _LiveRequest]()
+        self._waiting = dict[int, LiveRequest]()
         """By number."""
-        self._running: list[_LiveRequest] = []
+        self._running: list[LiveRequest] = []
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
         self._failed_methods = set[BoundMethod]()
@@ -315,7 +117,7 @@ class Engine:
         method.requests += 1
         self._last_number += 1
         detokenizer = self._new_detokenizer(request)
-        live = _LiveRequest(self._last_number, request, method, detokenizer, self.runner.context)
+        live = LiveRequest(self._last_number, request, method, detokenizer, self.runner.context)
         live.submitted_at = self._clock()
         self._waiting[self._last_number] = live
         return self._last_number
@@ -366,7 +168,7 @@ class Engine:
         pending.append(Update(number, (), r.text.finish().text, 0, finish_reason="cancelled"))
         return self._finish(r, Update.join(pending))
 
-    def _find(self, number: int) -> _LiveRequest | None:
+    def _find(self, number: int) -> LiveRequest | None:
         """The request of this number, unless it is over."""
         return next((r for r in self._running if r.number == number), self._waiting.get(number))
 
@@ -459,7 +261,7 @@ class Engine:
                 if not self._rows.evict() and not self._preempt():
                     return [self._finish_with_error(r, error) for r in list(self._running)]
 
-    def _run_scheduled(self, scheduled: dict[_LiveRequest, list[int]], failed: Collection[BoundMethod]) -> list[Update]:
+    def _run_scheduled(self, scheduled: dict[LiveRequest, list[int]], failed: Collection[BoundMethod]) -> list[Update]:
         """Run the requests together, and those of methods that failed one by one.
 
         Raises:
@@ -502,7 +304,7 @@ class Engine:
         self._waiting[r.number] = r
         return True
 
-    def _step_single(self, r: _LiveRequest, tokens: list[int]) -> list[Update]:
+    def _step_single(self, r: LiveRequest, tokens: list[int]) -> list[Update]:
         try:
             return self._run_step({r: tokens})
         except OutOfBlocksError:
@@ -510,7 +312,7 @@ class Engine:
         except Exception as error:
             return [self._finish_with_error(r, error)]
 
-    def _run_step(self, scheduled: dict[_LiveRequest, list[int]]) -> list[Update]:
+    def _run_step(self, scheduled: dict[LiveRequest, list[int]]) -> list[Update]:
         """Propose, forward, accept, commit, observe, emit updates.
 
         An exception is raised only before anything is committed, so that the call may be repeated.
@@ -607,21 +409,21 @@ class Engine:
             return None
         return self._detokenizer() if request.skip_special_tokens else self._detokenizer(skip_special_tokens=False)
 
-    def _by_urgency(self, requests: Iterable[_LiveRequest]) -> list[_LiveRequest]:
+    def _by_urgency(self, requests: Iterable[LiveRequest]) -> list[LiveRequest]:
         """Requests that are late first, then by priority, then by arrival."""
         now = self._clock()
 
-        def rank(r: _LiveRequest) -> tuple[bool, int, int]:
+        def rank(r: LiveRequest) -> tuple[bool, int, int]:
             deadline = r.request.deadline
             return deadline is None or deadline > now, r.request.priority, r.number
 
         return sorted(requests, key=rank)
 
-    def _schedule(self) -> dict[_LiveRequest, list[int]]:
+    def _schedule(self) -> dict[LiveRequest, list[int]]:
         """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
         chunk allows.
         """
-        out, reading = dict[_LiveRequest, list[int]](), list[_LiveRequest]()
+        out, reading = dict[LiveRequest, list[int]](), list[LiveRequest]()
         for r in self._running:
             if r.sequence.length - self.runner.length(r.row) > 1:
                 reading.append(r)
@@ -636,20 +438,20 @@ class Engine:
                 left -= len(unread)
         return out
 
-    def _load(self, scheduled: Mapping[_LiveRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
+    def _load(self, scheduled: Mapping[LiveRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
         """What the step reads before any draft."""
         soon = self._clock() + _NEAR_STEPS * self._step_seconds
         near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]
         sizes = [len(tokens) for tokens in scheduled.values()]
         return StepLoad(sum(sizes), max(sizes) == 1, np.where(ready, np.where(near, LATE_WEIGHT, 1.0), 0.0))
 
-    def _count_step(self, scheduled: Mapping[_LiveRequest, list[int]], time: StepTime) -> None:
+    def _count_step(self, scheduled: Mapping[LiveRequest, list[int]], time: StepTime) -> None:
         """Learn the time of the step."""
         prompts = [len(tokens) for tokens in scheduled.values() if len(tokens) > 1]
         self._step_seconds = time.total
         self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
 
-    def _context(self, running: Collection[_LiveRequest]) -> Context:
+    def _context(self, running: Collection[LiveRequest]) -> Context:
         limits = [r.request.max_drafts for r in running]
         return Context(
             rows=tuple(r.row for r in running),
@@ -663,7 +465,7 @@ class Engine:
         )
 
     def _commit(
-        self, scheduled: dict[_LiveRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
+        self, scheduled: dict[LiveRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """Append the new tokens to the sequences, and keep the keys and values of prefixes and accepted drafts.
 
@@ -705,7 +507,7 @@ class Engine:
         return failures
 
     def _emit_update(
-        self, r: _LiveRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
+        self, r: LiveRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
     ) -> Update | None:
         """Count the step for a request and make its update; None while its prompt is being read.
 
@@ -751,97 +553,19 @@ class Engine:
             else (),
         )
 
-    def _finish_with_error(self, r: _LiveRequest, error: Exception) -> Update:
+    def _finish_with_error(self, r: LiveRequest, error: Exception) -> Update:
         """End a request with an error and the text held back."""
         text = ""
         with suppress(Exception):
             text = r.text.finish().text
         return self._finish(r, Update(r.number, (), text, 0, finish_reason="error", error=error))
 
-    def _finish(self, r: _LiveRequest, update: Update) -> Update:
+    def _finish(self, r: LiveRequest, update: Update) -> Update:
         r.method.requests -= 1
         if self._waiting.pop(r.number, None) is None:
             self._running.remove(r)
             self._rows.release(r.row, keep=update.error is None)
         return replace(update, statistics=r.statistics)
-
-
-def validate_request(request: Request, vocab: int, context: int) -> None:
-    """Check a request against a model's vocabulary and context.
-
-    Raises:
-        ValueError: the request is invalid.
-    """
-    if isinstance(request.prompt, str) or not all(is_integer(t) for t in request.prompt):
-        raise ValueError("the prompt must be a sequence of token ids, which are whole numbers; encode text first")
-    if not isinstance(request.sampling_params, SamplingParams):
-        raise ValueError(f"sampling_params must be a SamplingParams, found {type(request.sampling_params).__name__}")
-    if not is_integer(request.max_new_tokens):
-        raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
-    if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
-        raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
-    for name in ("eos", "stop_token_ids"):
-        if not all(is_integer(t) for t in getattr(request, name)):
-            raise ValueError(f"{name} must be a sequence of token ids, found {getattr(request, name)!r}")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(request, name)
-        if not (value is None or (isinstance(value, bool) and name == "logprobs") or is_integer(value)) or (
-            value is not None and not 0 <= value <= vocab
-        ):
-            raise ValueError(f"{name} must be a number of tokens from 0 to the vocabulary of {vocab}, found {value!r}")
-    if len(request.prompt) == 0:
-        raise ValueError("the prompt is empty: give at least one token")
-    if len(request.prompt) >= context:
-        raise ValueError(
-            f"the prompt has {len(request.prompt)} tokens; the model reads at most {context - 1} and writes one; "
-            "open it for longer texts with max_model_len, and beyond its trained context with rope_scaling"
-        )
-    _validate_serving(request)
-    _validate_prediction(request, vocab)
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
-    if not all(0 <= t < vocab for t in request.prompt):
-        raise ValueError(f"the prompt holds a token outside the model's vocabulary of {vocab}")
-    sampling = request.sampling_params
-    named = {
-        "logit_bias": sampling.logit_bias,
-        "allowed_token_ids": sampling.allowed_token_ids or (),
-        "bad_words": [t for word in sampling.bad_words for t in word],
-        "stop_token_ids": request.stop_token_ids,
-    }
-    for name, tokens in named.items():
-        if not all(0 <= t < vocab for t in tokens):
-            raise ValueError(f"{name} names a token outside the model's vocabulary of {vocab}")
-
-
-def _validate_serving(request: Request) -> None:
-    if request.method is not None and not isinstance(request.method, Method):
-        raise ValueError(
-            f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"
-        )
-    if request.max_drafts is not None and not (is_integer(request.max_drafts) and request.max_drafts >= 0):
-        raise ValueError(f"max_drafts must be a whole number from 0 on, found {request.max_drafts!r}")
-    if not is_integer(request.priority):
-        raise ValueError(f"priority must be a whole number, found {request.priority!r}")
-    if request.deadline is not None and not isinstance(request.deadline, Real):
-        raise ValueError(f"deadline must be a time in seconds, found {request.deadline!r}")
-
-
-def _validate_prediction(request: Request, vocab: int) -> None:
-    tokens = request.prediction
-    if tokens is None:
-        return
-    if isinstance(tokens, str) or not all(is_integer(t) for t in tokens):
-        raise ValueError("the prediction must be a sequence of token ids, which are whole numbers; encode text first")
-    if not all(0 <= t < vocab for t in tokens):
-        raise ValueError(f"the prediction holds a token outside the model's vocabulary of {vocab}")
-
-
-def describe_error(error: Exception) -> str:
-    """An exception as one line: the message of a ValueError, otherwise with its type."""
-    lines = str(error).strip().splitlines()
-    sentence = lines[0] if lines else "no reason given"
-    return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
 
 
 def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"], whole: Sequence[bool]) -> Bool[np.ndarray, "b n"]:

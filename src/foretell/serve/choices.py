@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.engine.engine import Request, Update, describe_error
 from foretell.engine.provenance import PassDrafts
+from foretell.engine.request import Request, Update, describe_error
 from foretell.engine.statistics import RequestStatistics
 from foretell.serve.errors import server_error, unavailable
 

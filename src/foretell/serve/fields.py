@@ -10,7 +10,7 @@ from typing import Any
 
 from foretell.core.sampling import CounterRNG, SamplingParams, Stream
 from foretell.core.token_rules import TokenConstraint
-from foretell.engine.engine import Request, validate_request
+from foretell.engine.request import Request, validate_request
 from foretell.serve.errors import bad_request
 from foretell.serve.loaded import LoadedModel
 from foretell.serve.protocol.generation import GenerationBody, PredictionContent

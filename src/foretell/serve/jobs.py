@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from foretell.engine.engine import Request, Update
+from foretell.engine.request import Request, Update
 from foretell.serve.errors import ApiError, server_error, unavailable
 from foretell.serve.worker import EngineWorker, Event
 

@@ -8,8 +8,9 @@ from typing import Any
 from foretell.api import Model
 from foretell.catalogue import find
 from foretell.engine.controller import Controller
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Request
 from foretell.utils.names import unknown
 
 PLAIN = "autoregressive"

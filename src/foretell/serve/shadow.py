@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from prometheus_client import Counter
 
-from foretell.engine.engine import Request, Update
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Request, Update
 from foretell.serve.metrics.registry import MetricTables
 from foretell.serve.request_id import REQUEST_ID
 from foretell.serve.worker import EngineWorker, Event

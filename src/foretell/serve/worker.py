@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request, Update
 from foretell.engine.statistics import StepTime
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from foretell.accept import Match
 from foretell.catalogue.options import SelfSpeculativeOptions
 from foretell.core.tree import root_tree
 from foretell.draft import DraftModel, NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Request
 from foretell.model.decoder import SkipSet
 from foretell.model.influence import measure_influence
 from foretell.model.network import Network

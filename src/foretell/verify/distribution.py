@@ -15,8 +15,9 @@ from scipy.stats import ncx2
 
 from foretell.core.sampling import SamplingParams
 from foretell.distributions.sampler import kept_tokens
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Request
 from foretell.model.runner import Runner
 from foretell.verify.logits import target_logits
 

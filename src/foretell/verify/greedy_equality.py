@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.engine.engine import Completion
+from foretell.engine.request import Completion
 from foretell.verify.classifier import TokenDivergence
 
 

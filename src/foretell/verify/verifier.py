@@ -10,8 +10,9 @@ from foretell.api import Model
 from foretell.catalogue import catalogue
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.core.sampling import SamplingParams
-from foretell.engine.engine import Completion, Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Completion, Request
 from foretell.verify.batch_invariance import BatchInvariance, compare_sampled
 from foretell.verify.classifier import DivergenceClassifier, TokenDivergence, mean_total_variation
 from foretell.verify.distribution import DistributionTest, ExactDistribution, check_distribution, exact_distribution

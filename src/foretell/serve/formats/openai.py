@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foretell.engine.engine import Request
+from foretell.engine.request import Request
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
 from foretell.serve.formats.parts import PartReader, calls_of, text_of

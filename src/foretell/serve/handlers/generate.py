@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from foretell.engine.engine import Request, Update
+from foretell.engine.request import Request, Update
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
 from foretell.serve.formats.base import AnswerFormat

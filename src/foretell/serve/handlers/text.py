@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from foretell.engine.engine import Request
+from foretell.engine.request import Request
 from foretell.serve.constraints import make_constraint
 from foretell.serve.drafts import DraftWriter
 from foretell.serve.errors import bad_request

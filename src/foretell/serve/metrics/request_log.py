@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from foretell.engine.engine import Request, Update
+from foretell.engine.request import Request, Update
 from foretell.serve.request_id import REQUEST_ID
 
 log = logging.getLogger(__name__)

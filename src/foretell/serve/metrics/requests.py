@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from foretell.engine.engine import Engine, Request, Update
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request, Update
 from foretell.engine.statistics import StepTime
 from foretell.serve.metrics.registry import MetricTables
 

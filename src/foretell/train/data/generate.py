@@ -8,8 +8,9 @@ from hashlib import sha256
 from foretell.accept import Match
 from foretell.api import Model
 from foretell.core.sampling import CounterRNG, SamplingParams
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.retrieval.corpus import tokenize_documents
 from foretell.shape import RootOnly
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord

@@ -10,8 +10,9 @@ from torch import nn
 from foretell.accept import Match
 from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
-from foretell.engine.engine import Engine, Request
+from foretell.engine.engine import Engine
 from foretell.engine.method import Method
+from foretell.engine.request import Request
 from foretell.model.decoder import Decoder
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner

@@ -1,0 +1,72 @@
+"""A request while it waits or runs."""
+
+from collections.abc import Sequence
+
+from foretell.core.context import TokenBuffer
+from foretell.core.sampling import CounterRNG
+from foretell.core.token_rules import TokenRules
+from foretell.draft.prediction import Prediction
+from foretell.engine.answer_text import AnswerText
+from foretell.engine.logprobs import TokenLogprobs
+from foretell.engine.method import BoundMethod
+from foretell.engine.request import Request
+from foretell.engine.statistics import RequestStatistics
+from foretell.tokenizer.stream import Detokenizer, StopStrings
+
+
+class LiveRequest:
+    """A request that waits or runs; `row` is its row while it runs."""
+
+    def __init__(
+        self, number: int, request: Request, method: BoundMethod, detokenizer: Detokenizer | None, context: int
+    ) -> None:
+        self.number, self.request, self.method, self.row = number, request, method, -1
+        self.submitted_at = 0.0
+        """Time by the engine's clock."""
+        self.statistics = RequestStatistics(prompt_tokens=len(request.prompt))
+        self.sequence = TokenBuffer(request.prompt)
+        self.rng = CounterRNG(request.sampling_params.seed)
+        stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        self.text = AnswerText(detokenizer, stop_strings, request.sampling_params.min_tokens)
+        rules = TokenRules(request.sampling_params, request.ending_tokens, request.constraint)
+        self.rules = rules if rules.restricts else None
+        self.prompt_logprobs = TokenLogprobs()
+        self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
+        self.prediction = Prediction(request.prediction) if request.prediction else None
+        self.count_prediction()
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Number of new tokens that it may still get."""
+        return self.max_new_tokens - len(self.sequence.generated)
+
+    def count_prediction(self) -> None:
+        """Compare the new tokens with the predicted output, and count."""
+        if self.prediction is not None:
+            self.prediction.follow(self.sequence)
+            self.statistics.accepted_prediction_tokens = self.prediction.appeared
+            self.statistics.rejected_prediction_tokens = self.prediction.missing
+
+    @property
+    def shows_end(self) -> bool:
+        """Whether the text of the token that ends the answer is shown: a token that only completes a constraint is."""
+        return self.request.include_stop_str_in_output or self.sequence.last_token not in self.request.ending_tokens
+
+    @property
+    def reads_prompt_logprobs(self) -> bool:
+        """Whether logits of its prompt are still needed."""
+        return self.request.prompt_logprobs is not None and len(self.sequence.generated) == 0
+
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens up to the first that ends the answer, which is included."""
+        ending = self.request.ending_tokens
+        for count, token in enumerate(tokens, 1):
+            done = self.rules is not None and self.rules.is_complete(self.sequence.generated, tokens[:count])
+            if token in ending or done:
+                return list(tokens[:count])
+        return list(tokens)
+
+    def has_ended(self) -> bool:
+        """Whether the last token ended the answer."""
+        ends = self.sequence.last_token in self.request.ending_tokens
+        return ends or (self.rules is not None and self.rules.is_complete(self.sequence.generated))

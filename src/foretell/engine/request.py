@@ -1,0 +1,225 @@
+"""Requests, their updates and completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+
+from foretell.core.sampling import SamplingParams, is_integer
+from foretell.core.token_rules import TokenConstraint
+from foretell.engine.logprobs import TopLogprobs
+from foretell.engine.method import AnyMethod, Method
+from foretell.engine.provenance import PassDrafts
+from foretell.engine.statistics import RequestStatistics
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it."""
+
+    prompt: Sequence[int]
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    eos: tuple[int, ...] = ()
+    logprobs: bool | int | None = False
+    """Report the natural logarithm of every token's probability under the model's softmax (True or 0), and of this many
+    most probable tokens in its place; False or None: nothing.
+    """
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt but the first; the prefix cache is not used then."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the answer; `finish_reason` is `stop`."""
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """Whether the text holds the stop string, or the token of `eos` or `stop_token_ids`, that ended it."""
+    skip_special_tokens: bool = True
+    constraint: TokenConstraint | None = None
+    """What the answer must match, a grammar for example."""
+    method: AnyMethod | None = None
+    """What decodes it, beside the requests of other methods in one pass; None: the engine's own method."""
+    max_drafts: int | None = None
+    """Greatest number of drafted tokens per step; None: as many as the method drafts. 0: plain decoding (`Match`
+    accepts nothing and the method's drafter never sees the request), at no cost of drafting.
+    """
+    return_drafts: bool = False
+    """Report the drafts of every pass with their origins; see `Update.passes`."""
+    priority: int = 0
+    """Requests with a lower number are served first."""
+    deadline: float | None = None
+    """Time by the engine's clock, in seconds, after which the request is served before all others that are not late;
+    with a controller its drafts come first from some steps before it on.
+    """
+    prediction: Sequence[int] | None = None
+    """Tokens that the answer is expected to resemble: drafted beside those of a lossless method (OpenAI's
+    `prediction`).
+    """
+
+    @property
+    def ending_tokens(self) -> frozenset[int]:
+        """Tokens that end the answer."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else self.eos)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a request got in one step."""
+
+    request: int
+    tokens: tuple[int, ...]
+    text: str
+    accepted: int
+    """Number of `tokens`, from the first one on, that were drafted."""
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens in the place of each token, where `Request.logprobs` asks for them."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens from the second one on; only in the first update."""
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    finish_reason: str | None = None
+    """`stop` (end of sequence or stop string), `length`, `cancelled` or `error`; None: the request goes on."""
+    stop_reason: str | int | None = None
+    """The stop string or the token of `stop_token_ids` that ended the request."""
+    error: Exception | None = None
+    """The exception that ended the request, if `finish_reason` is `error`."""
+    statistics: RequestStatistics | None = None
+    """Only in the last update of the request."""
+    drafted: int = 0
+    """Number of drafted tokens that were verified."""
+    passes: tuple[PassDrafts, ...] = ()
+    """The drafts of the pass, where `Request.return_drafts` asks for them."""
+
+    @staticmethod
+    def join(updates: "Sequence[Update]") -> "Update":
+        """Consecutive updates of a request as one."""
+        return replace(
+            updates[-1],
+            tokens=tuple(t for u in updates for t in u.tokens),
+            text="".join(u.text for u in updates),
+            accepted=sum(u.accepted for u in updates),
+            logprobs=tuple(p for u in updates for p in u.logprobs),
+            top_logprobs=tuple(p for u in updates for p in u.top_logprobs),
+            prompt_logprobs=tuple(p for u in updates for p in u.prompt_logprobs),
+            prompt_top_logprobs=tuple(p for u in updates for p in u.prompt_top_logprobs),
+            drafted=sum(u.drafted for u in updates),
+            passes=tuple(p for u in updates for p in u.passes),
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """All that a request got."""
+
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    error: Exception | None
+    statistics: RequestStatistics
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    stop_reason: str | int | None = None
+    passes: tuple[PassDrafts, ...] = ()
+
+    @staticmethod
+    def of(updates: Sequence[Update]) -> "Completion":
+        """Join all updates of a request.
+
+        Raises:
+            ValueError: the last update is not among them.
+        """
+        last = updates[-1] if updates else None
+        if last is None or last.finish_reason is None or last.statistics is None:
+            raise ValueError("the request is not over: its last update is missing")
+        all_of_it = Update.join(updates)
+        return Completion(
+            tokens=all_of_it.tokens,
+            text=all_of_it.text,
+            logprobs=all_of_it.logprobs,
+            finish_reason=last.finish_reason,
+            error=last.error,
+            statistics=last.statistics,
+            top_logprobs=all_of_it.top_logprobs,
+            prompt_logprobs=all_of_it.prompt_logprobs,
+            prompt_top_logprobs=all_of_it.prompt_top_logprobs,
+            stop_reason=last.stop_reason,
+            passes=all_of_it.passes,
+        )
+
+
+def validate_request(request: Request, vocab: int, context: int) -> None:
+    """Check a request against a model's vocabulary and context.
+
+    Raises:
+        ValueError: the request is invalid.
+    """
+    if isinstance(request.prompt, str) or not all(is_integer(t) for t in request.prompt):
+        raise ValueError("the prompt must be a sequence of token ids, which are whole numbers; encode text first")
+    if not isinstance(request.sampling_params, SamplingParams):
+        raise ValueError(f"sampling_params must be a SamplingParams, found {type(request.sampling_params).__name__}")
+    if not is_integer(request.max_new_tokens):
+        raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
+    if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
+        raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
+    for name in ("eos", "stop_token_ids"):
+        if not all(is_integer(t) for t in getattr(request, name)):
+            raise ValueError(f"{name} must be a sequence of token ids, found {getattr(request, name)!r}")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(request, name)
+        if not (value is None or (isinstance(value, bool) and name == "logprobs") or is_integer(value)) or (
+            value is not None and not 0 <= value <= vocab
+        ):
+            raise ValueError(f"{name} must be a number of tokens from 0 to the vocabulary of {vocab}, found {value!r}")
+    if len(request.prompt) == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    if len(request.prompt) >= context:
+        raise ValueError(
+            f"the prompt has {len(request.prompt)} tokens; the model reads at most {context - 1} and writes one; "
+            "open it for longer texts with max_model_len, and beyond its trained context with rope_scaling"
+        )
+    _validate_serving(request)
+    _validate_prediction(request, vocab)
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
+    if not all(0 <= t < vocab for t in request.prompt):
+        raise ValueError(f"the prompt holds a token outside the model's vocabulary of {vocab}")
+    sampling = request.sampling_params
+    named = {
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words": [t for word in sampling.bad_words for t in word],
+        "stop_token_ids": request.stop_token_ids,
+    }
+    for name, tokens in named.items():
+        if not all(0 <= t < vocab for t in tokens):
+            raise ValueError(f"{name} names a token outside the model's vocabulary of {vocab}")
+
+
+def _validate_serving(request: Request) -> None:
+    if request.method is not None and not isinstance(request.method, Method):
+        raise ValueError(
+            f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"
+        )
+    if request.max_drafts is not None and not (is_integer(request.max_drafts) and request.max_drafts >= 0):
+        raise ValueError(f"max_drafts must be a whole number from 0 on, found {request.max_drafts!r}")
+    if not is_integer(request.priority):
+        raise ValueError(f"priority must be a whole number, found {request.priority!r}")
+    if request.deadline is not None and not isinstance(request.deadline, Real):
+        raise ValueError(f"deadline must be a time in seconds, found {request.deadline!r}")
+
+
+def _validate_prediction(request: Request, vocab: int) -> None:
+    tokens = request.prediction
+    if tokens is None:
+        return
+    if isinstance(tokens, str) or not all(is_integer(t) for t in tokens):
+        raise ValueError("the prediction must be a sequence of token ids, which are whole numbers; encode text first")
+    if not all(0 <= t < vocab for t in tokens):
+        raise ValueError(f"the prediction holds a token outside the model's vocabulary of {vocab}")
+
+
+def describe_error(error: Exception) -> str:
+    """An exception as one line: the message of a ValueError, otherwise with its type."""
+    lines = str(error).strip().splitlines()
+    sentence = lines[0] if lines else "no reason given"
+    return sentence if isinstance(error, ValueError) else f"{type(error).__name__}: {sentence}"
