@@ -200,6 +200,7 @@ class Model:
         *,
         controller: Controller | None = None,
         itl_target: float | None = None,
+        cache_bytes: int | None = None,
     ) -> Engine:
         """An engine that serves this model, at most `rows` requests at a time; for the others see `Engine`. `method`
         decodes the requests that name no method.
@@ -212,6 +213,7 @@ class Model:
             prefix_caching=prefix_caching,
             controller=controller,
             itl_target=itl_target,
+            cache_bytes=cache_bytes,
         )
 
     def tokens(

@@ -71,6 +71,16 @@ def serve(
             help="Read prompts in chunks that keep the time between two tokens of running answers; 0: any.",
         ),
     ] = 0.0,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-cache-memory-bytes",
+            metavar="N",
+            min=1,
+            help="Greatest size of the key-value cache. Where it is full, the oldest ended requests are forgotten, then "
+            "running ones wait. Default: half of the free memory.",
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the cache of earlier requests with the same beginning; same bits as without.")
     ] = True,
@@ -175,6 +185,7 @@ def serve(
         (generation_config, override_generation_config),
         tuple(request_method or ()),
         itl_target_ms / 1000 or None,
+        kv_cache_memory_bytes,
     )
     service = Service(settings, load)
 
@@ -198,12 +209,14 @@ def _load(
     generation_config: tuple[str, str | None],
     allowed: tuple[str, ...],
     itl_target: float | None,
+    cache_bytes: int | None,
 ) -> "LoadedModel":
     """Load what the server serves."""
     from foretell.catalogue import catalogue, find
     from foretell.catalogue.config import SpeculativeConfig
     from foretell.cli.setup import load_models
     from foretell.load import resolve_reference
+    from foretell.model.load.memory import available_memory
     from foretell.serve.defaults import read_defaults
     from foretell.serve.fingerprint import system_fingerprint
     from foretell.serve.loaded import LoadedModel, Methods
@@ -220,12 +233,16 @@ def _load(
         cheap | {find(name).name for name in allowed},
     )
     methods.get(selection.name)
+    runner, memory = setup.model.runner(), available_memory()
+    if cache_bytes is None and runner.shares_prefixes and memory is not None:
+        cache_bytes = memory // 2
     return LoadedModel(
         model=setup.model,
         methods=methods,
         rows=rows,
         prefix_caching=prefix_caching,
-        fingerprint=system_fingerprint(path, setup.model.runner().backend),
+        fingerprint=system_fingerprint(path, runner.backend),
         defaults=defaults,
         itl_target=itl_target,
+        cache_bytes=cache_bytes,
     )

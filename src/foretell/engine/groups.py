@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from foretell.core.context import Context, StepResult
+from foretell.core.draft_origins import draft_paths
 from foretell.core.tree import TokenTree, concatenate_trees, join_probe_embeddings, root_tree
 from foretell.draft.base import Continuation, with_hidden_layers
 from foretell.draft.prediction import Prediction
@@ -14,6 +15,8 @@ from foretell.engine.controller import Controller
 from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
 from foretell.engine.method import AnyMethod, BoundMethod
 
+PREDICTION = "prediction"
+"""Origin of the drafts of a predicted output."""
 _MOST_PREDICTED = 16
 """Tokens of a predicted output that are drafted at most per step."""
 
@@ -85,7 +88,7 @@ class MethodGroups:
         parts = self._grow(context, ready)
         if self._predicts:
             for part in parts:
-                part.add_predicted([self._predict(i, part, context) for i in part.indices])
+                self._add_predicted(part, context)
         if self._controller is not None:
             self._controller.prune(parts)
         trees, offsets = join_probe_embeddings([self._add_probes(part, context) for part in parts], self._vocab)
@@ -136,6 +139,18 @@ class MethodGroups:
             raise DraftError(group.bound) from error
         group.draft_seconds = self._clock() - started
         return DraftedTrees(group.bound, indices, list(context.rows), tree, depths, group.draft_seconds)
+
+    def _add_predicted(self, part: DraftedTrees, context: Context) -> None:
+        """Draft what follows in the predicted outputs of some requests."""
+        found = [self._predict(i, part, context) for i in part.indices]
+        for j, (i, continuation) in enumerate(zip(part.indices, found, strict=True)):
+            if context.origins is not None and context.origins.asks(row := context.rows[i]):
+                drafted = set(draft_paths(part.tree, j).values())
+                paths = (continuation.tokens[:n] for n in range(1, len(continuation.tokens) + 1))
+                for path in paths:
+                    if path not in drafted:
+                        context.origins.record(row, path, PREDICTION)
+        part.add_predicted(found)
 
     def _predict(self, i: int, part: DraftedTrees, context: Context) -> Continuation:
         """What follows in the predicted output of request `i`, as far as its acceptor takes such drafts."""

@@ -65,6 +65,8 @@ class LoadedModel:
     """Sampling defaults by field; see `serve.defaults`."""
     itl_target: float | None = None
     """Seconds between two tokens of an answer that chunks of prompts leave room for; None: any."""
+    cache_bytes: int | None = None
+    """Greatest size of the target's key-value cache; None: any."""
 
     def make_engine(self) -> Engine:
         """A new engine. Called in the engine's thread, again after a crash."""
@@ -75,6 +77,7 @@ class LoadedModel:
             self.prefix_caching,
             controller=Controller(),
             itl_target=self.itl_target,
+            cache_bytes=self.cache_bytes,
         )
 
     def describe_method(self, request: Request) -> dict[str, Any]:
