@@ -77,8 +77,8 @@ def serve(
             "--kv-cache-memory-bytes",
             metavar="N",
             min=1,
-            help="Greatest size of the key-value cache. Where it is full, the oldest ended requests are forgotten, then "
-            "running ones wait. Default: half of the free memory.",
+            help="Greatest size of the key-value cache. Where it is full, ended requests are forgotten, then running "
+            "ones wait. Default: half of the free memory.",
         ),
     ] = None,
     enable_prefix_caching: Annotated[
@@ -132,7 +132,7 @@ def serve(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API: chat completions, completions, streams.
+    """Serve a model over HTTP: OpenAI's chat completions, completions and responses, Anthropic's messages.
 
     It listens on 127.0.0.1:8000 and needs no option:
 
