@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from foretell.bench import step as step_bench
 from foretell.bench.baseline import Baseline
 from foretell.bench.compare import compare, settings_differences
 from foretell.bench.console import print_comparison, print_replay, print_step_report, print_summary, progress_bar
+from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all
 from foretell.bench.machine import describe_machine, measure_bandwidth
 from foretell.bench.output import read_results, write_results
 from foretell.bench.peers import registry
@@ -36,6 +38,7 @@ from foretell.cli.setup import set_threads
 from foretell.load import DEFAULT_MODEL, load, parse_device, resolve_dtype
 from foretell.model.load.native import finish_writing
 from foretell.utils.store import RunStore
+from foretell.utils.validation import parse_json
 
 
 class Group(TyperGroup):
@@ -365,6 +368,59 @@ def replay_(
         if differences:
             raise typer.Exit(1)
         typer.echo(f"as pinned in {check}")
+
+
+@app.command("serve")
+def serve_(
+    servers: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=URL", help="Servers of OpenAI's chat completions; they are loaded in turn."),
+    ],
+    questions: Annotated[str, typer.Option("--tasks", metavar="FILE", help="Prompts; see bench run.")] = BUILT_IN,
+    per_category: Annotated[int | None, typer.Option(metavar="N", help="Prompts per category.")] = None,
+    concurrency: Annotated[str, typer.Option(metavar="N,N", help="Streams at a time.")] = "1,4,16",
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="New tokens per answer.")] = 128,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Repetitions.")] = 3,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--fields", metavar="NAME=JSON", help="Further fields of a server's requests; repeatable."),
+    ] = None,
+) -> None:
+    """Measure servers under load: tokens per second, time to the first token and between tokens, greedy.
+
+    The first server is compared with the others.
+
+        foretell bench serve ours=http://127.0.0.1:8000 peer=http://127.0.0.1:8080
+    """
+    extra = dict(split_assignment(each, "--fields") for each in fields or ())
+    named = [Server(*split_assignment(each, "NAME=URL")) for each in servers]
+    if missing := set(extra) - {s.name for s in named}:
+        raise ValueError(f"--fields names {sorted(missing)[0]!r}, which is not among the servers")
+    for text in extra.values():
+        if not isinstance(parse_json(text, "--fields"), dict):
+            raise ValueError(f"--fields: a JSON object was expected, found {text!r}")
+    named = [replace(s, fields=extra.get(s.name, "{}")) for s in named]
+    selected = load_selected_questions(questions, per_category, "")[1]
+    workload = Workload(tuple(q.turns[0] for q in selected.questions), max_new_tokens)
+
+    def report(result: LoadResult) -> None:
+        speed = f"{result.tokens_per_second:.1f} tokens/s"
+        typer.echo(f"{result.server}, {result.concurrency} streams: {speed}", err=True)
+
+    results = run_all(named, workload, parse_counts(concurrency, "--concurrency"), repeats, report)
+    typer.echo(load_table(results).markdown(), nl=False)
+
+
+def split_assignment(text: str, what: str) -> tuple[str, str]:
+    """The two sides of `NAME=VALUE`.
+
+    Raises:
+        ValueError: there is no name, no value or no `=`.
+    """
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise ValueError(f"{what}: NAME=VALUE was expected, found {text!r}")
+    return name, value
 
 
 @app.command("compare")
