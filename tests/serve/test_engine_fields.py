@@ -80,7 +80,10 @@ def test_a_predicted_output(server: Server) -> None:
         details = found["usage"]["completion_tokens_details"]
         assert found["choices"][0]["message"]["content"] == text
         assert details["accepted_prediction_tokens"] > 0
-    body = {"prediction": {"type": "content", "content": text}, "speculative": {"max_drafts": 8, "method": "ngram"}}
+    body: dict[str, Any] = {
+        "prediction": {"type": "content", "content": text},
+        "speculative": {"max_drafts": 8, "method": "ngram"},
+    }
     origins = server.chat(max_tokens=20, return_drafts=True, **body).json()["foretell"]["origins"]
     assert origins["prediction"] > 0 and sum(origins.values()) == 20
     response = server.chat(prediction={"type": "content", "content": 3})

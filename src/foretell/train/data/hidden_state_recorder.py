@@ -32,6 +32,8 @@ class HiddenStateRecorder(NoDrafter):
 
     def release(self, row: int) -> None:
         """Keep the states of a finished sequence until the next step."""
+        if row not in self._recorded:
+            return
         sequence, parts = self._recorded.pop(row)
         states = [torch.cat(layer) for layer in zip(*parts, strict=True)]
         # The target never read the last tokens. Nothing follows them that could be predicted from their states, so
