@@ -201,6 +201,7 @@ class Model:
         controller: Controller | None = None,
         itl_target: float | None = None,
         cache_bytes: int | None = None,
+        disable_by_batch_size: int | None = None,
     ) -> Engine:
         """An engine that serves this model, at most `rows` requests at a time; for the others see `Engine`. `method`
         decodes the requests that name no method.
@@ -214,6 +215,7 @@ class Model:
             controller=controller,
             itl_target=itl_target,
             cache_bytes=cache_bytes,
+            disable_by_batch_size=disable_by_batch_size,
         )
 
     def tokens(

@@ -20,6 +20,10 @@ API_KEY_VARIABLE = "FORETELL_API_KEY"
 """Environment variable with API keys, separated by commas."""
 CHEAP_FAMILIES = ("baseline", "retrieval")
 """Methods without weights of their own: requests may ask for them."""
+DRAFTING_REQUESTS_ON_CPU = 2
+"""Requests that draft at a time on a CPU: with more, passes are bound by arithmetic and drafts cost what they gain (two
+cores, SmolLM2; docs/serving.md).
+"""
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 """Packages of the extra `serve`."""
 
@@ -71,6 +75,20 @@ def serve(
             help="Read prompts in chunks that keep the time between two tokens of running answers; 0: any.",
         ),
     ] = 0.0,
+    disable_by_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--speculative-disable-by-batch-size",
+            metavar="N",
+            min=0,
+            help="A request that finds so many others is decoded plainly, where that leaves the text of its seed as it "
+            "is. Default: 2 on a CPU, else none.",
+        ),
+    ] = None,
+    controller: Annotated[
+        bool,
+        typer.Option(help="Choose in every step which drafts of all requests are verified, by learned times."),
+    ] = False,
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -186,6 +204,8 @@ def serve(
         tuple(request_method or ()),
         itl_target_ms / 1000 or None,
         kv_cache_memory_bytes,
+        controller,
+        disable_by_batch_size,
     )
     service = Service(settings, load)
 
@@ -210,6 +230,8 @@ def _load(
     allowed: tuple[str, ...],
     itl_target: float | None,
     cache_bytes: int | None,
+    controls_drafts: bool,
+    disable_by_batch_size: int | None,
 ) -> "LoadedModel":
     """Load what the server serves."""
     from foretell.catalogue import catalogue, find
@@ -236,6 +258,8 @@ def _load(
     runner, memory = setup.model.runner(), available_memory()
     if cache_bytes is None and runner.shares_prefixes and memory is not None:
         cache_bytes = memory // 2
+    if disable_by_batch_size is None and runner.backend.device == "cpu":
+        disable_by_batch_size = DRAFTING_REQUESTS_ON_CPU
     return LoadedModel(
         model=setup.model,
         methods=methods,
@@ -245,4 +269,6 @@ def _load(
         defaults=defaults,
         itl_target=itl_target,
         cache_bytes=cache_bytes,
+        controls_drafts=controls_drafts,
+        disable_by_batch_size=disable_by_batch_size,
     )

@@ -52,8 +52,10 @@ class Engine:
     that is being read waits for it. `cache_bytes`: greatest size of the target's key-value cache (None: any); where it
     is full, the oldest ended requests are forgotten, then the least urgent running request waits and reads its tokens
     again later. `controller` chooses the drafts of every step by expected tokens per second; None: each method by
-    itself. `itl_target`: seconds between two tokens of an answer that chunks of prompts leave room for (None: chunks
-    are always as large as `chunk`). `clock` gives seconds.
+    itself. `disable_by_batch_size`: a request of the engine's own method that finds so many others waiting or running
+    is decoded plainly, if the method keeps the text of a seed (None: never). `itl_target`: seconds between two tokens
+    of an answer that chunks of prompts leave room for (None: chunks are always as large as `chunk`). `clock` gives
+    seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
@@ -74,12 +76,14 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         controller: Controller | None = None,
         itl_target: float | None = None,
+        disable_by_batch_size: int | None = None,
     ) -> None:
         if rows < 1 or chunk < 1:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
         self._detokenizer, self._clock = detokenizer, clock
         self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
+        self._disable_by_batch_size = disable_by_batch_size
         self._step_seconds = 0.0
         """Of the last step."""
         if cache_bytes is not None:
@@ -113,7 +117,8 @@ class Engine:
         validate_request(request, self.runner.vocab, self.runner.context)
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
-        method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
+        plain = request.max_drafts == 0 or (request.method is None and self._is_crowded)
+        method = self._bind(_PLAIN if plain else request.method or self.method)
         method.requests += 1
         self._last_number += 1
         detokenizer = self._new_detokenizer(request)
@@ -121,6 +126,12 @@ class Engine:
         live.submitted_at = self._clock()
         self._waiting[self._last_number] = live
         return self._last_number
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether further requests are decoded plainly; only where that leaves the text of a seed as it is."""
+        limit, live = self._disable_by_batch_size, len(self._waiting) + len(self._running)
+        return limit is not None and live >= limit and self.method.accept.same_seed
 
     def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
         """Submit requests that continue what request `number` has so far: its prompt and its new tokens come before

@@ -67,6 +67,10 @@ class LoadedModel:
     """Seconds between two tokens of an answer that chunks of prompts leave room for; None: any."""
     cache_bytes: int | None = None
     """Greatest size of the target's key-value cache; None: any."""
+    controls_drafts: bool = False
+    """Whether a `Controller` chooses the drafts of every step over all requests."""
+    disable_by_batch_size: int | None = None
+    """Requests beside which a further one is decoded plainly; None: any number."""
 
     def make_engine(self) -> Engine:
         """A new engine. Called in the engine's thread, again after a crash."""
@@ -75,9 +79,10 @@ class LoadedModel:
             self.methods.get(self.methods.default),
             self.rows,
             self.prefix_caching,
-            controller=Controller(),
+            controller=Controller() if self.controls_drafts else None,
             itl_target=self.itl_target,
             cache_bytes=self.cache_bytes,
+            disable_by_batch_size=self.disable_by_batch_size,
         )
 
     def describe_method(self, request: Request) -> dict[str, Any]:
