@@ -32,6 +32,7 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.layout import Layout
 from foretell.model.load import packed_cache
+from foretell.model.load.native import finish_writing
 from foretell.model.runner import DecoderRunner
 from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
 from foretell.model.state_store import LayerStates, StateStore
@@ -420,6 +421,7 @@ def test_packed_layers_are_read_from_the_cache_of_weights(
     weights, config, cpu = FileWeights(model_file(tmp_path)), native(name)[0].config, torch.device("cpu")
     text = random_tokens(20)
     wanted = all_logits(_build_network(config, weights, "bfloat16", cpu), text)
+    finish_writing()
     weights.reads.clear()
     for network in (
         _build_network(config, weights, "bfloat16", cpu),
