@@ -31,7 +31,7 @@ from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.load import packed_cache
-from foretell.model.load.native import load_native
+from foretell.model.load.native import finish_writing, load_native
 from foretell.model.load.weights import SafetensorsWeights, build_decoder
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree
@@ -157,6 +157,7 @@ def test_packed_layers_are_read_from_the_cache_of_weights(
         _build_streamed_network(config, weights, "bfloat16", cpu, 10**9),
     ):
         assert (all_logits(network, text) == wanted).all()
+        finish_writing()
     assert list((tmp_path / "cache").rglob("*"))
 
 
