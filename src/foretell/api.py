@@ -253,10 +253,15 @@ class Model:
         return self.codec.encode(text, add_special_tokens=False)[: self.config.context]
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of these words, at the beginning of a text and after a blank."""
-        texts = [text for word in words for text in (word.strip(), " " + word.strip()) if word.strip()]
-        found = (tuple(self.codec.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(dict.fromkeys(tokens for tokens in found if tokens))
+        """The token sequences of these words, at the beginning of a text and after a blank.
+
+        Raises:
+            ValueError: a word is empty.
+        """
+        if not all(words):
+            raise ValueError("bad_words has an empty word: leave it out")
+        texts = (text for word in words for text in (word.strip() or word, " " + (word.strip() or word)))
+        return tuple(dict.fromkeys(tuple(self.codec.encode(text, add_special_tokens=False)) for text in texts))
 
     def request(
         self,
@@ -286,8 +291,8 @@ class Model:
         answer is expected to resemble.
 
         Raises:
-            ValueError: the prompt is empty or cannot be encoded, a stop string is no string, or the structured outputs
-                are invalid.
+            ValueError: the prompt is empty or cannot be encoded, a stop string is no string, a bad word is empty, or
+                the structured outputs are invalid.
         """
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: write what the model should answer")

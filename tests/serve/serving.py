@@ -18,7 +18,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Update
 from foretell.load import load
 from foretell.serve.app import create_app
-from foretell.serve.loaded import LoadedModel, Methods
+from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
 from foretell.serve.run import Address, GracefulServer, server_config
 from foretell.serve.service import Service
 from foretell.serve.settings import Limits, ServerSettings, Timeouts
@@ -129,7 +129,7 @@ def running_server(
             return engine
 
     methods = Methods(model.method, method, {"suffix", "ngram"})
-    loaded = PacedModel(model, methods, rows, True, "fp_test", {"temperature": 1.0})
+    loaded = PacedModel(model, methods, EngineSettings(rows), "fp_test", {"temperature": 1.0})
     settings = replace(settings, limits=replace(settings.limits, max_num_seqs=rows))
     service = Service(settings, lambda: loaded)
     bound = Address(port=0).bind()

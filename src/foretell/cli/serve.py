@@ -13,7 +13,7 @@ from foretell.cli import options
 
 if TYPE_CHECKING:
     from foretell.cli.setup import LongTextOptions, MethodSelection
-    from foretell.serve.loaded import LoadedModel
+    from foretell.serve.loaded import EngineSettings, LoadedModel
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 API_KEY_VARIABLE = "FORETELL_API_KEY"
@@ -165,6 +165,7 @@ def serve(
     from foretell.cli.setup import LongTextOptions, parse_method, set_threads
     from foretell.serve.app import create_app
     from foretell.serve.auth import read_keys
+    from foretell.serve.loaded import EngineSettings
     from foretell.serve.metrics.request_log import log_as_json
     from foretell.serve.run import Address
     from foretell.serve.run import serve as run
@@ -198,14 +199,16 @@ def serve(
         selection,
         tuple(reference or ()),
         LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype),
-        max_num_seqs,
-        enable_prefix_caching,
+        EngineSettings(
+            rows=max_num_seqs,
+            prefix_caching=enable_prefix_caching,
+            itl_target=itl_target_ms / 1000 or None,
+            cache_bytes=kv_cache_memory_bytes,
+            controls_drafts=controller,
+            disable_by_batch_size=disable_by_batch_size,
+        ),
         (generation_config, override_generation_config),
         tuple(request_method or ()),
-        itl_target_ms / 1000 or None,
-        kv_cache_memory_bytes,
-        controller,
-        disable_by_batch_size,
     )
     service = Service(settings, load)
 
@@ -224,14 +227,9 @@ def _load(
     selection: "MethodSelection",
     references: tuple[Path, ...],
     long_text: "LongTextOptions",
-    rows: int,
-    prefix_caching: bool,
+    engine: "EngineSettings",
     generation_config: tuple[str, str | None],
     allowed: tuple[str, ...],
-    itl_target: float | None,
-    cache_bytes: int | None,
-    controls_drafts: bool,
-    disable_by_batch_size: int | None,
 ) -> "LoadedModel":
     """Load what the server serves."""
     from foretell.catalogue import catalogue, find
@@ -256,19 +254,8 @@ def _load(
     )
     methods.get(selection.name)
     runner, memory = setup.model.runner(), available_memory()
-    if cache_bytes is None and runner.shares_prefixes and memory is not None:
-        cache_bytes = memory // 2
-    if disable_by_batch_size is None and runner.backend.device == "cpu":
-        disable_by_batch_size = DRAFTING_REQUESTS_ON_CPU
-    return LoadedModel(
-        model=setup.model,
-        methods=methods,
-        rows=rows,
-        prefix_caching=prefix_caching,
-        fingerprint=system_fingerprint(path, runner.backend),
-        defaults=defaults,
-        itl_target=itl_target,
-        cache_bytes=cache_bytes,
-        controls_drafts=controls_drafts,
-        disable_by_batch_size=disable_by_batch_size,
-    )
+    if engine.cache_bytes is None and runner.shares_prefixes and memory is not None:
+        engine = replace(engine, cache_bytes=memory // 2)
+    if engine.disable_by_batch_size is None and runner.backend.device == "cpu":
+        engine = replace(engine, disable_by_batch_size=DRAFTING_REQUESTS_ON_CPU)
+    return LoadedModel(setup.model, methods, engine, system_fingerprint(path, runner.backend), defaults)

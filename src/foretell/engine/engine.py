@@ -84,8 +84,6 @@ class Engine:
         self._detokenizer, self._clock = detokenizer, clock
         self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
         self._disable_by_batch_size = disable_by_batch_size
-        self._step_seconds = 0.0
-        """Of the last step."""
         if cache_bytes is not None:
             runner.limit_cache(cache_bytes)
         self._cache_tokens = runner.free_tokens or rows * runner.context
@@ -451,7 +449,7 @@ class Engine:
 
     def _load(self, scheduled: Mapping[LiveRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
         """What the step reads before any draft."""
-        soon = self._clock() + _NEAR_STEPS * self._step_seconds
+        soon = self._clock() + _NEAR_STEPS * self.last_step.total
         near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]
         sizes = [len(tokens) for tokens in scheduled.values()]
         return StepLoad(sum(sizes), max(sizes) == 1, np.where(ready, np.where(near, LATE_WEIGHT, 1.0), 0.0))
@@ -459,7 +457,6 @@ class Engine:
     def _count_step(self, scheduled: Mapping[LiveRequest, list[int]], time: StepTime) -> None:
         """Learn the time of the step."""
         prompts = [len(tokens) for tokens in scheduled.values() if len(tokens) > 1]
-        self._step_seconds = time.total
         self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
 
     def _context(self, running: Collection[LiveRequest]) -> Context:

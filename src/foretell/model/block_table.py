@@ -75,8 +75,8 @@ class BlockTable:
         if free is not None and free < count:
             raise OutOfBlocksError(count - free)
 
-    def extend(self, row: int, slots: int) -> bool:
-        """Give a row room for so many tokens; whether the table changed.
+    def extend(self, row: int, slots: int) -> None:
+        """Give a row room for so many tokens.
 
         Raises:
             OutOfBlocksError: there are too few blocks; then none is allocated.
@@ -85,11 +85,10 @@ class BlockTable:
         self._hold_row(row, needed)
         held = self._held[row]
         if needed <= held:
-            return False
+            return
         self.check_free(needed - held)
         self.table[row, held:needed] = [self._allocate() for _ in range(needed - held)]
         self._held[row] = needed
-        return True
 
     def truncate(self, row: int, slots: int) -> bool:
         """Give back the blocks past the first `slots` tokens of a row; whether the table changed."""

@@ -52,7 +52,7 @@ class KVCache(Cache):
             self.v_scale = self.k_scale if self.shared else torch.empty_like(self.k_scale)
         self.table: Int[torch.Tensor, "r n"] = torch.from_numpy(self.blocks.table).to(device)
         """The table of the blocks on the cache's device; on the CPU it is the same memory."""
-        self._update_views()
+        self._movable = tuple(map(_movable_view, self._parts()))
 
     def _parts(self) -> list[torch.Tensor]:
         parts = (self.k, self.k_scale) if self.shared else (self.k, self.v, self.k_scale, self.v_scale)
@@ -101,21 +101,21 @@ class KVCache(Cache):
                     setattr(self, name, new)
             if self.shared:
                 self.v, self.v_scale = self.k, self.k_scale
-        self._update_views()
+            self._movable = tuple(map(_movable_view, self._parts()))
+        self._copy_table()
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers; 0: a network without attention has no layers here."""
         return sum(math.prod((*part.shape[:2], *part.shape[3:])) * part.element_size() for part in self._parts())
 
-    def _update_views(self) -> None:
-        """Follow a change of the table, or of the tensors."""
+    def _copy_table(self) -> None:
+        """Follow a change of the table of the blocks."""
         table = torch.from_numpy(self.blocks.table)
         if self.table.device.type != "cpu" and self.table.shape == table.shape:
             self.table.copy_(table)
         else:
             self.table = table.to(self.k.device)
-        self._movable = tuple(map(_movable_view, self._parts()))
 
     def write(
         self,
@@ -186,7 +186,7 @@ class KVCache(Cache):
             self._grow()
             self._copy_block(source, target)
         elif changed:
-            self._update_views()
+            self._copy_table()
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make the first tokens of a row those of another: both hold the full blocks, and the last one is copied.
@@ -198,7 +198,7 @@ class KVCache(Cache):
         incomplete = length % BLOCK_SLOTS > 0
         self.blocks.check_free(incomplete)
         self.blocks.share(source, target, length)
-        self._update_views()
+        self._copy_table()
         if incomplete:
             self.reserve([target], [length])
             last = length // BLOCK_SLOTS

@@ -1,11 +1,9 @@
 """How fields of a request become fields of the engine's `Request` and `SamplingParams`: the one place for it."""
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from foretell.core.sampling import CounterRNG, SamplingParams, Stream
@@ -17,15 +15,8 @@ from foretell.serve.protocol.generation import GenerationBody, PredictionContent
 
 SAMPLING: type = SamplingParams
 REQUEST: type = Request
-_ATTRIBUTES = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (SAMPLING, REQUEST)}
 _SEED_BITS = 53
 """Of a seed that the server draws: JavaScript reads such numbers exactly."""
-
-
-def _bad_words(words: Sequence[str], loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of words, at the beginning of a text and after a space."""
-    encode = partial(loaded.model.codec.encode, add_special_tokens=False)
-    return tuple(dict.fromkeys(tuple(encode(text)) for word in words for text in (word, f" {word}")))
 
 
 def _prediction(prediction: PredictionContent, loaded: LoadedModel) -> list[int]:
@@ -39,11 +30,7 @@ def _prediction(prediction: PredictionContent, loaded: LoadedModel) -> list[int]
 
 @dataclass(frozen=True)
 class EngineField:
-    """A field of the API and the engine's attribute that it sets.
-
-    A value that asks for nothing (`False`, 0, empty, or `neutral`) is left out; any other is refused while the engine
-    has no such attribute.
-    """
+    """A field of the API and the engine's attribute that it sets."""
 
     name: str
     """Dotted name in the body."""
@@ -51,7 +38,6 @@ class EngineField:
     attribute: str = ""
     """Name in the engine, if it is another."""
     convert: Callable[[Any, LoadedModel], Any] = lambda value, loaded: value
-    neutral: Any = None
 
     @property
     def target(self) -> str:
@@ -77,12 +63,12 @@ FIELDS: Sequence[EngineField] = (
     EngineField("logit_bias", SAMPLING),
     EngineField("min_tokens", SAMPLING),
     EngineField("allowed_token_ids", SAMPLING, convert=lambda ids, _: tuple(ids)),
-    EngineField("bad_words", SAMPLING, convert=_bad_words),
+    EngineField("bad_words", SAMPLING, convert=lambda words, loaded: loaded.model.bad_words(words)),
     EngineField("stop", REQUEST, convert=lambda stop, _: tuple(stop)),
     EngineField("stop_token_ids", REQUEST, convert=lambda ids, _: tuple(ids)),
     EngineField("ignore_eos", REQUEST),
     EngineField("include_stop_str_in_output", REQUEST),
-    EngineField("skip_special_tokens", REQUEST, neutral=True),
+    EngineField("skip_special_tokens", REQUEST),
     EngineField("prompt_logprobs", REQUEST),
     EngineField("return_drafts", REQUEST),
     EngineField("priority", REQUEST),
@@ -98,15 +84,13 @@ def engine_values(body: GenerationBody, loaded: LoadedModel) -> tuple[dict[str, 
     """Attributes of `SamplingParams` and of `Request` that a body asks for.
 
     Raises:
-        ApiError: a field asks for what the engine cannot do, or its value is wrong.
+        ApiError: the value of a field is wrong.
     """
     values: dict[type, dict[str, Any]] = {SAMPLING: {}, REQUEST: {}}
     for field in FIELDS:
-        value, known = field.read(body, loaded.defaults), field.target in _ATTRIBUTES[field.kind]
-        if value is None or (not known and (not value or value == field.neutral)):
+        value = field.read(body, loaded.defaults)
+        if value is None:
             continue
-        if not known:
-            raise bad_request(f"{field.name} is not supported by this server; leave it out", field.name)
         try:
             values[field.kind][field.target] = field.convert(value, loaded)
         except ValueError as error:
@@ -136,7 +120,7 @@ def make_requests(
     `constraint`: what the answers must match.
 
     Raises:
-        ApiError: a field is out of range, or asks for what the engine cannot do.
+        ApiError: a field is wrong or out of range.
     """
     sampling, request = engine_values(body, loaded)
     if logprobs is not None:

@@ -52,17 +52,12 @@ class Methods:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model that is ready to be served."""
+class EngineSettings:
+    """How the server's engines run; see `Engine`."""
 
-    model: Model
-    methods: Methods
-    rows: int
+    rows: int = 16
     """Requests that are decoded together."""
-    prefix_caching: bool
-    fingerprint: str
-    defaults: Mapping[str, Any]
-    """Sampling defaults by field; see `serve.defaults`."""
+    prefix_caching: bool = True
     itl_target: float | None = None
     """Seconds between two tokens of an answer that chunks of prompts leave room for; None: any."""
     cache_bytes: int | None = None
@@ -72,11 +67,10 @@ class LoadedModel:
     disable_by_batch_size: int | None = None
     """Requests beside which a further one is decoded plainly; None: any number."""
 
-    def make_engine(self) -> Engine:
-        """A new engine. Called in the engine's thread, again after a crash."""
-        self.methods.clear()
-        return self.model.engine(
-            self.methods.get(self.methods.default),
+    def engine(self, model: Model, method: AnyMethod) -> Engine:
+        """A new engine of the model that decodes by `method`."""
+        return model.engine(
+            method,
             self.rows,
             self.prefix_caching,
             controller=Controller() if self.controls_drafts else None,
@@ -84,6 +78,23 @@ class LoadedModel:
             cache_bytes=self.cache_bytes,
             disable_by_batch_size=self.disable_by_batch_size,
         )
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to be served."""
+
+    model: Model
+    methods: Methods
+    settings: EngineSettings
+    fingerprint: str
+    defaults: Mapping[str, Any]
+    """Sampling defaults by field; see `serve.defaults`."""
+
+    def make_engine(self) -> Engine:
+        """A new engine. Called in the engine's thread, again after a crash."""
+        self.methods.clear()
+        return self.settings.engine(self.model, self.methods.get(self.methods.default))
 
     def describe_method(self, request: Request) -> dict[str, Any]:
         """What decodes a request, as its answer says."""
