@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from chromium import needs_browser, running_browser
 from foretell.cli.roofline import app
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.viewer.page import page
 from foretell.roofline.viewer.server import serve
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="the browser test needs selenium: pip install selenium")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="the browser test needs chromium and chromedriver")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--force-color-profile=srgb", "--window-size=1440,900",
-)  # fmt: skip
+pytestmark = needs_browser
+ARROW_DOWN = "\ue015"
 SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
 """A folder to keep the screenshots of the documentation in."""
 
@@ -41,15 +35,8 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(20)
-    yield driver
-    driver.quit()
+    with running_browser(tmp_path_factory.mktemp("profile"), 1440, 900, 20) as driver:
+        yield driver
 
 
 def screenshot(browser: Any, name: str, width: int = 1440, height: int = 900) -> None:
@@ -164,12 +151,7 @@ def test_it_loads_draws_and_accepts_clicks_and_keys(browser: Any, address: str) 
     assert text(browser, "#operation h2").startswith("attention")
     assert "#op=layer%2Fattention" in browser.current_url
     browser.execute_script("document.querySelector('.op.chosen').focus()")
-    keys = (
-        webdriver.Keys
-        if hasattr(webdriver, "Keys")
-        else __import__("selenium.webdriver.common.keys", fromlist=["Keys"]).Keys
-    )
-    browser.switch_to.active_element.send_keys(keys.ARROW_DOWN)
+    browser.switch_to.active_element.send_keys(ARROW_DOWN)
     assert text(browser, "#operation h2").startswith("o_proj")
     assert browser.execute_script("return document.activeElement.dataset.key") == "layer/o_proj"
     assert browser.find_elements("css selector", "#roof .dot.chosen")

@@ -1,22 +1,15 @@
 """The page in a browser: it chats, shows where tokens come from, compares, and fits a phone."""
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from serving import Server, running_server
 
+from chromium import needs_browser, running_browser
 from foretell.serve.page.document import document, headers
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="the browser test needs selenium: pip install selenium")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="the browser test needs chromium and chromedriver")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--force-color-profile=srgb", "--window-size=1280,800",
-)  # fmt: skip
+pytestmark = needs_browser
 ENTER, RIGHT = "\ue007", "\ue014"
 COLOURED = "return document.querySelectorAll('.answer .o0').length"
 DONE = "return !document.querySelector('#send').textContent.includes('Stop')"
@@ -30,17 +23,10 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(10)
-    driver.get(server.url)
-    driver.execute_script("state.settings = {max_tokens: 40, temperature: 0, seed: 7}")
-    yield driver
-    driver.quit()
+    with running_browser(tmp_path_factory.mktemp("profile"), 1280, 800, 10) as driver:
+        driver.get(server.url)
+        driver.execute_script("state.settings = {max_tokens: 40, temperature: 0, seed: 7}")
+        yield driver
 
 
 def run(browser: Any, script: str, *arguments: Any) -> Any:
