@@ -9,7 +9,7 @@ from foretell.roofline.analysis import AnalyzedModel, analyse, predict_seconds
 from foretell.roofline.cost import scalar
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import known_hardware
-from foretell.roofline.linear_cost import attention_pairs, expected_active_experts, kv_positions_read
+from foretell.roofline.linear_cost import attention_pairs, expected_active_experts, independent_rows, kv_positions_read
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.workload import Workload
 
@@ -88,7 +88,9 @@ VERIFICATION = {
 
 
 @pytest.mark.parametrize("pair", VERIFICATION)
-def test_the_cost_of_verification(pair: tuple[str, str]) -> None:
+def test_the_cost_of_verification(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference routes every token independently."""
+    monkeypatch.setattr("foretell.roofline.linear_cost.SHARED_ROUTING", 0.0)
     name, device = pair
     for batch, row in zip((1, 16, 64), VERIFICATION[pair], strict=True):
         one = predict_seconds(model(name), HARDWARE[device], Workload("verify", batch, 1024, 1, fusion="full"))
@@ -106,6 +108,25 @@ def test_mixtral_has_its_parameters_and_activates_its_experts() -> None:
     assert [float(expected_active_experts(8, 2, n)) for n in table] == pytest.approx(list(table.values()), abs=0.01)
     decode = analyse(mixtral, HARDWARE["h100-sxm"], Workload(context=0))
     assert scalar(decode.total.weights) / 2 == pytest.approx(12.88e9 - 32000 * 4096, rel=2e-3)
+
+
+def test_neighbouring_tokens_share_experts() -> None:
+    mixtral = model("mixtral-8x7b")
+
+    def experts_read(batch: int, tokens: int) -> float:
+        total = analyse(mixtral, HARDWARE["h100-sxm"], Workload("verify", batch, 0, tokens)).total
+        return scalar(total.weights)
+
+    assert experts_read(1, 8) < experts_read(8, 1)
+    assert expected_active_experts(8, 2, independent_rows(1.0)) == pytest.approx(2)
+    assert float(independent_rows(8.0)) == pytest.approx(1 + 7 * 0.85)
+
+
+def test_gpus_multiply_32_bits_at_their_vector_rate() -> None:
+    full = parse_format("32")
+    assert HARDWARE["a100-80g"].peak(full, full) == 19.5e12
+    with pytest.raises(ValueError, match="states no rate that can multiply fp32"):
+        HARDWARE["aim"].peak(full, full)
 
 
 def test_an_expert_count_of_one_is_a_dense_feed_forward() -> None:

@@ -39,6 +39,8 @@ def ours(name: str, workload: Workload) -> float:
 
 def reference(name: str) -> torch.nn.Module:
     keys = {k: v for k, v in builtin_models()[name].items() if k not in ("source", "sliding_window")}
+    if keys["model_type"] == "phi3":
+        keys["pad_token_id"] = 0
     keys |= {"n_layer" if "n_layer" in keys else "num_hidden_layers": LAYERS}
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
@@ -76,6 +78,17 @@ def test_parameters_equal_the_reference() -> None:
         _, config = find_model(name)
         found = AnalyzedModel(name, replace(config, layers=LAYERS, window_layers=())).graph("none", False).parameters
         assert found == sum(p.numel() for p in dict.fromkeys(reference(name).parameters())), name
+
+
+@pytest.mark.parametrize("name", ["phi-4", "gpt-oss-20b", "falcon-7b", "vicuna-33b"])
+def test_parameters_of_models_that_are_analysed_and_not_measured(name: str) -> None:
+    _, config = find_model(name)
+    two = replace(config, layers=LAYERS, window_layers=())
+    if two.experts is not None:
+        two = replace(two, experts=replace(two.experts, layers=tuple(range(LAYERS))))
+    assert AnalyzedModel(name, two).graph("none", False).parameters == sum(
+        p.numel() for p in dict.fromkeys(reference(name).parameters())
+    )
 
 
 def test_fused_attention_counts_the_same_products() -> None:

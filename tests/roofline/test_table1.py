@@ -10,6 +10,7 @@ from foretell.roofline.memory import memory_use
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.paper.accounting import paper_graph
 from foretell.roofline.paper.table1 import table1
+from foretell.roofline.report import table1_text
 from foretell.roofline.workload import Stage, Workload, phases, workload_sizes
 
 PRINTED = """
@@ -56,6 +57,11 @@ def test_all_24_rows_are_reproduced() -> None:
         assert (row.stage, row.name, row.bound) == (stage, name, bound)
         for found, like in zip((row.ops, row.bytes, row.intensity, row.performance), figures, strict=True):
             assert rounded(found, like) == like, printed
+
+
+def test_the_table_is_printed_in_the_papers_rounding() -> None:
+    for record, printed in zip(table1_text(table1()), PRINTED, strict=True):
+        assert list(record.values())[:7] == printed.split()
 
 
 @pytest.mark.parametrize(

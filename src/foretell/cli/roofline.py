@@ -8,20 +8,26 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from typer.core import TyperGroup
 
 from foretell.cli.errors import print_error, report_errors
 from foretell.roofline import calibrate, cli_inputs, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
+from foretell.roofline.fit_runtime import refit
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import known_hardware, memory_tier, read_hardware_file, user_hardware_file
+from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.model_variants import model_variants
 from foretell.roofline.offload import Offload, apply_offload
 from foretell.roofline.paper.figures import FIGURES, figure
 from foretell.roofline.paper.table1 import table1
-from foretell.roofline.plan import rank_methods
-from foretell.roofline.speculation import MAX_NODES
+from foretell.roofline.plan import cost_of_profile, profiles_for, rank_methods
+from foretell.roofline.published import compare_published, group_errors
+from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime, known_runtimes
+from foretell.roofline.speculation import MAX_NODES, estimate_method
 from foretell.roofline.sweep import parse_axis, sweep
 from foretell.roofline.viewer.page import page
 from foretell.roofline.viewer.server import serve
@@ -52,6 +58,10 @@ Device = Annotated[
     ),
 ]
 DeviceFile = Annotated[Path | None, typer.Option("--hardware-file", help="TOML file with more devices.")]
+RuntimeName = Annotated[
+    str,
+    typer.Option("--runtime", help=f"What is reached of the data sheet: {', '.join(known_runtimes())}. Not for CPUs."),
+]
 Bandwidth = Annotated[float | None, typer.Option(help="Memory bandwidth in GB/s, in place of the device's.")]
 Peak = Annotated[float | None, typer.Option(help="16-bit peak in 1e12 OPs/s; the other peaks follow in proportion.")]
 Capacity = Annotated[float | None, typer.Option(help="Memory in GB, in place of the device's.")]
@@ -63,6 +73,9 @@ Context = Annotated[
 Tokens = Annotated[int, typer.Option("--tokens", "-n", help="verify: tokens per sequence, root included.")]
 Bits = Annotated[
     str, typer.Option(help="Format: 1 to 16, 32, fp8, fp4; 4g128 counts a scale per 128, 4g128z a zero point too.")
+]
+Head = Annotated[
+    str | None, typer.Option(help="Format of embedding and LM head, as 16 in AWQ and GPTQ; by default as --weights.")
 ]
 FusionName = Annotated[
     str, typer.Option(help=f"One of {', '.join(FUSIONS)}: flash fuses attention, full also element-wise work.")
@@ -122,6 +135,7 @@ def analyze(
     bandwidth: Bandwidth = None,
     peak: Peak = None,
     capacity: Capacity = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
     stage: StageName = "decode",
     batch: Batch = 1,
     context: Context = 1024,
@@ -131,6 +145,7 @@ def analyze(
     weights: Bits = "16",
     activations: Bits = "16",
     kv: Bits = "16",
+    head: Head = None,
     fusion: FusionName = "flash",
     devices: Devices = 1,
     square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
@@ -147,11 +162,12 @@ def analyze(
 ) -> None:
     """Predict the cost of every operation of a pass; totals, memory, and the largest sizes that fit."""
     check_output_options(as_json, as_csv)
-    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity)
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     target = AnalyzedModel(*find_model(model))
     workload = Workload(
         cli_inputs.parse_stage(stage), batch, context, tokens, chunk, generate, parse_format(weights),
         parse_format(activations), parse_format(kv), cli_inputs.parse_fusion(fusion), devices, square,
+        parse_format(head) if head else None,
     )  # fmt: skip
     if axes:
         records = report.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
@@ -182,11 +198,13 @@ def plan_command(
     bandwidth: Bandwidth = None,
     peak: Peak = None,
     capacity: Capacity = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
     batch: Batch = 1,
     context: Context = 1024,
     weights: Bits = "16",
     activations: Bits = "16",
     kv: Bits = "16",
+    head: Head = None,
     fusion: FusionName = "flash",
     devices: Devices = 1,
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; repeatable.")] = None,
@@ -196,6 +214,11 @@ def plan_command(
     ] = None,
     acceptance: Annotated[Path | None, typer.Option(help="JSON file of measured acceptance by method.")] = None,
     nodes: Annotated[int, typer.Option(help="Largest tree, root included.")] = MAX_NODES,
+    tokens: Annotated[int | None, typer.Option(help="A chain of so many drafted tokens, in place of the best.")] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="A tree, drafted nodes x depth as 60x6, in place of the best.")
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Tokens per pass that the chain or tree yields.")] = None,
     curve: Annotated[
         bool,
         typer.Option(
@@ -209,19 +232,20 @@ def plan_command(
 ) -> None:
     """Rank decoding methods by predicted speed-up, or advise against speculation."""
     check_output_options(as_json, as_csv)
-    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity)
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
-    profiles = cli_inputs.select_methods(method, accept, acceptance)
+    profiles, shape = cli_inputs.select_methods(method, accept, acceptance), cli_inputs.parse_shape(tokens, tree, tau)
     workload = Workload(
         "decode", batch, context, weights=parse_format(weights), activations=parse_format(activations),
         kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
+        head=parse_format(head) if head else None,
     )  # fmt: skip
     if curve:
         records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model)
         title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
         print_records(records, as_json, as_csv, title)
         return
-    plan = rank_methods(target, device, workload, profiles, draft_model, nodes)
+    plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape)
     variants = model_variants(target, device, workload, share, density)
     if as_json:
         typer.echo(json.dumps(report.plan_record(plan, variants), indent=1))
@@ -240,12 +264,9 @@ def plan_command(
 @app.command("table1")
 def table1_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """Table 1 of the survey: Llama-2-7b on an A6000, 2048 tokens; our exact counts are in the last two columns."""
-    print_records(
-        report.table1_records(table1()),
-        as_json,
-        as_csv,
-        "Table 1 of arXiv 2402.16363: Llama-2-7b, RTX A6000, 2048 tokens, batch 1",
-    )
+    rows, title = table1(), "Table 1 of arXiv 2402.16363: Llama-2-7b, RTX A6000, 2048 tokens, batch 1"
+    records = report.table1_records(rows) if as_json or as_csv else report.table1_text(rows)
+    print_records(records, as_json, as_csv, title)
 
 
 @app.command("figure")
@@ -332,6 +353,89 @@ def models(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
 def hardware_command(hardware_file: DeviceFile = None, as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """List the known devices and the sources of their figures."""
     print_records([report.hardware_record(h) for h in known_hardware(hardware_file).values()], as_json, as_csv)
+
+
+@app.command("load")
+def load_command(
+    model: ModelName,
+    hardware: Device = "h100-sxm",
+    hardware_file: DeviceFile = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    weights: Bits = "16",
+    activations: Bits = "16",
+    kv: Bits = "16",
+    devices: Devices = 1,
+    rate: Annotated[str, typer.Option(help="Requests a second, one or several: 1,4,16.")] = "1,2,4,8,16",
+    trace: Annotated[Path | None, typer.Option(help="CSV with arrival, prompt, output, in place of --rate.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 300,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    output: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 200,
+    running: Annotated[int, typer.Option(help="Most requests in a pass.")] = 256,
+    method: Annotated[str, typer.Option(help="Drafts of this method.")] = "eagle3",
+    draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="A chain of so many drafted tokens; 3 if no --tree is given.")
+    ] = None,
+    tree: Annotated[str | None, typer.Option(help="A tree of drafted nodes x depth, as 60x6.")] = None,
+    tau: Annotated[float | None, typer.Option(help="Tokens per pass that it yields; by default as published.")] = None,
+    ttft: Annotated[float, typer.Option(help="Seconds to the first token that count for the goodput.")] = 1.0,
+    tpot: Annotated[float, typer.Option(help="Seconds per further token that count for the goodput.")] = 0.05,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Simulate requests that arrive over time: latencies and goodput without and with drafts."""
+    check_output_options(as_json, as_csv)
+    device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
+    target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
+    shape = cli_inputs.parse_shape(3 if tokens is None and tree is None else tokens, tree, tau)
+    (profile,) = profiles_for(target, {method: find_method(method)}, draft_model).values()
+    drafter = cost_of_profile(profile, target, draft_model)
+    formats = [parse_format(text) for text in (weights, activations, kv)]
+    workload = Workload("decode", 1, prompt, weights=formats[0], activations=formats[1], kv=formats[2], devices=devices)
+    assert shape is not None
+    shape = estimate_method(profile, drafter, target, device, workload, shape=shape).shape
+    loads = (
+        [read_trace(trace)]
+        if trace
+        else [poisson_requests(each, requests, prompt, output) for each in cli_inputs.parse_rates(rate)]
+    )
+    plain, drafted = (StepCosts(target, device, workload, s, d) for s, d in ((None, None), (shape, drafter)))
+    compared = list[LoadComparison]()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for load in progress.track(loads, description="simulating"):
+            results = (simulate(load, costs, running, ttft_limit=ttft, tpot_limit=tpot) for costs in (plain, drafted))
+            compared.append(LoadComparison(*results))
+    if not as_json and not as_csv:
+        typer.echo(advice(compared))
+    drafts = f"{profile.name}, {shape.nodes - 1} drafted, {shape.tokens:.2f} tokens per pass"
+    title = f"{target.name} on {device.title}: {drafts}"
+    print_records([report.load_record(c) for c in compared], as_json, as_csv, title)
+
+
+@app.command("published")
+def published_command(
+    fit: Annotated[str | None, typer.Option(help="Fit this runtime anew to its rows and print its figures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Picture of published against predicted (.png, .svg, .pdf).")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Compare predictions with published measurements: every row, and the errors by group."""
+    check_output_options(as_json, as_csv)
+    if fit is not None:
+        print_records([report.runtime_record(refit(find_runtime(fit)))], as_json, as_csv)
+        return
+    compared = compare_published()
+    if out is not None:
+        from foretell.roofline.paper.plots import draw_published
+
+        check_folder(out)
+        draw_published(compared, out)
+        typer.echo(f"{len(compared)} published measurements and their predictions: {out}", err=True)
+    print_records([report.published_record(c) for c in compared], as_json, as_csv, "Published and predicted")
+    if not as_csv and not as_json:
+        print_records(
+            [report.group_record(g) for g in group_errors(compared)], False, False, "Errors of the rows checked"
+        )
 
 
 @app.command("calibrate")

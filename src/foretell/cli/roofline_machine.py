@@ -12,9 +12,10 @@ import torch
 
 from foretell.bench.random_model import random_network
 from foretell.core.tree import TokenTree, tree_from_lists
-from foretell.load import DEFAULT_MODEL, load
+from foretell.load import load
 from foretell.model.config import ModelConfig
 from foretell.model.load.native import finish_writing
+from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from foretell.roofline.calibrate import PROBES, PassTimer

@@ -10,7 +10,14 @@ from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.memory import MemoryUse, largest_fitting, memory_use
 from foretell.roofline.op_graph import OpGraph
-from foretell.roofline.workload import Phase, Workload, WorkloadSizes, phases, workload_sizes
+from foretell.roofline.workload import (
+    Phase,
+    Workload,
+    WorkloadSizes,
+    phases,
+    throughput_tokens,
+    workload_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class Analysis:
 
     @property
     def tokens(self) -> float:
-        """Output tokens over the whole batch: one per pass and sequence."""
-        return self.workload.batch * (self.workload.generate if self.workload.stage == "chat" else 1)
+        """Tokens over the whole batch (`throughput_tokens`)."""
+        return scalar(throughput_tokens(self.workload.stage, workload_sizes(self.workload)))
 
     @property
     def fits(self) -> bool | None:

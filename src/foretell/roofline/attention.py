@@ -30,6 +30,8 @@ class AttentionShape:
     expanded_reads: LinearCost = ZERO
     """Keys and values that are activations, not in the KV cache (expanded latent attention)."""
     sources: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    sinks: float = 0.0
+    """Learned scores that join the softmax, one per head or none."""
 
 
 def attention_core(shape: AttentionShape, fusion: Fusion) -> tuple[Op, ...]:
@@ -47,7 +49,7 @@ def attention_core(shape: AttentionShape, fusion: Fusion) -> tuple[Op, ...]:
             Op(
                 "attention", "attention", label, shape.sources, "heads",
                 work=qk + sv + softmax, read=queries + shape.expanded_reads, write=out, kv_read=shape.fused_reads,
-                output=out,
+                stored=shape.sinks, output=out,
             ),
         )  # fmt: skip
     half = shape.expanded_reads.scaled(0.5)
@@ -55,7 +57,7 @@ def attention_core(shape: AttentionShape, fusion: Fusion) -> tuple[Op, ...]:
         Op("qk_matmul", "attention", label, shape.sources[:-1], "heads", work=qk, read=queries + half, write=scores,
            kv_read=shape.key_reads, output=scores),
         Op("softmax", "elementwise", "scores", ("qk_matmul",), "heads", work=softmax, read=scores, write=scores,
-           output=scores),
+           stored=shape.sinks, output=scores),
         Op("sv_matmul", "attention", label, ("softmax", shape.sources[-1]), "heads", work=sv, read=scores + half,
            write=out, kv_read=shape.value_reads, output=out),
     )  # fmt: skip
@@ -90,6 +92,7 @@ def grouped_query_attention(config: ModelConfig, fusion: Fusion) -> tuple[Op, ..
         LinearCost(kv_positions=float(kv * d)),
         LinearCost(kv_positions=2.0 * kv * d),
         sources=sources,
+        sinks=float(heads * config.sinks),
     )
     return (*ops, *attention_core(core, fusion))
 
@@ -113,8 +116,10 @@ def latent_attention(config: ModelConfig, shape: MLAConfig, fusion: Fusion, abso
         ops.append(linear("q_b_proj", h, query_width, "attn_norm", "column"))
     ops.append(linear("kv_a_proj", h, rank + rope, "attn_norm", "replicated", to_cache=True))
     ops.append(elementwise("kv_a_norm", rank, ("kv_a_proj",), RMS_NORM_OPS, 1.0, "replicated", rank))
+    rotated: tuple[str, ...] = ()
     if fusion != "full":
         ops.append(elementwise("rope", (heads + 1) * rope, ("q_b_proj", "kv_a_proj"), ROPE_OPS, 1.0, "heads"))
+        rotated = ("rope",)
     up = LinearCost(constant=float(heads * rank * (nope + value)))
     if not absorbed:
         expanded = LinearCost(kv_positions=float(heads * (nope + value)))
@@ -125,7 +130,14 @@ def latent_attention(config: ModelConfig, shape: MLAConfig, fusion: Fusion, abso
         )  # fmt: skip
         rotary_keys = LinearCost(kv_positions=float(rope))
         core = AttentionShape(
-            heads, nope + rope, value, rotary_keys, ZERO, rotary_keys, expanded, ("q_b_proj", "kv_b_proj", "kv_b_proj")
+            heads,
+            nope + rope,
+            value,
+            rotary_keys,
+            ZERO,
+            rotary_keys,
+            expanded,
+            ("q_b_proj", *rotated, "kv_b_proj", "kv_b_proj"),
         )
         return (*ops, *attention_core(core, fusion))
     fold, unfold = heads * nope * rank, heads * rank * value
@@ -137,7 +149,9 @@ def latent_attention(config: ModelConfig, shape: MLAConfig, fusion: Fusion, abso
            write=absorbed_queries, stored=fold, output=absorbed_queries)
     )  # fmt: skip
     keys, values = LinearCost(kv_positions=float(rank + rope)), LinearCost(kv_positions=float(rank))
-    core = AttentionShape(heads, rank + rope, rank, keys, values, keys, sources=("q_absorb", "kv_a_norm", "kv_a_norm"))
+    core = AttentionShape(
+        heads, rank + rope, rank, keys, values, keys, sources=("q_absorb", *rotated, "kv_a_norm", "kv_a_norm")
+    )
     ops.extend(attention_core(core, fusion))
     ops.append(
         Op("v_absorb", "matmul", f"{heads} × {rank} × {value}", (ops[-1].name,), "heads",

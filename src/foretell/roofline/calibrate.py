@@ -20,6 +20,7 @@ from foretell.roofline.cost import scalar
 from foretell.roofline.formats import NumberFormat, compute_class, parse_format
 from foretell.roofline.hardware import FORMAT_CLASSES, Hardware
 from foretell.roofline.linear_cost import Array
+from foretell.roofline.runtime import Runtime
 from foretell.roofline.workload import Phase, SequenceGroup, Workload, phase_extents
 
 PassTimer = Callable[[int, int], float]
@@ -160,8 +161,11 @@ def calibrated_hardware(
     )
     return Hardware(
         name, title, bandwidth, peaks, source, capacity, matmul_rates=rates, attention_rates=attention_rates,
-        op_overhead=statistics.median(f.op_overhead for f in fits.values()),
-        pass_overhead=statistics.median(f.pass_overhead for f in fits.values()),
+        runtime=Runtime(
+            "measured",
+            op_overhead=statistics.median(f.op_overhead for f in fits.values()),
+            pass_overhead=statistics.median(f.pass_overhead for f in fits.values()),
+        ),
     )  # fmt: skip
 
 
@@ -201,7 +205,17 @@ def to_toml(device: Hardware) -> dict[str, Any]:
     if device.capacity:
         entry["capacity"] = device.capacity / 1e9
     entry |= {c: device.peaks[c] / 1e12 for c in FORMAT_CLASSES if c in device.peaks}
-    entry |= {"overhead_us": device.op_overhead * 1e6, "start_us": device.pass_overhead * 1e6}
+    figures = {
+        "vector": device.vector_rate / 1e12,
+        "link": device.link_bandwidth / 1e9,
+        "host": device.host_bandwidth / 1e9,
+    }
+    entry |= {key: figure for key, figure in figures.items() if figure}
+    entry |= {"kind": device.kind} if device.kind != "gpu" else {}
+    entry |= {
+        "overhead_us": device.runtime.op_overhead * 1e6,
+        "start_us": device.runtime.pass_overhead * 1e6,
+    }
     entry["attend"] = [[n, rate / 1e12] for n, rate in device.attention_rates]
     entry["rates"] = {c: [[n, rate / 1e12] for n, rate in curve] for c, curve in device.matmul_rates.items()}
     return entry

@@ -10,8 +10,11 @@ from foretell.roofline.attention import Fusion
 from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, with_overrides
 from foretell.roofline.method_profiles import MethodProfile, find_method, method_profiles, with_acceptance
 from foretell.roofline.names import look_up
-from foretell.roofline.plan import drafter_costs, estimates_by_batch, profitable_batches
+from foretell.roofline.plan import drafter_costs, estimates_by_batch, profiles_for, profitable_batches
+from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime
+from foretell.roofline.speculation import DraftShape
 from foretell.roofline.workload import FUSIONS, STAGES, Stage, Workload
+from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import Fields, read_json
 
 _PROFILE = '{"eagle2": {"ranks": [0.7, 0.1]}}'
@@ -36,25 +39,53 @@ def parse_fusion(name: str) -> Fusion:
 
 
 def select_hardware(
-    name: str, file: Path | None, bandwidth: float | None, peak: float | None, capacity: float | None
+    name: str,
+    file: Path | None,
+    bandwidth: float | None,
+    peak: float | None,
+    capacity: float | None,
+    runtime: str = DEFAULT_RUNTIME,
 ) -> Hardware:
-    """A device by name, with some figures replaced (GB/s, 1e12 OPs/s, GB); `custom` has these figures alone.
+    """A device by name under a runtime, with some figures replaced (GB/s, 1e12 OPs/s, GB); `custom` has these alone.
 
     Raises:
-        ValueError: an unknown device, a bad file, or a figure that is not positive.
+        ValueError: an unknown device or runtime, a bad file, or a figure that is not positive.
     """
+    chosen = find_runtime(runtime)
     if name == "custom":
         if bandwidth is None or peak is None:
             raise ValueError("custom hardware needs --bandwidth (GB/s) and --peak (1e12 OPs/s)")
         figures: dict[str, Any] = {"title": "custom hardware", "source": "given", "bandwidth": bandwidth, "any": peak}
         figures |= {} if capacity is None else {"capacity": capacity}
-        return hardware_from_table("custom", figures, "the command line")
+        return hardware_from_table("custom", figures, "the command line").run_by(chosen)
 
     def scaled(figure: float | None, unit: float) -> float | None:
         return None if figure is None else figure * unit
 
     hardware = look_up(known_hardware(file), name, "hardware")
-    return with_overrides(hardware, scaled(bandwidth, 1e9), scaled(peak, 1e12), scaled(capacity, 1e9))
+    return with_overrides(hardware, scaled(bandwidth, 1e9), scaled(peak, 1e12), scaled(capacity, 1e9)).run_by(chosen)
+
+
+def parse_shape(tokens: int | None, tree: str | None, tau: float | None) -> DraftShape | None:
+    """The chain of `tokens` drafted tokens, or the tree "60x6" (drafted nodes x depth); `tau`: its tokens per pass.
+
+    Raises:
+        ValueError: a chain and a tree, tokens per pass of neither, or not of this form.
+    """
+    if tokens is None and tree is None:
+        if tau is not None:
+            raise ValueError("--tau states what a chain or tree yields: give it with --tokens or --tree")
+        return None
+    if tokens is not None:
+        if tree is not None:
+            raise ValueError("--tokens and --tree were given; leave out one of them")
+        if tokens < 1:
+            raise ValueError(f"--tokens must be at least 1, found {tokens}")
+        return DraftShape(tokens + 1, tokens, tau)
+    drafted, cross, depth = (tree or "").lower().partition("x")
+    if not cross or not drafted.isdigit() or not depth.isdigit():
+        raise ValueError(f"--tree looks like 60x6 (drafted nodes x depth), found {tree!r}")
+    return DraftShape(int(drafted) + 1, int(depth), tau)
 
 
 def parse_offload(text: str) -> tuple[float, float]:
@@ -65,8 +96,8 @@ def parse_offload(text: str) -> tuple[float, float]:
     """
     found = {"weights": 0.0, "kv": 0.0}
     for piece in text.split(","):
-        name, equals, number = piece.partition("=")
-        if not equals or not number.replace(".", "", 1).isdigit():
+        name, number = split_assignment(piece, "--offload", "weights=1,kv=0.5")
+        if not number.replace(".", "", 1).isdigit():
             raise ValueError(f"--offload looks like weights=1,kv=0.5, found {text!r}")
         found[look_up({k: k for k in found}, name, "offloaded part")] = float(number)
     return found["weights"], found["kv"]
@@ -111,6 +142,7 @@ def speedup_curves(
     Raises:
         ValueError: none of the methods can be used.
     """
+    profiles = profiles_for(target, profiles, draft_model)
     costs, unavailable = drafter_costs(target, profiles, draft_model)
     if not costs:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in unavailable.items()))
@@ -122,3 +154,18 @@ def speedup_curves(
         speedups = {f"b={e.batch}": round(e.speedup, 4) for e in estimates}
         records.append({"method": name} | speedups | {"profitable at batch": profitable})
     return records
+
+
+def parse_rates(text: str) -> list[float]:
+    """Parse `0.5,1,2,4`: requests a second.
+
+    Raises:
+        ValueError: not positive numbers.
+    """
+    try:
+        rates = [float(piece) for piece in text.split(",") if piece.strip()]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < 1e6 for rate in rates):
+        raise ValueError(f"--rate takes requests a second, as 1,4,16; found {text!r}")
+    return rates

@@ -1,12 +1,17 @@
-"""OPs, bytes and time of every operation of a pass, on one device: time = max(OPs / peak, bytes / bandwidth)."""
+"""OPs, bytes and time of every operation of a pass, on one device: time = max(OPs / peak, bytes / bandwidth).
+
+A runtime (`foretell.roofline.runtime`) lowers the rates, adds part of the shorter of the two times, and fixed times.
+"""
 
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from foretell.roofline.formats import is_converted
 from foretell.roofline.hardware import Curve, Hardware
 from foretell.roofline.linear_cost import Extents, Number
 from foretell.roofline.op_graph import Op, OpGraph
+from foretell.roofline.runtime import DATASHEET, Runtime
 from foretell.roofline.workload import Phase, Workload, phase_extents
 
 
@@ -14,12 +19,13 @@ from foretell.roofline.workload import Phase, Workload, phase_extents
 class DeviceRates:
     """Rates of a device for given number formats; each a scalar or an array [workloads, 1].
 
-    weight, activation, kv: bytes per element. matmul, attention, elementwise: peak OPs/s. bandwidth, link: bytes/s.
-    op_overhead, pass_overhead: seconds per operation and per pass. matmul_curve, attention_curve: measured rates, which
-    replace the peaks where given.
+    weight, head, activation, kv: bytes per element; head: of embedding and LM head. matmul, attention, elementwise,
+    head_matmul: OPs/s. bandwidth, link: bytes/s. runtime: the fixed times and the overlap. convert, head_convert: OPs
+    to widen a weight. matmul_curve, attention_curve: measured rates, which replace the others where given.
     """
 
     weight: Number
+    head: Number
     activation: Number
     kv: Number
     matmul: Number
@@ -28,15 +34,19 @@ class DeviceRates:
     bandwidth: Number
     link: Number
     devices: Number
-    op_overhead: float = 0.0
-    pass_overhead: float = 0.0
+    runtime: Runtime = DATASHEET
+    convert: float = 0.0
+    head_convert: float = 0.0
+    head_matmul: Number = 0.0
     matmul_curve: Curve = ()
     attention_curve: Curve = ()
 
-    def rate(self, kind: str, rows: Number) -> Number:
-        """OPs/s of an operation of this kind over `rows` rows."""
+    def rate(self, op: Op, rows: Number) -> Number:
+        """OPs/s of an operation over `rows` rows."""
+        if op.is_vocabulary and op.kind == "matmul" and self.head != self.weight:
+            return self.head_matmul
         measured = {"matmul": (self.matmul, self.matmul_curve), "attention": (self.attention, self.attention_curve)}
-        peak, curve = measured.get(kind, (self.elementwise, ()))
+        peak, curve = measured.get(op.kind, (self.elementwise, ()))
         if not curve:
             return peak
         measured_rows, rate = zip(*curve, strict=True)
@@ -53,11 +63,14 @@ def device_rates(workload: Workload, hardware: Hardware) -> DeviceRates:
         raise ValueError(
             f"hardware {hardware.name!r} states no link between devices, so {workload.devices} cannot share a model"
         )
-    w, a, kv = workload.weights, workload.activations, workload.kv
+    w, a, kv, runtime = workload.weights, workload.activations, workload.kv, hardware.runtime
+    head = workload.head_weights
     return DeviceRates(
-        w.bytes, a.bytes, kv.bytes, hardware.peak(w, a), hardware.peak(a, kv), hardware.elementwise_rate,
-        hardware.bandwidth, hardware.link_bandwidth, workload.devices, hardware.op_overhead,
-        hardware.pass_overhead, hardware.matmul_rates.get(hardware.format_class(w, a), ()), hardware.attention_rates,
+        w.bytes, head.bytes, a.bytes, kv.bytes, hardware.peak(w, a) * runtime.peak, hardware.peak(a, kv) * runtime.peak,
+        hardware.elementwise_rate, hardware.bandwidth * runtime.bandwidth, hardware.link_bandwidth, workload.devices,
+        runtime, runtime.convert if is_converted(w, a) else 0.0, runtime.convert if is_converted(head, a) else 0.0,
+        hardware.peak(head, a) * runtime.peak,
+        hardware.matmul_rates.get(hardware.format_class(w, a), ()), hardware.attention_rates,
     )  # fmt: skip
 
 
@@ -65,7 +78,7 @@ def device_rates(workload: Workload, hardware: Hardware) -> DeviceRates:
 class CostBreakdown:
     """OPs, bytes by class, and seconds of operations on one device; scalars, or arrays [workloads, passes].
 
-    link: bytes sent to other devices. seconds: the longer of compute and memory time, plus link time and overhead.
+    link: bytes sent to other devices. seconds: from compute and memory time, plus link time and the runtime's overhead.
     """
 
     ops: Number = 0.0
@@ -115,20 +128,26 @@ def op_cost(op: Op, extents: Extents, rates: DeviceRates, kv_heads: int) -> Cost
     if op.is_collective:
         # A ring: an all-reduce is a reduce-scatter and an all-gather.
         moved = op.write.evaluate(extents) * rates.activation * (t - 1) / t * (2 if op.kind == "all_reduce" else 1)
-        seconds = moved / np.where(np.asarray(rates.link) > 0, rates.link, 1.0)
+        latency = np.where(np.asarray(t) > 1, rates.runtime.collective_latency, 0.0)
+        seconds = moved / np.where(np.asarray(rates.link) > 0, rates.link, 1.0) + latency
         return CostBreakdown(link=moved, seconds=seconds)
     kv_parts = np.minimum(t, kv_heads) if op.split in ("column", "heads") else 1
     ops = op.work.evaluate(extents) / ops_parts
-    weights = op.weights.evaluate(extents) * rates.weight / weight_parts
+    weight_bytes, convert = (rates.head, rates.head_convert) if op.is_vocabulary else (rates.weight, rates.convert)
+    weights = op.weights.evaluate(extents) * weight_bytes / weight_parts
     read = op.read.evaluate(extents) * rates.activation / read_parts
     write = op.write.evaluate(extents) * rates.activation / write_parts
     kv_read = op.kv_read.evaluate(extents) * rates.kv / kv_parts
     kv_write = op.kv_write.evaluate(extents) * rates.kv / kv_parts
     rows = extents.logit_rows if op.work.logit_rows else extents.rows
-    compute, memory = ops / rates.rate(op.kind, rows), (weights + read + write + kv_read + kv_write) / rates.bandwidth
+    runtime = rates.runtime
+    compute, memory = ops / rates.rate(op, rows), (weights + read + write + kv_read + kv_write) / rates.bandwidth
+    if op.kind == "matmul" and convert:
+        compute = compute + weights / weight_bytes * convert / rates.elementwise
+    exposed = np.maximum(compute, memory) + (1 - runtime.overlap) * np.minimum(compute, memory)
     # Every pass has one embedding lookup.
-    overhead = rates.pass_overhead if op.kind == "lookup" else rates.op_overhead
-    seconds = np.maximum(compute, memory) + overhead
+    overhead = runtime.pass_overhead if op.kind == "lookup" else runtime.op_overhead
+    seconds = np.maximum(exposed, runtime.launch) + overhead
     return CostBreakdown(ops, weights, read, write, kv_read, kv_write, 0.0, compute, memory, seconds)
 
 

@@ -15,8 +15,8 @@ from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, lin
 DraftKind = Literal["none", "model", "layers", "nested", "quantised", "heads", "layer"]
 
 DRAFT_MODELS: Mapping[str, tuple[str, ...]] = {
-    "llama-68m": ("llama-2-",),
-    "llama-3.2-1b": ("llama-3-", "llama-3.2-3b"),
+    "llama-68m": ("llama-2-", "vicuna-"),
+    "llama-3.2-1b": ("llama-3-", "llama-3.1-", "llama-3.3-", "llama-3.2-3b"),
     "qwen2.5-0.5b": ("qwen2.5-",),
     "qwen3-0.6b": ("qwen3-",),
     "gemma-2-2b": ("gemma-2-",),
@@ -26,6 +26,9 @@ DRAFT_MODELS: Mapping[str, tuple[str, ...]] = {
     "mistral-7b": ("mixtral-",),
 }
 """Small built-in models, and the prefixes of the families whose vocabulary each shares."""
+
+MAX_PADDING = 512
+"""Vocabularies of one tokenizer differ by at most so many unused rows (Qwen2.5: 151936 and 152064)."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,11 @@ def drafter_cost(
     draft_model: AnalyzedModel | None = None,
     share: float = 0.25,
     heads: int = 5,
+    vocab: int = 0,
 ) -> DrafterCost | None:
     """The cost of a kind of drafter for a target; None: drafting costs no forward pass.
+
+    vocab: of a `layer` drafter that scores only the most frequent tokens of the target (EAGLE-3); 0: all.
 
     Raises:
         ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
@@ -83,7 +89,7 @@ def drafter_cost(
         return None
     if kind == "model":
         small = draft_model or _find_draft_model(target)
-        if small.config.vocab != target.config.vocab:
+        if abs(small.config.vocab - target.config.vocab) > MAX_PADDING:
             raise ValueError(
                 f"{small.name} has {small.config.vocab} tokens and {target.name} {target.config.vocab}: a draft model "
                 f"must share the vocabulary"
@@ -97,7 +103,7 @@ def drafter_cost(
     if kind == "quantised":
         graph = target.graph(fusion, False)
         return DrafterCost(graph, "level", graph.parameters, parse_format("4g128"), parse_format("4g128"))
-    return _medusa_heads(target, heads) if kind == "heads" else _eagle_layer(target)
+    return _medusa_heads(target, heads) if kind == "heads" else _eagle_layer(target, vocab)
 
 
 def _find_draft_model(target: AnalyzedModel) -> AnalyzedModel:
@@ -121,13 +127,19 @@ def _medusa_heads(target: AnalyzedModel, heads: int) -> DrafterCost:
     return DrafterCost(graph, "step", graph.parameters)
 
 
-def _eagle_layer(target: AnalyzedModel) -> DrafterCost:
-    """EAGLE: a projection of embedding and hidden state, one decoder layer, the target's LM head (arXiv 2401.15077)."""
+def _eagle_layer(target: AnalyzedModel, vocab: int) -> DrafterCost:
+    """EAGLE: a projection of embedding and hidden state, one decoder layer, the target's LM head (arXiv 2401.15077).
+
+    With fewer tokens than the target's the head is its own (arXiv 2503.01840).
+    """
     c = target.config
+    own_head = 0 < vocab < c.vocab
     # For a mixture of experts: a dense layer as wide as the experts of one token.
     width = c.experts.ffn * c.experts.active + c.experts.shared_ffn if c.experts else c.ffn
-    one = build_graph(replace(c, layers=1, experts=None, ffn=width, window=0, window_layers=()), "EAGLE layer", "flash")
+    scored = replace(c, vocab=vocab) if own_head else c
+    layer = replace(scored, layers=1, experts=None, ffn=width, window=0, window_layers=())
+    one = build_graph(layer, "EAGLE layer", "flash")
     projection = LayerGroup("fuse", 1, (linear("fuse", 2 * c.hidden, c.hidden, "x", "replicated", bias=True),))
     graph = replace(one, groups=(one.groups[0], projection, *one.groups[1:]))
     added = projection.ops[0].stored + sum(op.stored for op in one.groups[1].ops)
-    return DrafterCost(graph, "level", added)
+    return DrafterCost(graph, "level", added + (vocab * c.hidden if own_head else 0))

@@ -63,6 +63,11 @@ def compute_class(a: NumberFormat, b: NumberFormat) -> str:
     return "fp8" if integer.bits <= 4 else "fp16"
 
 
+def is_converted(weights: NumberFormat, activations: NumberFormat) -> bool:
+    """Whether weights of few bits are widened before they are multiplied with these activations."""
+    return weights.bits <= 8 and compute_class(weights, activations) == "fp16"
+
+
 WIDER_CLASSES: Mapping[str, tuple[str, ...]] = {
     "fp4": ("fp4", "fp8", "fp16", "fp32", "any"),
     "int4": ("int4", "int8", "fp16", "fp32", "any"),

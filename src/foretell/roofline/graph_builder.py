@@ -10,7 +10,7 @@ from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, lin
 
 LAYER_NORM_OPS = 7.0
 """OPs per element."""
-LAYER_NORM_ARCHITECTURES = ("opt", "gptj")
+LAYER_NORM_ARCHITECTURES = ("opt", "gptj", "falcon")
 
 
 def build_graph(

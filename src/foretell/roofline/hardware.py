@@ -12,6 +12,7 @@ from typing import Any
 
 from foretell.roofline.formats import WIDER_CLASSES, NumberFormat, compute_class
 from foretell.roofline.names import look_up
+from foretell.roofline.runtime import DATASHEET, Runtime
 
 Curve = tuple[tuple[float, float], ...]
 """A measured rate: (rows, OPs/s), rows increasing."""
@@ -24,8 +25,9 @@ class Hardware:
 
     bandwidth: of its memory. peaks: matrix rate per format class. capacity: of its memory; None: not stated.
     vector_rate: of elementwise operations (0: the 16-bit matrix rate). link_bandwidth: to other devices, one direction.
-    host_bandwidth: from host memory. op_overhead, pass_overhead: seconds per operation and per pass. matmul_rates:
-    measured matrix rates per format class, which replace the peaks; attention_rates: the same of attention.
+    host_bandwidth: from host memory. matmul_rates: measured matrix rates per format class, which replace the peaks;
+    attention_rates: the same of attention. runtime: what is reached of these rates, and the fixed times. kind: `gpu`,
+    or `other`, to which the typical runtimes do not apply.
 
     Raises:
         ValueError: no peak, or a figure that is not positive.
@@ -40,10 +42,10 @@ class Hardware:
     vector_rate: float = 0.0
     link_bandwidth: float = 0.0
     host_bandwidth: float = 0.0
-    op_overhead: float = 0.0
     matmul_rates: Mapping[str, Curve] = field(default_factory=dict)
     attention_rates: Curve = ()
-    pass_overhead: float = 0.0
+    runtime: Runtime = DATASHEET
+    kind: str = "gpu"
 
     def __post_init__(self) -> None:
         positive = {"bandwidth": self.bandwidth, **{f"peak {k}": v for k, v in self.peaks.items()}}
@@ -52,7 +54,7 @@ class Hardware:
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"hardware {self.name!r}: {name} must be a positive number, found {value:g}")
-        for name in ("vector_rate", "link_bandwidth", "host_bandwidth", "op_overhead", "pass_overhead"):
+        for name in ("vector_rate", "link_bandwidth", "host_bandwidth"):
             if not (value := getattr(self, name)) >= 0:
                 what = name.replace("_", " ")
                 raise ValueError(f"hardware {self.name!r}: the {what} must not be negative, found {value:g}")
@@ -78,6 +80,15 @@ class Hardware:
         return self.peaks[self.format_class(a, b)]
 
     @property
+    def takes_runtimes(self) -> bool:
+        """Whether the typical runtimes apply: not to a measured device, which has its own, nor to what is no GPU."""
+        return not self.matmul_rates and self.kind == "gpu"
+
+    def run_by(self, runtime: Runtime) -> "Hardware":
+        """The device under a runtime, where the typical ones apply."""
+        return replace(self, runtime=runtime) if self.takes_runtimes else self
+
+    @property
     def elementwise_rate(self) -> float:
         """Rate of elementwise operations, OPs/s."""
         return self.vector_rate or self.peaks.get("fp16") or max(self.peaks.values())
@@ -95,7 +106,8 @@ class MemoryTier:
 
 
 TABLE_KEYS = (
-    "title", "source", "bandwidth", "capacity", "vector", "link", "host", "overhead_us", "start_us", "rates", "attend",
+    "title", "source", "kind", "bandwidth", "capacity", "vector", "link", "host", "overhead_us", "start_us", "rates",
+    "attend",
     *FORMAT_CLASSES,
 )  # fmt: skip
 """Keys of a table in a hardware file."""
@@ -113,7 +125,7 @@ def hardware_from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardwa
     if "bandwidth" not in raw:
         raise ValueError(f"{where}: hardware {name!r} has no 'bandwidth' (GB/s)")
     try:
-        number = {k: float(raw[k]) for k in raw if k not in ("title", "source", "rates", "attend")}
+        number = {k: float(raw[k]) for k in raw if k not in ("title", "source", "kind", "rates", "attend")}
         rates = {c: _curve(points) for c, points in raw.get("rates", {}).items()}
         attend = _curve(raw.get("attend", ()))
     except (TypeError, ValueError) as error:
@@ -122,17 +134,31 @@ def hardware_from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardwa
         name,
         str(raw.get("title", name)),
         number["bandwidth"] * 1e9,
-        {c: number[c] * 1e12 for c in FORMAT_CLASSES if c in number},
+        _peaks(number),
         str(raw.get("source", where)),
         number["capacity"] * 1e9 if "capacity" in number else None,
         number.get("vector", 0.0) * 1e12,
         number.get("link", 0.0) * 1e9,
         number.get("host", 0.0) * 1e9,
-        number.get("overhead_us", 0.0) * 1e-6,
         rates,
         attend,
-        number.get("start_us", 0.0) * 1e-6,
+        _own_runtime(number),
+        str(raw.get("kind", "gpu")),
     )
+
+
+def _peaks(number: Mapping[str, float]) -> dict[str, float]:
+    """Stated matrix rates; FP32 is multiplied at the vector rate where the device has one and no matrix rate for it."""
+    peaks = {c: number[c] * 1e12 for c in FORMAT_CLASSES if c in number}
+    if "vector" in number and "any" not in number:
+        peaks.setdefault("fp32", number["vector"] * 1e12)
+    return peaks
+
+
+def _own_runtime(number: Mapping[str, float]) -> Runtime:
+    """The measured fixed times of a device, if its table states any."""
+    overhead, start = number.get("overhead_us", 0.0) * 1e-6, number.get("start_us", 0.0) * 1e-6
+    return Runtime("measured", op_overhead=overhead, pass_overhead=start) if overhead or start else DATASHEET
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:

@@ -93,10 +93,21 @@ def kv_positions_read(tokens: Number, cached: Number, window: int) -> Number:
     return np.minimum(np.asarray(total, dtype=np.float64), window + tokens - 1) if window else total
 
 
+SHARED_ROUTING = 0.15
+"""Part of a token's routing that it shares with the token before it. In Mixtral 22 to 28 % of consecutive tokens have
+the same first expert in the middle and last layers, where independent routing gives 12.5 % (arXiv 2401.04088, table 5).
+"""
+
+
+def independent_rows(tokens: Number) -> Number:
+    """Tokens that route independently, among `tokens` consecutive ones of one sequence."""
+    return 1.0 + (tokens - 1.0) * (1 - SHARED_ROUTING)
+
+
 def expected_active_experts(count: float, per_token: float, rows: Number) -> Number:
     """Expected number of experts that `rows` tokens activate under uniform independent routing: E·(1 - (1 - k/E)^N).
 
-    An overestimate: real routing is skewed, and neighbouring tokens share experts. With count 1 and `per_token` a
+    An overestimate: real routing is skewed. With count 1 and `per_token` a
     density, it is the share of neurons that a batch activates under contextual sparsity.
     """
     if count <= 0:

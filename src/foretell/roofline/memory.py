@@ -27,11 +27,12 @@ class MemoryUse:
 
 def weight_bytes(graph: OpGraph, rates: DeviceRates) -> Number:
     """Bytes of the weights on one device."""
-    elements: Number = 0.0
+    total: Number = 0.0
     for group in graph.groups:
         for op in group.ops:
-            elements = elements + group.count * op.stored / (1.0 if op.split == "replicated" else rates.devices)
-    return elements * rates.weight
+            per_device = group.count * op.stored / (1.0 if op.split == "replicated" else rates.devices)
+            total = total + per_device * (rates.head if op.is_vocabulary else rates.weight)
+    return total
 
 
 def memory_use(phase_graphs: Sequence[tuple[OpGraph, Phase]], rates: DeviceRates) -> MemoryUse:

@@ -26,11 +26,27 @@ class MethodProfile:
     heads: int = 5
     nodes: int = 0
     tokens: float = 0.0
+    vocab: int = 0
+    largest: tuple[int, int] | None = None
+    """Nodes (root included) and depth of the tree whose acceptance was measured; a larger one is not predicted."""
+
+    @property
+    def max_depth(self) -> int | None:
+        """Deepest tree that the drafter can propose: a head predicts one position. None: any."""
+        return self.heads if self.draft == "heads" else None
 
 
 @cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
+def _file() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(resources.files("foretell.roofline").joinpath("methods.toml").read_text("utf-8"))
+
+
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    return {name: entry for name, entry in _file().items() if name != "draft_models"}
+
+
+def _drafts() -> Mapping[str, Mapping[str, Any]]:
+    return _file()["draft_models"]
 
 
 @cache
@@ -75,9 +91,11 @@ def _profile(name: str, raw: Mapping[str, Any]) -> MethodProfile:
         acceptance = geometric_acceptance(raw["accept"], source, chain)
     else:
         acceptance = fit_acceptance(raw["tokens"], raw["nodes"], raw["depth"], source, chain)
+    fitted = raw["shape"] != "fixed" and "accept" not in raw
     return MethodProfile(
         name, raw["title"], raw["draft"], raw["shape"], acceptance, raw["basis"],
-        **{key: raw[key] for key in ("share", "heads", "nodes", "tokens") if key in raw},
+        largest=(raw["nodes"], raw["depth"]) if fitted else None,
+        **{key: raw[key] for key in ("share", "heads", "nodes", "tokens", "vocab") if key in raw},
     )  # fmt: skip
 
 
@@ -86,4 +104,13 @@ def with_acceptance(profile: MethodProfile, acceptance: AcceptanceByRank, basis:
     if profile.shape == "fixed":
         return replace(profile, tokens=1 + acceptance.ranks[0], basis=basis)
     ranks = acceptance.ranks[:1] if profile.shape == "chain" else acceptance.ranks
-    return replace(profile, acceptance=replace(acceptance, ranks=ranks), basis=basis)
+    return replace(profile, acceptance=replace(acceptance, ranks=ranks), basis=basis, largest=None)
+
+
+def profile_for_draft(profile: MethodProfile, draft_model: str) -> MethodProfile:
+    """The profile with the acceptance published for a particular draft model, where there is one."""
+    raw = _drafts().get(draft_model)
+    if profile.draft != "model" or profile.basis not in ("published", "assumed") or raw is None:
+        return profile
+    chain = profile.shape == "chain"
+    return with_acceptance(profile, geometric_acceptance(raw["accept"], str(raw["source"]), chain), "published")

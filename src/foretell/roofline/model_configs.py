@@ -1,9 +1,10 @@
 """Model configurations from the built-in table, a config.json, or GGUF metadata.
 
-The decoder runs the architectures of `foretell.model.config.ARCHITECTURES`. The analyzer also knows a few that the
-decoder does not run (OPT, GPT-J); they are read here, so that the loader rejects them.
+The decoder runs the architectures of `foretell.model.config_readers`. The analyzer also knows a few that the decoder
+does not run (OPT, GPT-J, Phi-3, Falcon); they are read here, so that the loader rejects them.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -11,11 +12,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from foretell.model.config import ARCHITECTURES, ModelConfig, RopeConfig, from_gguf, from_hf
+from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.config_readers.architectures import ARCHITECTURES
+from foretell.model.config_readers.gguf import from_gguf
+from foretell.model.config_readers.hf import from_hf
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
-ANALYSIS_ONLY = ("opt", "gptj")
+ANALYSIS_ONLY = ("opt", "gptj", "phi3", "falcon")
 """Architectures that are analysed and not run."""
 
 
@@ -43,9 +47,20 @@ def find_model(name: str) -> tuple[str, ModelConfig]:
         return (path.stem if path.suffix == ".gguf" else path.parent.name or path.stem), _from_file(path)
     table = builtin_models()
     hub = {str(entry["source"]).lower(): key for key, entry in table.items()}
-    key = hub.get(name.lower(), name)
+    key = hub.get(name.lower()) or _without_suffixes(name, table)
     raw = look_up(table, key, "built-in model")
     return key.strip().lower().replace("_", "-"), read_config(raw, key)
+
+
+_SUFFIXES = re.compile(r"(-(instruct|chat|it|hf|base|pt|v\d[\d.]*|\d{4}))*")
+"""Endings of hub ids of the same architecture: instruction-tuned and dated editions."""
+
+
+def _without_suffixes(name: str, table: Mapping[str, Any]) -> str:
+    """The built-in model that a hub id or an edition of it has the architecture of; else the name as it is."""
+    last = name.strip().lower().rpartition("/")[2].removeprefix("meta-").replace("_", "-")
+    same = [key for key in table if last.startswith(key) and _SUFFIXES.fullmatch(last[len(key) :])]
+    return max(same, key=len) if same else name
 
 
 def _from_file(path: Path) -> ModelConfig:
@@ -82,10 +97,36 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         return _opt(read)
     if kind == "gptj":
         return _gptj(read)
+    if kind == "falcon":
+        return _falcon(read)
+    if kind == "phi3":
+        # Llama with the projections of attention, and of gate and up, stored as one matrix each.
+        return from_hf({**raw, "model_type": "llama"}, source)
     if kind and kind not in ARCHITECTURES and kind != "gemma3":
         table = {k: k for k in (*ARCHITECTURES, *ANALYSIS_ONLY)}
         look_up(table, kind, f"architecture (model_type in {source})")
-    return from_hf(raw, source)
+    return _counted(from_hf(raw, source), source)
+
+
+def _counted(config: ModelConfig, source: str) -> ModelConfig:
+    """The configuration, if the operation graph counts all of its layers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    kinds = {
+        "layers with a recurrent state": config.state is not None,
+        "layers without attention or without a feed-forward": bool(
+            config.attention_free_layers or config.mlp_free_layers
+        ),
+        "layers that read the keys and values of others": bool(config.kv_layers),
+        "inputs to every layer": config.layer_inputs is not None,
+        "gated attention": config.attention_gate,
+        "other heads in sliding-window layers": bool(config.local_head_dim or config.local_kv_heads),
+    }
+    if found := [kind for kind, present in kinds.items() if present]:
+        raise ValueError(f"{source} has {' and '.join(found)}, which the roofline does not count")
+    return config
 
 
 def _required(read: Fields, *keys: str) -> tuple[int, ...]:
@@ -115,4 +156,15 @@ def _gptj(read: Fields) -> ModelConfig:
         rope=RopeConfig(fraction=(read.integer("rotary_dim", default=0) or d) / d),
         activation="gelu_tanh", gated=False, mlp_bias=True, tied=read.flag("tie_word_embeddings", default=False),
         parallel_blocks=True,
+    )  # fmt: skip
+
+
+def _falcon(read: Fields) -> ModelConfig:
+    h, layers, heads, vocab = _required(read, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    if not read.flag("parallel_attn", default=True) or read.flag("new_decoder_architecture", default=False):
+        raise ValueError(f"{read.source}: of Falcon only the architecture of falcon-7b is counted")
+    return ModelConfig(
+        "falcon", vocab, h, layers, heads, 1 if read.flag("multi_query", default=True) else heads, h // heads,
+        read.integer("ffn_hidden_size", default=4 * h), read.integer("max_position_embeddings", default=2048),
+        activation="gelu", gated=False, tied=read.flag("tie_word_embeddings", default=True), parallel_blocks=True,
     )  # fmt: skip

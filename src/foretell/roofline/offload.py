@@ -8,6 +8,9 @@ from foretell.roofline.cost import OpCost, scalar
 from foretell.roofline.hardware import Hardware, MemoryTier
 from foretell.roofline.names import look_up
 
+CAPACITY_FOR_WEIGHTS = 0.8
+"""Part of a device's memory that holds weights when a model does not fit, as in the baseline of arXiv 2402.12374."""
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -68,6 +71,17 @@ def apply_offload(analysis: Analysis, offload: Offload, hardware: Mapping[str, H
     return OffloadResult(seconds, resident, fetched, max(seconds_by_bound, key=lambda k: seconds_by_bound[k]))
 
 
+def share_outside(weight_bytes: float, hardware: Hardware) -> float:
+    """Part of the weights that does not fit beside the cache and the activations on a device, 0 to 1.
+
+    Raises:
+        ValueError: the capacity of the device is not stated.
+    """
+    if hardware.capacity is None:
+        raise ValueError(f"hardware {hardware.name!r} states no capacity, so what fits cannot be told")
+    return max(0.0, 1 - CAPACITY_FOR_WEIGHTS * hardware.capacity / weight_bytes)
+
+
 def _offloaded_bytes(op_cost: OpCost, offload: Offload) -> float:
     cost = op_cost.cost
     return scalar(cost.weights) * offload.weights + scalar(cost.kv_read + cost.kv_write) * offload.kv
@@ -76,7 +90,7 @@ def _offloaded_bytes(op_cost: OpCost, offload: Offload) -> float:
 def _stream(op_cost: OpCost, offload: Offload, device: Hardware) -> tuple[float, float, str]:
     """Seconds, bytes fetched, and what bounds them."""
     fetched = _offloaded_bytes(op_cost, offload)
-    link = min(device.host_bandwidth, offload.tier.bandwidth)
+    link = min(device.host_bandwidth * device.runtime.host, offload.tier.bandwidth)
     times = {
         "link": fetched / link,
         "memory": scalar(op_cost.cost.memory_seconds),

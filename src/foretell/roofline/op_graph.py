@@ -37,6 +37,11 @@ class Op:
     output: LinearCost = ZERO
 
     @property
+    def is_vocabulary(self) -> bool:
+        """Whether its weights are those of the embedding or of the LM head."""
+        return self.name in ("embedding", "lm_head")
+
+    @property
     def is_collective(self) -> bool:
         """Whether it only moves data between devices."""
         return self.kind in ("all_reduce", "all_gather")

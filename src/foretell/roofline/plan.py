@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from foretell.roofline.acceptance import AcceptanceByRank
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.cost import scalar
-from foretell.roofline.drafter_cost import DrafterCost, drafter_cost
+from foretell.roofline.drafter_cost import DrafterCost, default_draft_model, drafter_cost
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.method_profiles import MethodProfile, method_profiles
-from foretell.roofline.speculation import MAX_NODES, MethodEstimate, estimate_method
+from foretell.roofline.method_profiles import MethodProfile, method_profiles, profile_for_draft
+from foretell.roofline.speculation import MAX_NODES, DraftShape, MethodEstimate, estimate_method
 from foretell.roofline.workload import Workload
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -36,12 +36,38 @@ class SpeculationPlan:
         if not self.estimates or self.estimates[0].nodes == 1:
             return f"Do not speculate: at batch {self.baseline.batch} every method is slower than plain decoding."
         top = self.estimates[0]
+        if top.range[0] <= 1:
+            low, high = top.range
+            return (
+                f"Measure first: {top.profile.name} is predicted at {top.speedup:.2f}×, with {low:.2f} to {high:.2f} "
+                "within the spread of acceptance and of the runtime."
+            )
         drafted = top.nodes - 1
         shape = {"chain": f"a chain of {drafted}", "fixed": f"its fixed {drafted} nodes"}.get(
             top.profile.shape, f"a tree of {drafted} nodes, depth {top.depth}"
         )
-        gain = f"{top.speedup:.2f}× predicted ({top.tokens_per_pass:.2f} tokens per pass)"
+        low, high = top.range
+        gain = f"{top.speedup:.2f}× predicted, {low:.2f} to {high:.2f} ({top.tokens_per_pass:.2f} tokens per pass)"
         return f"Use {top.profile.name} with {shape}: {gain}."
+
+
+def cost_of_profile(
+    profile: MethodProfile, target: AnalyzedModel, draft_model: AnalyzedModel | None = None
+) -> DrafterCost | None:
+    """The drafting cost of a method for a target.
+
+    Raises:
+        ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
+    """
+    return drafter_cost(profile.draft, target, draft_model, profile.share, profile.heads, profile.vocab)
+
+
+def profiles_for(
+    target: AnalyzedModel, profiles: Mapping[str, MethodProfile], draft_model: AnalyzedModel | None
+) -> dict[str, MethodProfile]:
+    """The methods with the acceptance published for the draft model that each would use."""
+    draft = draft_model.name if draft_model else default_draft_model(target.name) or ""
+    return {name: profile_for_draft(profile, draft) for name, profile in profiles.items()}
 
 
 def drafter_costs(
@@ -52,7 +78,7 @@ def drafter_costs(
     unavailable: dict[str, str] = {}
     for name, profile in profiles.items():
         try:
-            costs[name] = drafter_cost(profile.draft, target, draft_model, profile.share, profile.heads)
+            costs[name] = cost_of_profile(profile, target, draft_model)
         except ValueError as error:
             unavailable[name] = str(error)
     return costs, unavailable
@@ -65,15 +91,26 @@ def rank_methods(
     profiles: Mapping[str, MethodProfile] | None = None,
     draft_model: AnalyzedModel | None = None,
     max_nodes: int = MAX_NODES,
+    shape: DraftShape | None = None,
 ) -> SpeculationPlan:
     """Rank decoding methods at the batch, context and formats of a workload; its stage is ignored.
 
     profiles: all by default. draft_model: a small built-in model of the target's family by default. max_nodes: of a
-    tree.
+    tree. shape: a chain or tree in place of the best one; methods that cannot draft it are unavailable.
+
+    Raises:
+        ValueError: fewer than one node.
     """
-    profiles = method_profiles() if profiles is None else profiles
+    if max_nodes < 1:
+        raise ValueError(f"a tree needs at least one node, found a budget of {max_nodes}")
+    profiles = profiles_for(target, method_profiles() if profiles is None else profiles, draft_model)
     costs, unavailable = drafter_costs(target, profiles, draft_model)
-    estimates = [estimate_method(profiles[n], cost, target, hardware, workload, max_nodes) for n, cost in costs.items()]
+    estimates = list[MethodEstimate]()
+    for name, cost in costs.items():
+        try:
+            estimates.append(estimate_method(profiles[name], cost, target, hardware, workload, max_nodes, shape))
+        except ValueError as error:
+            unavailable[name] = str(error)
     estimates.sort(key=lambda e: -e.speedup)
     plain = MethodProfile(
         "autoregressive", "Plain decoding", "none", "fixed", AcceptanceByRank((0.0,), ""), "exact", nodes=1, tokens=1.0

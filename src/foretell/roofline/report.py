@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foretell.roofline.analysis import Analysis, AnalyzedModel
+from foretell.roofline.arrivals import LoadComparison
 from foretell.roofline.calibrate import PredictionCheck
 from foretell.roofline.cost import CostBreakdown, OpCost, scalar
 from foretell.roofline.hardware import Hardware
@@ -17,6 +18,8 @@ from foretell.roofline.model_variants import ModelVariant
 from foretell.roofline.offload import OffloadResult
 from foretell.roofline.paper.table1 import Table1Row
 from foretell.roofline.plan import SpeculationPlan
+from foretell.roofline.published import ComparedRow, GroupErrors
+from foretell.roofline.runtime import Runtime, runtime_figures
 from foretell.roofline.speculation import MethodEstimate
 from foretell.roofline.sweep import SweepResult
 
@@ -64,7 +67,8 @@ def analysis_record(a: Analysis) -> dict[str, Any]:
         "workload": {
             "stage": w.stage, "batch": w.batch, "context": w.context, "tokens": w.tokens, "chunk": w.chunk,
             "generate": w.generate, "weights": w.weights.name, "activations": w.activations.name, "kv": w.kv.name,
-            "fusion": w.fusion, "devices": w.devices, "square": w.square,
+            "head": w.head_weights.name,
+            "fusion": w.fusion, "devices": w.devices, "square": w.square, "runtime": a.hardware.runtime.name,
         },
         "total": {
             "seconds": a.seconds, "tokens": a.tokens, "tokens_per_second": a.tokens / a.seconds,
@@ -196,7 +200,8 @@ def estimate_record(e: MethodEstimate, fits: bool | None) -> dict[str, Any]:
         "method": e.profile.name, "shape": e.profile.shape, "nodes": e.nodes, "depth": e.depth,
         "tokens_per_pass": e.tokens_per_pass, "pass_seconds": e.pass_seconds,
         "draft_seconds": e.draft_seconds, "break_even_tokens": e.break_even_tokens,
-        "speedup": e.speedup, "goodput": e.goodput, "bytes_per_token": e.bytes_per_token,
+        "speedup": e.speedup, "low": e.range[0], "high": e.range[1], "goodput": e.goodput,
+        "bytes_per_token": e.bytes_per_token,
         "ops_per_token": e.ops_per_token, "fits": fits, "basis": e.profile.basis, "source": e.profile.acceptance.source,
     }  # fmt: skip
 
@@ -252,7 +257,18 @@ def plan_table(plan: SpeculationPlan) -> Table:
     """The ranked methods."""
     table = new_table()
     table.add_column("method", no_wrap=True)
-    for name in ("tree", "tokens/pass", "pass", "draft", "needs", "speed-up", "tokens/s", "bytes/token", "OPs/token"):
+    for name in (
+        "tree",
+        "tokens/pass",
+        "pass",
+        "draft",
+        "needs",
+        "speed-up",
+        "range",
+        "tokens/s",
+        "bytes/token",
+        "OPs/token",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("acceptance", no_wrap=True)
     for g in (*plan.estimates, plan.baseline):
@@ -265,13 +281,13 @@ def plan_table(plan: SpeculationPlan) -> Table:
             g.profile.name + fits,
             f"{g.nodes - 1} × {g.depth}" if used else "-", f"{g.tokens_per_pass:.2f}", format_seconds(g.pass_seconds),
             format_seconds(g.draft_seconds) if g.draft_seconds else "-", f"{g.break_even_tokens:.2f}" if used else "-",
-            speedup,
+            speedup, f"{g.range[0]:.2f}-{g.range[1]:.2f}" if used else "-",
             f"{g.goodput:.4g}", format_number(g.bytes_per_token, "B"), format_number(g.ops_per_token), g.profile.basis,
         )  # fmt: skip
     return table
 
 
-PLAN_OPTIONAL = ("acceptance", "OPs/token", "bytes/token", "draft", "tree", "pass", "tokens/s")
+PLAN_OPTIONAL = ("acceptance", "OPs/token", "bytes/token", "draft", "range", "tree", "pass", "tokens/s")
 """Columns that a narrow terminal omits, first to last."""
 
 
@@ -325,6 +341,66 @@ def table1_records(rows: Sequence[Table1Row]) -> list[dict[str, Any]]:
         }
         for r in rows
     ]  # fmt: skip
+
+
+def published_record(c: ComparedRow) -> dict[str, Any]:
+    """A published measurement and its prediction."""
+    r = c.row
+    workload = {"batch": r.batch, "weights": r.weights, "devices": r.devices}
+    drafted = {"drafted": r.nodes - 1 if r.nodes else None, "tau": r.tau or None}
+    return {
+        "group": r.group, "model": r.model, "hardware": r.hardware, "method": r.method or "plain",
+        "published": r.published, "predicted": c.predicted, "error_percent": round(100 * c.error, 1),
+        "used": "fitted" if r.fit else "checked", "measure": r.measure, **workload, **drafted,
+        "runtime": r.runtime, "tau_basis": r.tau_basis, "source": r.source,
+    }  # fmt: skip
+
+
+def group_record(g: GroupErrors) -> dict[str, Any]:
+    """Errors of a group of published measurements, in percent."""
+    return {
+        "group": g.group, "checked": g.checked, "fitted": g.fitted, "median_error_percent": round(100 * g.median, 1),
+        "worst_error_percent": round(100 * g.worst, 1), "median_bias_percent": round(100 * g.bias, 1),
+    }  # fmt: skip
+
+
+def runtime_record(runtime: Runtime) -> dict[str, Any]:
+    """The figures of a runtime in the units of runtimes.toml."""
+    return {"name": runtime.name} | runtime_figures(runtime)
+
+
+def table1_text(rows: Sequence[Table1Row]) -> list[dict[str, Any]]:
+    """Rows of the paper's table in the paper's rounding, with our exact counts in the last two columns."""
+    return [
+        {
+            "stage": r.stage, "layer": r.name, "OPs": _paper_number(r.ops), "bytes": _paper_number(r.bytes),
+            "intensity": f"{r.intensity:.0f}" if r.intensity >= 10 else f"{r.intensity:.2f}".rstrip("0").rstrip("."),
+            "performance": _paper_number(r.performance), "bound": r.bound,
+            "exact OPs": f"{r.exact_ops:,.0f}", "exact bytes": f"{r.exact_bytes:,.0f}",
+        }
+        for r in rows
+    ]  # fmt: skip
+
+
+def _paper_number(value: float) -> str:
+    """A whole number with a unit, as the paper prints it."""
+    at = min(4, max(1, (len(f"{value:.0f}") - 1) // 3))
+    return f"{value / 1000**at:.0f}{' KMGT'[at]}"
+
+
+def load_record(c: LoadComparison) -> dict[str, Any]:
+    """One rate of a simulated load: without drafts, and with them."""
+    record: dict[str, Any] = {
+        "rate": c.plain.rate, "speedup": c.speedup,
+        "mean_latency": c.plain.mean_latency, "drafted_mean_latency": c.drafted.mean_latency,
+        "goodput": c.plain.goodput, "drafted_goodput": c.drafted.goodput,
+    }  # fmt: skip
+    for name in c.plain.percentiles:
+        for at, percent in enumerate((50, 99)):
+            record[f"{name}_p{percent}"] = c.plain.percentiles[name][at]
+            record[f"drafted_{name}_p{percent}"] = c.drafted.percentiles[name][at]
+    tokens = {"tokens_per_second": c.plain.tokens_per_second, "drafted_tokens_per_second": c.drafted.tokens_per_second}
+    return record | tokens | {"mean_running": c.plain.mean_running}
 
 
 def plain_table(records: Sequence[Record], width: int, title: str = "") -> Table:

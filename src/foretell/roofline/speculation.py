@@ -1,5 +1,6 @@
 """Predicted gain of a decoding method at its best draft length or tree: tokens per pass, pass and drafting time."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,6 +20,37 @@ MAX_NODES, MAX_DEPTH = 256, 12
 """Largest tree considered, root included, and its depth."""
 MAX_CHAIN = 4 * MAX_DEPTH
 """Longest chain considered, in drafted tokens."""
+ACCEPTED_SPREAD = 0.2
+"""Relative spread of the accepted tokens over tasks and models: all greedy rows of arXiv 2401.15077, table 1, lie
+within it of their mean (2.61 to 3.52 accepted tokens, mean 3.06).
+"""
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """A chain or tree that is given instead of searched: its nodes (root included), its depth, and, where they are
+    known, the tokens per pass that it yields.
+
+    Raises:
+        ValueError: a tree that cannot exist, or tokens that it cannot yield.
+    """
+
+    nodes: int
+    depth: int
+    tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth < self.nodes:
+            raise ValueError(f"a tree of depth {self.depth} needs more than {self.depth} nodes, found {self.nodes}")
+        if self.tokens is not None and not 1 <= self.tokens <= self.depth + 1:
+            raise ValueError(
+                f"a tree of depth {self.depth} yields 1 to {self.depth + 1} tokens per pass, found {self.tokens:g}"
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Nodes that the drafter expands per level; a tree is taken to be equally wide at every level."""
+        return (1, *[-(-(self.nodes - 1) // self.depth)] * (self.depth - 1))
 
 
 @dataclass(frozen=True)
@@ -26,7 +58,8 @@ class MethodEstimate:
     """Predicted performance of a method on one workload.
 
     nodes: tokens verified per sequence, root included (1: do not speculate). tokens_per_pass: expected, per sequence.
-    Times are in seconds per pass; plain_seconds: of a pass without speculation.
+    Times are in seconds per pass; draft_seconds: of drafting, with the runtime's own work per speculative step;
+    plain_seconds: of a pass without speculation.
     """
 
     profile: MethodProfile
@@ -39,6 +72,22 @@ class MethodEstimate:
     batch: int
     bytes_per_token: float
     ops_per_token: float
+    accepted_spread: float = ACCEPTED_SPREAD
+    runtime_error: float = 0.0
+
+    @property
+    def shape(self) -> DraftShape:
+        """The chain or tree with its tokens per pass."""
+        return DraftShape(self.nodes, self.depth, self.tokens_per_pass)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Likely limits of the speed-up, from the spread of acceptance and the error of the runtime's profile."""
+        if self.nodes == 1:
+            return 1.0, 1.0
+        of_tokens = self.accepted_spread * (self.tokens_per_pass - 1) / self.tokens_per_pass
+        relative = math.hypot(of_tokens, self.runtime_error)
+        return self.speedup * (1 - relative), self.speedup * (1 + relative)
 
     @property
     def speedup(self) -> float:
@@ -70,29 +119,35 @@ def estimate_method(
     hardware: Hardware,
     workload: Workload,
     max_nodes: int = MAX_NODES,
+    shape: DraftShape | None = None,
 ) -> MethodEstimate:
-    """The method at its fastest shape, among all chains or trees of up to `max_nodes` tokens.
+    """The method at its fastest shape, among all chains or trees of up to `max_nodes` tokens, or at a given `shape`.
 
     Raises:
-        ValueError: fewer than one node.
+        ValueError: fewer than one node, or a given shape that the method cannot draft.
     """
     if max_nodes < 1:
         raise ValueError(f"a tree needs at least one node, found a budget of {max_nodes}")
-    widths = np.arange(1.0, max(max_nodes, profile.nodes if profile.shape == "fixed" else 1) + 1)
+    fixed = profile.nodes if profile.shape == "fixed" else 1
+    widths = np.arange(1.0, max(shape.nodes if shape else max_nodes, fixed) + 1)
     target = verification_cost(model.graph(workload.fusion, False, workload.square), hardware, workload, widths)
     pass_seconds = np.broadcast_to(np.asarray(target.seconds), widths.shape)
     draft_costs = _drafting_cost(drafter, hardware, workload, widths)
-    candidates = [(1, 0, 1.0, 0.0)]
-    if profile.shape == "fixed":
-        candidates.append((profile.nodes, 1, profile.tokens, 0.0))
+    step = hardware.runtime.step_overhead
+    if shape is not None:
+        candidates = [_given(profile, shape, drafter, np.asarray(draft_costs.seconds), step)]
+    elif profile.shape == "fixed":
+        candidates = [(1, 0, 1.0, 0.0), (profile.nodes, 1, profile.tokens, step)]
     else:
-        candidates.extend(_candidates(profile, drafter, max_nodes, np.asarray(draft_costs.seconds), pass_seconds))
+        found = _candidates(profile, drafter, max_nodes, np.asarray(draft_costs.seconds), pass_seconds, step)
+        candidates = [(1, 0, 1.0, 0.0), *found]
     n, depth, tokens, seconds = max(candidates, key=lambda c: c[2] / (pass_seconds[c[0] - 1] + c[3]))
     draft_bytes, draft_ops = _draft_bytes_and_ops(profile, drafter, n, depth, draft_costs)
     return MethodEstimate(
         profile, n, depth, tokens, float(pass_seconds[n - 1]), seconds, float(pass_seconds[0]), workload.batch,
         (_at(target.bytes, n) + draft_bytes) / tokens / workload.batch,
         (_at(target.ops, n) + draft_ops) / tokens / workload.batch,
+        0.0 if shape is not None and shape.tokens is not None else ACCEPTED_SPREAD, hardware.runtime.error,
     )  # fmt: skip
 
 
@@ -117,15 +172,41 @@ def cached_best_trees(acceptance: AcceptanceByRank, nodes: int, depth: int) -> B
     return best_trees(acceptance, nodes, depth)
 
 
+def _given(
+    profile: MethodProfile, shape: DraftShape, drafter: DrafterCost | None, draft_pass_seconds: Array, step: float
+) -> tuple[int, int, float, float]:
+    """A given shape as (nodes, depth, tokens, draft seconds)."""
+    if profile.max_depth is not None and shape.depth > profile.max_depth:
+        raise ValueError(f"{profile.name} has {profile.max_depth} heads and cannot draft a tree of depth {shape.depth}")
+    tokens = shape.tokens
+    if tokens is None and profile.shape == "fixed":
+        raise ValueError(f"{profile.name} has no acceptance by node: give the tokens per pass of the tree with --tau")
+    if tokens is None:
+        tokens = cached_best_trees(profile.acceptance, shape.nodes, shape.depth).tokens[-1]
+    if drafter is None:
+        return shape.nodes, shape.depth, tokens, step
+    passes = shape.widths if drafter.per == "level" else (1,)
+    seconds = float(sum(_at(draft_pass_seconds, width) for width in passes))
+    return shape.nodes, shape.depth, tokens, seconds + step
+
+
 def _candidates(
-    profile: MethodProfile, drafter: DrafterCost | None, max_nodes: int, draft_pass_seconds: Array, pass_seconds: Array
+    profile: MethodProfile,
+    drafter: DrafterCost | None,
+    max_nodes: int,
+    draft_pass_seconds: Array,
+    pass_seconds: Array,
+    step: float,
 ) -> list[tuple[int, int, float, float]]:
     """The best size for every depth: (nodes, depth, tokens, draft seconds)."""
     found = []
-    for depth in range(1, (min(max_nodes, MAX_CHAIN) if profile.shape == "chain" else MAX_DEPTH) + 1):
+    deepest = min(max_nodes, MAX_CHAIN) if profile.shape == "chain" else MAX_DEPTH
+    if profile.largest is not None:
+        max_nodes, deepest = min(max_nodes, profile.largest[0]), min(deepest, profile.largest[1])
+    for depth in range(1, min(deepest, profile.max_depth or deepest) + 1):
         trees = cached_best_trees(profile.acceptance, max_nodes, depth)
         tokens = np.array(trees.tokens)
-        seconds = _draft_seconds(drafter, trees, draft_pass_seconds)
+        seconds = _draft_seconds(drafter, trees, draft_pass_seconds) + step
         at = int(np.argmax(tokens / (pass_seconds[: len(tokens)] + seconds)))
         if at:
             found.append((at + 1, depth, float(tokens[at]), float(seconds[at])))

@@ -15,7 +15,8 @@ from foretell.roofline.hardware import Hardware, with_overrides
 from foretell.roofline.linear_cost import Array, Number
 from foretell.roofline.memory import memory_use
 from foretell.roofline.names import look_up
-from foretell.roofline.workload import LIMITS, Workload, WorkloadSizes
+from foretell.roofline.workload import LIMITS, Workload, WorkloadSizes, throughput_tokens
+from foretell.utils.assignments import split_assignment
 
 LENGTH_AXES = ("batch", "context", "tokens", "chunk", "generate")
 FORMAT_AXES = ("weights", "activations", "kv")
@@ -37,9 +38,7 @@ def parse_axis(text: str) -> tuple[str, Axis]:
     Raises:
         ValueError: an unknown axis, no values, or values out of range.
     """
-    name, equals, values = text.partition("=")
-    if not equals:
-        raise ValueError(f"a sweep looks like batch=1:256 or weights=16,8,4; found {text!r}")
+    name, values = split_assignment(text, "--sweep", "batch=1:256 or weights=16,8,4")
     name = look_up({a: a for a in AXES}, name, "sweep axis")
     if name in FORMAT_AXES:
         formats = tuple(parse_format(v).name for v in values.split(",") if v.strip())
@@ -70,7 +69,9 @@ def _parse_numbers(values: str, text: str) -> tuple[float, ...]:
             if match[3] == "*":
                 numbers = _geometric(low, high, step, text)
             else:
-                count = (high - low) / step if step else np.inf
+                if step <= 0:
+                    raise ValueError(f"the sweep {text!r} never ends: its step must be above 0, found {step:g}")
+                count = (high - low) / step
                 if not count < MAX_WORKLOADS:
                     raise ValueError(f"the sweep {text!r} is too large: at most {MAX_WORKLOADS} settings")
                 numbers = (
@@ -178,7 +179,7 @@ def _evaluate(
             "ops": cost.ops,
             "bytes": cost.bytes,
             "memory": memory_use(graphs, rates).total,
-            "tokens": part.batch * (part.generate if workload.stage == "chat" else 1),
+            "tokens": throughput_tokens(workload.stage, part),
         }
         for name, figure in figures.items():
             parts[name].append(np.broadcast_to(np.asarray(figure, dtype=np.float64), shape))

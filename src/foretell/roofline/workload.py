@@ -13,6 +13,7 @@ from foretell.roofline.linear_cost import (
     Number,
     attention_pairs,
     expected_active_experts,
+    independent_rows,
     kv_positions_read,
 )
 from foretell.roofline.op_graph import LayerGroup, OpGraph
@@ -42,8 +43,9 @@ class Workload:
         chunked: prefill of one prompt of `context` in chunks of `chunk`, while `batch` - 1 other sequences decode.
         chat: prefill of `context`, then `generate` decode passes.
 
-    weights, activations, kv: number formats. devices: degree of tensor parallelism. square: count causal attention as
-    the full square, as the paper does.
+    weights, activations, kv: number formats. head: of embedding and LM head where it differs from the other weights, as
+    in AWQ and GPTQ checkpoints, which keep them in 16 bits. devices: degree of tensor parallelism. square: count causal
+    attention as the full square, as the paper does.
 
     Raises:
         ValueError: an unknown stage or fusion, or a size outside its limits.
@@ -61,6 +63,12 @@ class Workload:
     fusion: Fusion = "flash"
     devices: int = 1
     square: bool = False
+    head: NumberFormat | None = None
+
+    @property
+    def head_weights(self) -> NumberFormat:
+        """The format of embedding and LM head."""
+        return self.head or self.weights
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -112,6 +120,15 @@ def workload_sizes(workload: Workload) -> WorkloadSizes:
     return WorkloadSizes(*(np.array([float(getattr(workload, f.name))]) for f in fields(WorkloadSizes)))
 
 
+def throughput_tokens(stage: Stage, sizes: WorkloadSizes) -> Array:
+    """Tokens that the throughput of a stage counts: of the prompts in prefill, of both in chunked, else of outputs."""
+    if stage == "prefill":
+        return sizes.batch * sizes.context
+    if stage == "chunked":
+        return sizes.context + (sizes.batch - 1) * np.ceil(sizes.context / sizes.chunk)
+    return sizes.batch * (sizes.generate if stage == "chat" else 1.0)
+
+
 def phases(stage: Stage, sizes: WorkloadSizes) -> tuple[Phase, ...]:
     """The passes of a stage, for arrays of workloads."""
     batch, context, tokens = sizes.batch[:, None], sizes.context[:, None], sizes.tokens[:, None]
@@ -139,8 +156,10 @@ def phase_extents(graph: OpGraph, group: LayerGroup, phase: Phase) -> Extents:
     rows: Number = 0.0
     pairs: Number = 0.0
     positions: Number = 0.0
+    routed: Number = 0.0
     for g in phase.sequences:
         rows = rows + g.batch * g.tokens
+        routed = routed + g.batch * np.where(np.asarray(g.tokens) > 0, independent_rows(g.tokens), 0.0)
         attended = attention_pairs(g.tokens, g.cached, group.window, graph.square)
         read = kv_positions_read(g.tokens, g.cached, group.window)
         if graph.skip_new_tokens:
@@ -149,7 +168,7 @@ def phase_extents(graph: OpGraph, group: LayerGroup, phase: Phase) -> Extents:
             read = np.where(is_decode, g.cached, read)
         pairs = pairs + g.batch * attended
         positions = positions + g.batch * read
-    active_experts = expected_active_experts(graph.expert_count, graph.experts_per_token, rows)
+    active_experts = expected_active_experts(graph.expert_count, graph.experts_per_token, routed)
     return Extents(rows, pairs, positions, active_experts, phase.logit_rows)
 
 

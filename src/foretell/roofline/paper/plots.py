@@ -1,10 +1,11 @@
 """Figures as pictures; needs matplotlib (`pip install foretell[plot]`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from foretell.roofline.paper.figures import Figure, Records
+from foretell.roofline.published import ComparedRow
 
 COLOURS = ("#2f6f8f", "#d9822b", "#5b8c3a", "#8b5aa8", "#b5403a", "#6b6f76")
 INK, MUTED = "#22303a", "#7b8791"
@@ -16,6 +17,15 @@ def draw(figure: Figure, out: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or an ending it cannot write.
     """
+    write_picture(out, figure.title, figure.note, lambda canvas: DRAW[figure.number](canvas, figure.records))
+
+
+def write_picture(out: Path, title: str, note: str, paint: Callable[[Any], None]) -> None:
+    """Write what `paint` draws on a canvas, under a title and above a note, as PNG, SVG or PDF.
+
+    Raises:
+        ValueError: matplotlib is missing, or an ending it cannot write.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
@@ -23,10 +33,44 @@ def draw(figure: Figure, out: Path) -> None:
         raise ValueError("figures need matplotlib: pip install 'foretell[plot]'") from None
     canvas = Canvas(figsize=(8.6, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(canvas)
-    DRAW[figure.number](canvas, figure.records)
-    canvas.suptitle(figure.title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    canvas.supxlabel(_wrapped(figure.note), x=0.01, ha="left", fontsize=8.5, color=MUTED)
+    paint(canvas)
+    canvas.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    canvas.supxlabel(_wrapped(note), x=0.01, ha="left", fontsize=8.5, color=MUTED)
     canvas.savefig(out)
+
+
+def draw_published(compared: Sequence[ComparedRow], out: Path) -> None:
+    """Write predicted speed-ups against published ones, and the errors of all rows by group.
+
+    Raises:
+        ValueError: matplotlib is missing, or an ending it cannot write.
+    """
+    note = "Filled: the prediction is checked on the row; hollow: a figure of its runtime was fitted to it."
+    write_picture(out, "Published and predicted", note, lambda canvas: _published(canvas, compared))
+
+
+def _published(canvas: Any, compared: Sequence[ComparedRow]) -> None:
+    groups = list(dict.fromkeys(c.row.group for c in compared))
+    left, right = _axes(canvas, 1, 2)[0]
+    left.plot([0.7, 7], [0.7, 7], color=MUTED, linewidth=1)
+    right.axvline(0, color=MUTED, linewidth=1)
+    for at, (group, colour) in enumerate(zip(groups, COLOURS, strict=False)):
+        rows = [c for c in compared if c.row.group == group]
+        for i, c in enumerate(rows):
+            face = "none" if c.row.fit else colour
+            if c.row.measure == "speedup":
+                left.plot(c.row.published, c.predicted, "o", markersize=4, color=colour, markerfacecolor=face)
+            height = len(groups) - at + 0.6 * (i / len(rows) - 0.5)
+            right.plot(100 * c.error, height, "o", markersize=4, color=colour, markerfacecolor=face)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_ticks([0.7, 1, 1.5, 2, 3, 4, 6], labels=["0.7", "1", "1.5", "2", "3", "4", "6"])
+        axis.set_ticks([], minor=True)
+    left.set_xlabel("published speed-up")
+    left.set_ylabel("predicted")
+    right.set_yticks(range(len(groups), 0, -1), [g.replace("_", " ") for g in groups])
+    right.set_xlabel("error of the prediction, %")
 
 
 def _wrapped(text: str, width: int = 130) -> str:

@@ -18,8 +18,10 @@ const Roofline = (() => {
     weights: "16",
     activations: "16",
     kv: "16",
+    head: "",
     fusion: "flash",
     devices: 1,
+    runtime: data.firstRuntime,
     square: false,
     bandwidth: "",
     peak: "",
@@ -77,7 +79,9 @@ const Roofline = (() => {
     }
     form.model.append(...families.values());
     for (const [name, h] of Object.entries(data.hardware)) form.hardware.append(option(name, h.title));
-    for (const field of ["weights", "activations", "kv"]) {
+    for (const [name, r] of Object.entries(data.runtimes)) form.runtime.append(option(name, `${name}: ${r.title}`));
+    form.head.append(option("", "as the weights"));
+    for (const field of ["weights", "activations", "kv", "head"]) {
       for (const f of Object.keys(data.formats))
         form[field].append(option(f, f.startsWith("fp") ? f.toUpperCase() : f.replace("g", " / ")));
     }
@@ -326,6 +330,7 @@ const Roofline = (() => {
     });
     plan();
   }
+  const times = (g) => `${g.speedup.toFixed(2)}× (${g.range.map((x) => x.toFixed(2)).join(" to ")})`;
   function plan() {
     const list = methods.plan(state.now),
       usable = list.filter((g) => !g.unavailable),
@@ -334,7 +339,9 @@ const Roofline = (() => {
       name = state.method || (top.nodes > 1 ? top.name : usable[0].name);
     $(".advice").textContent =
       top.nodes > 1
-        ? `Use ${top.name}: ${top.speedup.toFixed(2)}× predicted.`
+        ? top.range[0] > 1
+          ? `Use ${top.name}: ${times(top)} predicted.`
+          : `Measure first: ${top.name} is predicted at ${times(top)}.`
         : `Do not speculate: at batch ${state.now.batch} no method gains more tokens than it costs.`;
     $(".bars").replaceChildren(
       ...list.map((g) => {
@@ -382,7 +389,8 @@ const Roofline = (() => {
       p.textContent = `${g.title}: drafting and the larger pass cost more than the tokens are worth here. ${g.source}.`;
     else
       p.textContent =
-        `${g.title}: ${g.nodes - 1} drafted tokens, depth ${g.depth}; ${g.tokens.toFixed(2)} tokens per pass. ` +
+        `${g.title}: ${times(g)}; ${g.nodes - 1} drafted tokens, depth ${g.depth}; ` +
+        `${g.tokens.toFixed(2)} tokens per pass. ` +
         `Pass ${duration(g.pass)} (plain ${duration(g.plain)}), drafting ${g.draft ? duration(g.draft) : "free"}. ` +
         `Acceptance ${g.basis}: ${g.source}.`;
     $(".bars").append(p);

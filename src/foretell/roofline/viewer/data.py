@@ -5,17 +5,19 @@ The page only evaluates the linear costs; their coefficients come from here.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from foretell.roofline.analysis import AnalyzedModel
-from foretell.roofline.drafter_cost import drafter_cost
-from foretell.roofline.formats import WIDER_CLASSES, compute_class, parse_format
+from foretell.roofline.formats import WIDER_CLASSES, compute_class, is_converted, parse_format
 from foretell.roofline.hardware import Hardware
-from foretell.roofline.linear_cost import LinearCost
+from foretell.roofline.linear_cost import SHARED_ROUTING, LinearCost
 from foretell.roofline.method_profiles import MethodProfile, method_profiles
 from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph
-from foretell.roofline.speculation import MAX_DEPTH, MAX_NODES
+from foretell.roofline.plan import cost_of_profile, profiles_for
+from foretell.roofline.runtime import DEFAULT_RUNTIME, Runtime, known_runtimes
+from foretell.roofline.speculation import ACCEPTED_SPREAD, MAX_DEPTH, MAX_NODES
 from foretell.roofline.workload import FUSIONS, LIMITS, STAGES
 
 FORMATS = ("16", "fp8", "8", "6", "4", "4g128", "fp4", "3", "2", "2g32z", "1")
@@ -80,12 +82,14 @@ def model_data(model: AnalyzedModel, source: str, groups: GroupTable) -> dict[st
 def draft_data(profile: MethodProfile, model: AnalyzedModel, groups: GroupTable) -> dict[str, Any] | None:
     """The drafter of a method for a model; None: drafting is free; with key `unavailable`: the reason why not."""
     try:
-        draft = drafter_cost(profile.draft, model, None, profile.share, profile.heads)
+        draft = cost_of_profile(profile, model)
     except ValueError as error:
         return {"unavailable": str(error)}
     if draft is None:
         return None
-    return {
+    own = profiles_for(model, {profile.name: profile}, None)[profile.name]
+    given = {} if own is profile else {"acceptance": method_data(own)}
+    return given | {
         "graph": groups.graph_data(draft.graph),
         "per": draft.per,
         "weights": draft.weights.name if draft.weights else None,
@@ -97,10 +101,15 @@ def hardware_data(h: Hardware) -> dict[str, Any]:
     """A device."""
     return {
         "title": h.title, "source": h.source, "bandwidth": h.bandwidth, "capacity": h.capacity, "peaks": dict(h.peaks),
-        "vectorRate": h.vector_rate, "linkBandwidth": h.link_bandwidth, "opOverhead": h.op_overhead,
-        "passOverhead": h.pass_overhead, "matmulRates": {k: list(v) for k, v in h.matmul_rates.items()},
+        "vectorRate": h.vector_rate, "linkBandwidth": h.link_bandwidth, "runtime": runtime_data(h.runtime),
+        "usesRuntimes": h.takes_runtimes, "matmulRates": {k: list(v) for k, v in h.matmul_rates.items()},
         "attentionRates": list(h.attention_rates),
     }  # fmt: skip
+
+
+def runtime_data(runtime: Runtime) -> dict[str, Any]:
+    """A runtime."""
+    return {f.name: getattr(runtime, f.name) for f in fields(runtime) if f.name not in ("name", "source")}
 
 
 def method_data(method: MethodProfile) -> dict[str, Any]:
@@ -109,6 +118,7 @@ def method_data(method: MethodProfile) -> dict[str, Any]:
         "title": method.title, "shape": method.shape, "ranks": list(method.acceptance.ranks),
         "decay": method.acceptance.decay,
         "nodes": method.nodes, "tokens": method.tokens, "basis": method.basis, "source": method.acceptance.source,
+        "maxDepth": method.max_depth, "largest": method.largest,
     }  # fmt: skip
 
 
@@ -124,8 +134,14 @@ def payload(devices: Mapping[str, Hardware], extra: Sequence[AnalyzedModel] = ()
         "hardware": {name: hardware_data(h) for name, h in devices.items()},
         "formats": {name: f.bytes for name, f in formats.items()},
         "computeClasses": {f"{a}|{b}": compute_class(x, y) for a, x in formats.items() for b, y in formats.items()},
+        "converted": {
+            f"{a}|{b}": is_converted(x, y) for a, x in formats.items() for b, y in formats.items()
+        },
         "widerClasses": {name: list(classes) for name, classes in WIDER_CLASSES.items()},
         "methods": {name: method_data(m) for name, m in method_profiles().items()},
+        "runtimes": {name: runtime_data(r) for name, r in known_runtimes().items()},
+        "firstRuntime": DEFAULT_RUNTIME, "acceptedSpread": ACCEPTED_SPREAD,
+        "sharedRouting": SHARED_ROUTING,
         "stages": list(STAGES), "fusions": list(FUSIONS), "limits": LIMITS,
         "maxNodes": MAX_NODES, "maxDepth": MAX_DEPTH,
         "first": extra[0].name if extra else "llama-3-8b",

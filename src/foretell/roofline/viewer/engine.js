@@ -35,13 +35,15 @@ const Engine = (data) => {
 
   function extents(graph, group, pass, square) {
     const e = [1, 0, 0, 0, 0, pass.logitRows];
+    let routed = 0;
     for (const [b, n, cached] of pass.sequences) {
       e[ROWS] += b * n;
+      routed += n > 0 ? b * (1 + (n - 1) * (1 - data.sharedRouting)) : 0;
       e[PAIRS] += b * pairs(n, cached, group.window, square);
       e[KV_POSITIONS] += b * kvPositions(n, cached, group.window);
     }
     const experts = graph.expertCount;
-    if (experts) e[ACTIVE_EXPERTS] = experts * (1 - Math.pow(1 - graph.expertsPerToken / experts, e[ROWS]));
+    if (experts) e[ACTIVE_EXPERTS] = experts * (1 - Math.pow(1 - graph.expertsPerToken / experts, routed));
     return e;
   }
 
@@ -102,6 +104,8 @@ const Engine = (data) => {
       h.peaks = Object.fromEntries(Object.entries(base.peaks).map(([k, v]) => [k, (v * value * unit) / top]));
       h.matmulRates = {};
     }
+    const runtime = need(data.runtimes, s.runtime, "runtime");
+    if (h.usesRuntimes) h.runtime = runtime;
     return h;
   }
 
@@ -109,20 +113,25 @@ const Engine = (data) => {
     if (s.devices > 1 && !h.linkBandwidth)
       throw new Error(`${h.title} states no link between devices, so ${s.devices} cannot share a model.`);
     const [matmul, curve] = peak(h, w, s.activations),
-      [attention] = peak(h, s.activations, kv);
+      [attention] = peak(h, s.activations, kv),
+      runtime = h.runtime;
     return {
       w: data.formats[w],
       a: data.formats[s.activations],
       kv: data.formats[kv],
-      matmul,
+      matmul: matmul * runtime.peak,
       curve,
-      attention, attentionCurve: h.attentionRates,
-      passOverhead: h.passOverhead,
+      attention: attention * runtime.peak,
+      attentionCurve: h.attentionRates,
+      runtime,
+      head: data.formats[s.head || w],
+      headConvert: data.converted[`${s.head || w}|${s.activations}`] ? runtime.convert : 0,
+      headMatmul: peak(h, s.head || w, s.activations)[0] * runtime.peak,
+      convert: data.converted[`${w}|${s.activations}`] ? runtime.convert : 0,
       elementwise: h.vectorRate || h.peaks.fp16 || Math.max(...Object.values(h.peaks)),
-      bandwidth: h.bandwidth,
+      bandwidth: h.bandwidth * runtime.bandwidth,
       link: h.linkBandwidth,
       t: s.devices,
-      opOverhead: h.opOverhead,
     };
   }
 
@@ -146,14 +155,17 @@ const Engine = (data) => {
     if (kind === "all_reduce" || kind === "all_gather") {
       const moved = ((at(op[WRITE], e) * r.a * (t - 1)) / t) * (kind === "all_reduce" ? 2 : 1);
       sum[6] += moved;
-      sum[9] += moved / (r.link > 0 ? r.link : 1);
+      sum[9] += moved / (r.link > 0 ? r.link : 1) + (t > 1 ? r.runtime.collective_latency : 0);
       return;
     }
     const divided = DIVIDED[op[SPLIT]],
       by = (i) => (divided[i] ? t : 1);
     const kvBy = op[SPLIT] === "column" || op[SPLIT] === "heads" ? Math.min(t, kvHeads) : 1;
+    const isVocabulary = op[0] === "embedding" || op[0] === "lm_head",
+      weightBytes = isVocabulary ? r.head : r.w,
+      convert = isVocabulary ? r.headConvert : r.convert;
     const ops = at(op[WORK], e) / by(0),
-      w = (at(op[WEIGHTS], e) * r.w) / by(1);
+      w = (at(op[WEIGHTS], e) * weightBytes) / by(1);
     const rd = (at(op[READ], e) * r.a) / by(2),
       wr = (at(op[WRITE], e) * r.a) / by(3);
     const kr = (at(op[KVREAD], e) * r.kv) / kvBy,
@@ -161,12 +173,17 @@ const Engine = (data) => {
     const rows = op[WORK][LOGIT_ROWS] ? e[LOGIT_ROWS] : e[ROWS];
     const rate =
       kind === "matmul"
-        ? rateAt(r.curve, r.matmul, rows)
+        ? isVocabulary && r.head !== r.w
+          ? r.headMatmul
+          : rateAt(r.curve, r.matmul, rows)
         : kind === "attention"
           ? rateAt(r.attentionCurve, r.attention, rows)
           : r.elementwise;
-    const compute = ops / rate,
-      memory = (w + rd + wr + kr + kw) / r.bandwidth;
+    let compute = ops / rate;
+    if (kind === "matmul" && convert) compute += ((w / weightBytes) * convert) / r.elementwise;
+    const memory = (w + rd + wr + kr + kw) / r.bandwidth,
+      run = r.runtime,
+      exposed = Math.max(compute, memory) + (1 - run.overlap) * Math.min(compute, memory);
     sum[0] += ops;
     sum[1] += w;
     sum[2] += rd;
@@ -175,7 +192,7 @@ const Engine = (data) => {
     sum[5] += kw;
     sum[7] += compute;
     sum[8] += memory;
-    sum[9] += Math.max(compute, memory) + (kind === "lookup" ? r.passOverhead : r.opOverhead);
+    sum[9] += Math.max(exposed, run.launch) + (kind === "lookup" ? run.pass_overhead : run.op_overhead);
   }
 
   const zero = () => [0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
@@ -220,7 +237,8 @@ const Engine = (data) => {
     }
     for (const [id, count] of graphOf(model, s, list[0]).groups) {
       for (const op of data.groups[id].ops) {
-        weights += ((count * op[STORED]) / (op[SPLIT] === "replicated" ? 1 : r.t)) * r.w;
+        const bytes = op[0] === "embedding" || op[0] === "lm_head" ? r.head : r.w;
+        weights += ((count * op[STORED]) / (op[SPLIT] === "replicated" ? 1 : r.t)) * bytes;
       }
     }
     return { weights, kv, activations: alive, total: weights + kv + alive };
@@ -231,6 +249,7 @@ const Engine = (data) => {
     need(Object.fromEntries(data.stages.map((x) => [x, 1])), s.stage, "stage");
     need(Object.fromEntries(data.fusions.map((x) => [x, 1])), s.fusion, "fusion");
     for (const f of ["weights", "activations", "kv"]) need(data.formats, s[f], "number format");
+    if (s.head) need(data.formats, s.head, "number format");
     const used = {
       batch: 1,
       context: 1,
@@ -288,7 +307,12 @@ const Engine = (data) => {
     });
   }
 
-  const tokensOf = (s) => s.batch * (s.stage === "chat" ? s.generate : 1);
+  const tokensOf = (s) =>
+    s.stage === "prefill"
+      ? s.batch * s.context
+      : s.stage === "chunked"
+        ? s.context + (s.batch - 1) * Math.ceil(s.context / s.chunk)
+        : s.batch * (s.stage === "chat" ? s.generate : 1);
 
   function analyse(s) {
     const model = check(s),

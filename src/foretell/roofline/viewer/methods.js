@@ -71,9 +71,10 @@ const Methods = (engine) => {
   }
 
   function best(name, model, h, s, target) {
-    const m = data.methods[name],
-      draft = model.drafts[name],
-      maxNodes = data.maxNodes;
+    const draft = model.drafts[name],
+      m = { ...data.methods[name], ...(draft && draft.acceptance) },
+      maxNodes = Math.min(data.maxNodes, m.largest ? m.largest[0] : data.maxNodes),
+      step = h.runtime.step_overhead;
     if (draft && draft.unavailable) return { name, unavailable: draft.unavailable };
     const asked = { ...s, fusion: "flash" };
     const widest = draft && draft.per === "step" ? 1 : maxNodes;
@@ -84,8 +85,9 @@ const Methods = (engine) => {
     const consider = (c) => {
       if (rate(c) > rate(chosen)) chosen = c;
     };
-    if (m.shape === "fixed") consider({ nodes: m.nodes, depth: 1, tokens: m.tokens, draft: 0, widths: [] });
-    const maxDepth = m.shape === "chain" ? Math.min(maxNodes, 4 * data.maxDepth) : data.maxDepth;
+    if (m.shape === "fixed") consider({ nodes: m.nodes, depth: 1, tokens: m.tokens, draft: step, widths: [] });
+    const deepest = m.shape === "chain" ? Math.min(maxNodes, 4 * data.maxDepth) : data.maxDepth,
+      maxDepth = Math.min(deepest, m.maxDepth || deepest, m.largest ? m.largest[1] : deepest);
     for (let depth = 1; m.shape !== "fixed" && depth <= maxDepth; depth++) {
       const tree = bestTrees(m.ranks, m.decay, maxNodes, depth);
       for (let i = 1; i < tree.tokens.length; i++) {
@@ -93,13 +95,16 @@ const Methods = (engine) => {
           nodes: i + 1,
           depth,
           tokens: tree.tokens[i],
-          draft: draftSeconds(draft, tree.nodesExpanded[i], table),
+          draft: draftSeconds(draft, tree.nodesExpanded[i], table) + step,
           widths: tree.nodesExpanded[i],
         });
       }
     }
     const plain = target[1][9],
-      pass = target[chosen.nodes][9];
+      pass = target[chosen.nodes][9],
+      speedup = (chosen.tokens * plain) / (pass + chosen.draft),
+      ofTokens = (data.acceptedSpread * (chosen.tokens - 1)) / chosen.tokens,
+      relative = chosen.nodes === 1 ? 0 : Math.hypot(ofTokens, h.runtime.error);
     return {
       name,
       nodes: chosen.nodes,
@@ -108,7 +113,8 @@ const Methods = (engine) => {
       pass,
       draft: chosen.draft,
       plain,
-      speedup: (chosen.tokens * plain) / (pass + chosen.draft),
+      speedup,
+      range: [speedup * (1 - relative), speedup * (1 + relative)],
       goodput: (s.batch * chosen.tokens) / (pass + chosen.draft),
       bytes: bytes(target[chosen.nodes]) / chosen.tokens / s.batch,
       basis: m.basis,
