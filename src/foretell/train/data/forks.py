@@ -1,0 +1,97 @@
+"""Training texts of APAR (arXiv 2401.06761): answers with lists, cut into a main text and details."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from foretell.plan.control_tokens import ControlTokens
+from foretell.tokenizer.codec import TextCodec
+from foretell.train.data.dataset import Document, DocumentRecord
+
+MAX_HEAD_WORDS = 12
+"""A longer head is a sentence, which does not introduce a detail."""
+MIN_DETAIL_WORDS = 6
+"""A shorter detail is not worth a stream of its own."""
+_ITEM = re.compile(r"^(?P<head>[ ]{0,3}(?:\d{1,2}[.)]|[-*•])[ ]+[^\n:]+?:\**)(?=[ ]|\n[ ]{0,3}\S)")
+_BEGINS_ITEM = re.compile(r"^ {0,3}(?:\d{1,2}[.)]|[-*•]) +")
+_FOREIGN = re.compile(r"```|\$\$|\\\(|https?://|\|---")
+"""Code, formulas, links and tables: such answers are left out, as in the paper."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A stretch of the main text that ends with a fork, and the detail that it introduces."""
+
+    text: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class ForkedText:
+    """The forks of a text in order, and the main text after the last one."""
+
+    forks: tuple[Fork, ...]
+    rest: str
+
+    @property
+    def whole(self) -> str:
+        """The text as it was."""
+        return "".join(fork.text + fork.detail for fork in self.forks) + self.rest
+
+
+def fork_text(text: str) -> ForkedText | None:
+    """The structure of a text: the items of its lists with a head before a colon. None: fewer than two of them, or the
+    text has code, formulas, links or tables.
+
+    The detail of an item goes to the next item or the next blank line.
+    """
+    if _FOREIGN.search(text):
+        return None
+    forks, begin = list[Fork](), 0
+    for start, head, end in _items(text):
+        detail = text[head:end]
+        if len(text[start:head].split()) <= MAX_HEAD_WORDS and len(detail.split()) >= MIN_DETAIL_WORDS:
+            forks.append(Fork(text[begin:head], detail))
+            begin = end
+    return ForkedText(tuple(forks), text[begin:]) if len(forks) >= 2 else None
+
+
+def _items(text: str) -> Iterator[tuple[int, int, int]]:
+    """Begin of every item with a head, end of its head, and end of the item."""
+    lines = text.splitlines(keepends=True)
+    offsets = [0]
+    for line in lines:
+        offsets.append(offsets[-1] + len(line))
+    for i, line in enumerate(lines):
+        found = _ITEM.match(text[offsets[i] :]) if _BEGINS_ITEM.match(line) else None
+        if found is None:
+            continue
+        last = i + 1
+        while last < len(lines) and lines[last].strip() and not _BEGINS_ITEM.match(lines[last]):
+            last += 1
+        end = offsets[last]
+        while text[end - 1] == "\n":  # The line end belongs to the main text.
+            end -= 1
+        yield offsets[i], offsets[i] + found.end("head"), end
+
+
+def forked_documents(
+    document: Document, number: int, codec: TextCodec, tokens: ControlTokens, eos: Sequence[int]
+) -> list[DocumentRecord]:
+    """The main text of a document and one sequence per detail, from `number` on; without structure, the document.
+
+    In the main text, what follows a fork does not see its detail; a detail sees the main text up to its fork.
+    """
+    prompt, answer = document.tokens[: document.start].tolist(), document.tokens[document.start :].tolist()
+    ended = [answer[-1]] if answer and answer[-1] in eos else []
+    forked = fork_text(codec.decode(answer[: len(answer) - len(ended)], skip_special_tokens=False))
+    if forked is None or not ended:
+        return [DocumentRecord(number=number, tokens=document.tokens.tolist(), start=document.start)]
+    main, found = prompt, list[DocumentRecord]()
+    for fork in forked.forks:
+        main = [*main, *codec.encode(fork.text, add_special_tokens=False), tokens.fork]
+        detail = codec.encode(fork.detail, add_special_tokens=False)
+        record = [*main, tokens.child, *detail, *ended]
+        found.append(DocumentRecord(number=number + len(found) + 1, tokens=record, start=len(main) + 1))
+    whole = [*main, *codec.encode(forked.rest, add_special_tokens=False), *ended]
+    return [DocumentRecord(number=number, tokens=whole, start=document.start), *found]

@@ -1,0 +1,143 @@
+"""Measures a plan against plain decoding of the same questions: what is written, and in how many passes and seconds.
+
+    python tools/measure_plan.py tools/plan_questions.jsonl --plan skeleton --out answers.txt
+    python tools/measure_plan.py tools/plan_questions.jsonl --plan skeleton --times 8
+
+Each line of the file has `prompt` and `list`: whether the answer has independent points, by a person's judgement. The
+router is measured on all of them, the rest on those with `list`, without a router. Texts go to `--out`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import foretell
+from foretell.api import Answer, Model
+from foretell.engine.request import Request
+
+Row = dict[str, Any]
+
+
+def measure_router(model: Model, plan: Row, rows: Sequence[Row]) -> None:
+    """How the router judges questions with and without points."""
+    for wanted in (True, False):
+        found = model.generate(
+            [r["prompt"] for r in rows if r["list"] is wanted], plan=plan | {"router": "prompt"}, max_new_tokens=8
+        )
+        routed = [a for a in found if a.plan is not None and "router" not in a.plan.reason]
+        print(f"router, questions {'with' if wanted else 'without'} points: {len(routed)} of {len(found)} get a plan")
+
+
+def timed(make: Callable[[], Answer]) -> tuple[Answer, float]:
+    """An answer and its seconds."""
+    started = time.perf_counter()
+    answer = make()
+    return answer, time.perf_counter() - started
+
+
+def mean_logprob(model: Model, prompt: str, text: str) -> float:
+    """Mean log-probability per token that the model itself gives to an answer in the plain conversation."""
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+    tokens, start = model.codec.chat(turns, continue_final_message=True), len(model.tokens(prompt))
+    (found,) = model.engine(rows=1).complete([Request(tokens, max_new_tokens=1, prompt_logprobs=0)])
+    return statistics.fmean(found.prompt_logprobs[start - 1 :])
+
+
+def repetition(text: str) -> float:
+    """Share of the trigrams of words that occurred before in the text."""
+    words = text.lower().split()
+    trigrams = list(zip(words, words[1:], words[2:], strict=False))
+    return 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
+
+
+def describe(name: str, model: Model, prompts: Sequence[str], answers: Sequence[Answer]) -> None:
+    """What a set of answers is like."""
+    mean = statistics.fmean
+    logprobs = [mean_logprob(model, p, a.text) for p, a in zip(prompts, answers, strict=True)]
+    print(
+        f"{name}: {mean(a.statistics.new_tokens for a in answers):.0f} tokens written, "
+        f"{mean(len(a.text.split()) for a in answers):.0f} words shown, "
+        f"{mean(a.finish_reason == 'length' for a in answers):.0%} cut by the limit, "
+        f"repeated trigrams {mean(repetition(a.text) for a in answers):.1%}, "
+        f"log-probability per token {mean(logprobs):.2f}"
+    )
+
+
+def measure_texts(model: Model, plan: Row, prompts: Sequence[str], tokens: int, out: Path | None) -> None:
+    """What is written, plainly and by the plan, for the questions whose answers were expanded."""
+    planned = model.generate(prompts, plan=plan, max_new_tokens=tokens)
+    plain = model.generate(prompts, max_new_tokens=tokens)
+    reports = [a.plan for a in planned if a.plan is not None]
+    expanded = [i for i, report in enumerate(reports) if report.outcome == "expanded"]
+    parts = statistics.fmean(reports[i].parts for i in expanded)
+    print(f"{len(expanded)} of {len(prompts)} answers expanded, {parts:.1f} parts each")
+    if out is not None:
+        triples = zip(prompts, plain, planned, strict=True)
+        out.write_text("\n\n".join(f"## {q}\n\n# plain\n{a.text}\n\n# {b.plan}\n{b.text}" for q, a, b in triples))
+    chosen = [prompts[i] for i in expanded]
+    describe("plain", model, chosen, [plain[i] for i in expanded])
+    describe("plan", model, chosen, [planned[i] for i in expanded])
+
+
+def measure_times(model: Model, plan: Row, method: str, prompts: Sequence[str], tokens: int) -> None:
+    """Answer each question plainly and by the plan, in turn, one question at a time."""
+    engine, plan_engine = model.engine(method, 1), model.plan_engine(method)
+    found = list[tuple[Answer, float, Answer, float]]()
+    for prompt in prompts:
+
+        def plain(prompt: str = prompt) -> Answer:
+            (completion,) = engine.complete([model.request(prompt, max_new_tokens=tokens)])
+            return Answer.from_completion(completion, engine)
+
+        def planned(prompt: str = prompt) -> Answer:
+            run = model.plan_run(prompt, plan, max_new_tokens=tokens)
+            (completion,) = plan_engine.complete([run])
+            return Answer.from_completion(completion, plan_engine.engine, plan=run.report)
+
+        before, after = timed(plain), timed(planned)
+        if after[0].plan is not None and after[0].plan.outcome == "expanded":
+            found.append((*before, *after))
+    median = statistics.median
+    passes = median(b.statistics.new_tokens / b.plan.passes for _, _, b, _ in found if b.plan is not None)
+    rates = [(a.statistics.new_tokens / x, b.statistics.new_tokens / y) for a, x, b, y in found]
+    plain_rate, plan_rate, ratio = (
+        median(x for x, _ in rates),
+        median(y for _, y in rates),
+        median(y / x for x, y in rates),
+    )
+    print(f"{method}, {len(found)} questions: {passes:.2f} tokens per pass of the plan")
+    print(f"tokens/s: {plain_rate:.0f} plain, {plan_rate:.0f} plan, ratio {ratio:.2f}")
+    print(f"seconds per answer: {median(x for _, x, _, _ in found):.2f} plain, {median(y for *_, y in found):.2f} plan")
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--plan", default="skeleton")
+    parser.add_argument("--methods", default="autoregressive,auto", help="methods to take times with")
+    parser.add_argument("--times", type=int, default=0, help="take times with so many questions; 0: measure the texts")
+    parser.add_argument("--max-new-tokens", type=int, default=300)
+    parser.add_argument("--out", type=Path, help="file for the texts")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.questions.read_text("utf-8").splitlines()]
+    model = foretell.load(args.model)
+    plan: Row = {"type": args.plan}
+    plan |= {"router": "off"} if args.plan == "skeleton" else {}
+    prompts = [r["prompt"] for r in rows if r["list"]]
+    if args.times:
+        for method in args.methods.split(","):
+            measure_times(model, plan, method, prompts[: args.times], args.max_new_tokens)
+        return
+    if args.plan == "skeleton":
+        measure_router(model, plan, rows)
+    measure_texts(model, plan, prompts, args.max_new_tokens, args.out)
+
+
+if __name__ == "__main__":
+    main()
