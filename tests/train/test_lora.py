@@ -9,7 +9,7 @@ import torch
 from foretell import load
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.heads import heads_method
-from foretell.catalogue.options import MedusaOptions
+from foretell.catalogue.options.heads import MedusaOptions
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.compress import DecoderTransform

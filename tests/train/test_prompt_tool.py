@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from foretell.cli.prompts import parse_line
-from foretell.load import DEFAULT_MODEL, load
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from training_helpers import settings, trained, trainer
+from training_helpers import check_resume, settings, trained, trainer
 
 from foretell.train.loop.settings import TrainingSettings
 from foretell.train.recipe import RECIPES
@@ -32,7 +31,7 @@ CASES: Mapping[str, tuple[str, dict[str, str]]] = {
 
 
 def test_every_recipe_is_tried() -> None:
-    assert {recipe for recipe, _ in CASES.values()} == set(RECIPES)
+    assert {recipe for recipe, _ in CASES.values()} == set(RECIPES) - {"apar"}, "apar: in test_apar_training.py"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,19 +44,7 @@ def test_a_resumed_training_ends_with_the_same_weights(case: str, tmp_path: Path
             measure_prompts=2, measure_tokens=6, features="stream",
         )  # fmt: skip
 
-    whole = trained(wanted("whole"))
-    part = trainer(wanted("part"))
-    with unchecked(), pytest.raises(KeyboardInterrupt):
-        part.run(lambda: part.step == STOP)
-    rest = trained(wanted("part"))
-    assert [row.loss for row in rest.curve] == [row.loss for row in whole.curve]
-    ours, theirs = (done.job.recipe.module.state_dict() for done in (rest, whole))
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-    files = [load_file(tmp_path / name / "model.safetensors") for name in ("part", "whole")]
-    for name in files[0]:
-        assert torch.equal(files[0][name], files[1][name]), name
+    check_resume(tmp_path, wanted, STOP)
 
 
 @pytest.mark.parametrize("lost", ["weight/", "buffer/tree", "optimizer/exp_avg/", "recipe/counts"])

@@ -11,7 +11,8 @@ from training_helpers import settings, task, trained, trainer
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.load import checkpoint as source
-from foretell.model.load.weights import Weights, build_decoder
+from foretell.model.load.build import build_decoder
+from foretell.model.load.weights import Weights
 from foretell.train.loop import job as jobs
 from foretell.train.loop.job import TrainingJob
 from helpers import unchecked

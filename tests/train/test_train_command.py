@@ -108,7 +108,7 @@ def test_names_and_values(tmp_path: Path) -> None:
     assert "unknown precision 'fp16'" in asked(out, "--precision", "fp16")
     assert "did you mean 'cache'" in asked(out, "--features", "cach")
     assert "did you mean 'inner'" in asked(out, "--set", "iner=3")
-    assert "write KEY=VALUE" in asked(out, "--set", "inner")
+    assert "NAME=VALUE was expected" in asked(out, "--set", "inner")
     assert "--lr: input should be greater than 0, found 0.0" in asked(out, "--lr", "0")
     assert "reads at most 512 tokens" in asked(out, "--sequence", "513")
     assert "--sequence: " in asked(out, "--sequence", "2")

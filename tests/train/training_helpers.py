@@ -2,12 +2,16 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
+import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
 from command import tiny_target
 from foretell.api import Model
@@ -93,6 +97,26 @@ def trained(wanted: TrainingSettings | TrainingJob) -> Trainer:
     with unchecked():
         out.run()
     return out
+
+
+def check_resume(path: Path, wanted: Callable[[str], TrainingSettings], stop: int) -> None:
+    """A training that is stopped at a step and resumed ends with the weights of an uninterrupted one.
+
+    `wanted`: the settings of a training that writes to a folder of this name under `path`.
+    """
+    whole = trained(wanted("whole"))
+    part = trainer(wanted("part"))
+    with unchecked(), pytest.raises(KeyboardInterrupt):
+        part.run(lambda: part.step == stop)
+    rest = trained(wanted("part"))
+    assert [row.loss for row in rest.curve] == [row.loss for row in whole.curve]
+    ours, theirs = (done.job.recipe.module.state_dict() for done in (rest, whole))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    files = [load_file(path / name / "model.safetensors") for name in ("part", "whole")]
+    for name in files[0]:
+        assert torch.equal(files[0][name], files[1][name]), name
 
 
 def losses(done: Trainer) -> list[float]:

@@ -4,6 +4,7 @@ from foretell.accept.base import Acceptor, AcceptResult
 from foretell.accept.bild import BiLDRollback
 from foretell.accept.block import BlockVerification
 from foretell.accept.blockwise import DistanceAcceptor, TopKAcceptor
+from foretell.accept.early_exit import AcceptExits
 from foretell.accept.fidelity import FidelityLoss, TokenFidelity
 from foretell.accept.lenient import LenientRejection
 from foretell.accept.lossy import LossyAcceptor
@@ -13,6 +14,7 @@ from foretell.accept.spectr import KSequentialSelection
 from foretell.accept.typical import TypicalAcceptance
 
 __all__ = [
+    "AcceptExits",
     "AcceptResult",
     "Acceptor",
     "BiLDRollback",

@@ -7,6 +7,7 @@ from foretell.draft.cross_tokenizer import CrossTokenizerDrafter
 from foretell.draft.datastore import DatastoreRetriever
 from foretell.draft.draft_model import DraftModel
 from foretell.draft.eagle import EagleDrafter, MTPDrafter
+from foretell.draft.early_exit import EarlyExitDrafter
 from foretell.draft.heads import HeadsDrafter
 from foretell.draft.hybrid import HybridDrafter
 from foretell.draft.jacobi import JacobiDrafter
@@ -29,6 +30,7 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "EagleDrafter",
+    "EarlyExitDrafter",
     "HeadsDrafter",
     "HybridDrafter",
     "JacobiDrafter",

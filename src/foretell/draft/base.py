@@ -14,6 +14,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree
 from foretell.distributions.topk import top_probabilities
+from foretell.model.runner import Runner
 
 _ROLE = re.compile("(Drafter|Retriever)$")
 
@@ -29,7 +30,7 @@ class Drafter(EngineBound, ABC):
     """What drafts, in a few words, for the table of methods."""
     learns: ClassVar[bool] = False
     """Whether it is trained while it serves."""
-    drafts_forced: ClassVar[bool] = True
+    drafts_forced: bool = True
     """Whether the tokens that the constraint of a request leaves next are drafted too."""
 
     hidden_layers: tuple[int, ...] = ()
@@ -47,6 +48,10 @@ class Drafter(EngineBound, ABC):
         """Maximum depth of the next draft per request, at most `context.max_depth`; 0 where it cannot draft yet."""
         lengths = np.array([t.length for t in context.sequences])
         return np.minimum(context.max_depth, np.maximum(0, self.max_context + 1 - lengths))
+
+    def attach(self, runner: Runner) -> None:
+        """Learn which runner runs the target, before the first draft in an engine."""
+        return
 
     def observe(self, step: StepResult) -> None:
         """Update its state after every pass of the target, prefill included."""
@@ -91,10 +96,12 @@ def with_hidden_layers(step: StepResult, available_layers: Sequence[int], hidden
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: plain decoding."""
+    """Drafts nothing: plain decoding; with `drafts_forced`, only the tokens that constraints leave next."""
 
     label = "nothing"
-    drafts_forced = False
+
+    def __init__(self, drafts_forced: bool = False) -> None:
+        self.drafts_forced = drafts_forced
 
     def bind(self, engine: BindingEngine) -> bool:
         """Do nothing: without state, any number of engines may share it."""
@@ -107,6 +114,11 @@ class CompositeDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._all = tuple(drafters)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
+
+    def attach(self, runner: Runner) -> None:
+        """Attach all drafters."""
+        for d in self._all:
+            d.attach(runner)
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """The probes of all drafters."""

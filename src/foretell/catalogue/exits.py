@@ -1,0 +1,94 @@
+"""Finds the exits of a target, and chooses among them."""
+
+from pathlib import Path
+
+from foretell.catalogue.build_context import BuildContext, default_exit_layer, require_network
+from foretell.catalogue.options.lossy import EarlyExitOptions
+from foretell.catalogue.speculators import read_speculator, target_card
+from foretell.draft.early_exit import EarlyExitDrafter, ExitHeads, ExitRule, SharedHead, TrainedExits
+from foretell.model.partial_pass import check_spans
+from foretell.speculator.exit_calibration import read_calibration
+from foretell.speculator.installed import find_installed
+from foretell.speculator.network.exits import Exits
+from foretell.speculator.network.pack import DraftPrecision, pack_network
+
+EXITS = Exits.kind
+EXIT_PRECISION: DraftPrecision = "int8"
+"""Of the matrices of exits on the CPU kernels."""
+_LONGEST_CHAIN = 8
+"""Chains that the choice of an exit considers."""
+
+
+def find_exits(context: BuildContext) -> Exits | None:
+    """The exits that the user named, else those installed for the target, not packed; None: there are none.
+
+    Raises:
+        ValueError: what was named is another kind of speculator, or for another target.
+    """
+    folder = context.speculator or find_installed(EXITS, target_card(context).fingerprint)
+    if folder is None:
+        return None
+    found = read_speculator(context, folder)
+    if not isinstance(found, Exits):
+        raise ValueError(
+            f"{folder}: a speculator of kind {found.kind}, and this method drafts with exits; fit some with "
+            f"`foretell train exits`"
+        )
+    return found
+
+
+def draft_heads(context: BuildContext, layer: int | None, several: bool) -> ExitHeads:
+    """The exit that drafts: the fitted one after `layer` layers, by default the one that promises most; without fitted
+    exits the target's own head, by default after a third of its layers. `several`: this exit and all before it.
+
+    Raises:
+        ValueError: there is no exit after so many layers.
+    """
+    exits, network = find_exits(context), require_network(context, "drafts with the target's first layers")
+    if exits is None:
+        return SharedHead(network, layer or default_exit_layer(network.config))
+    chosen = layer or best_exit(exits)
+    return TrainedExits(
+        pack_network(exits, EXIT_PRECISION), [e for e in exits.config.layers if e < chosen] * several + [chosen]
+    )
+
+
+def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitDrafter:
+    """A drafter of the tokens that exits are sure of.
+
+    Raises:
+        ValueError: there are no exits, or the calibration is not theirs.
+    """
+    exits, network = find_exits(context), require_network(context, "leaves the target early")
+    check_spans(network.config)
+    if exits is None:
+        raise ValueError(
+            "no exits are installed for this target; fit some with `foretell train exits` and name their folder with "
+            "--draft-model"
+        )
+    packed = pack_network(exits, EXIT_PRECISION)
+    if options.calibration is not None:
+        found = read_calibration(Path(options.calibration), target_card(context).fingerprint, exits)
+        heads = TrainedExits(packed, found.layers)
+        rule = ExitRule(found.measure, found.thresholds, found.decay, found.horizon)
+    else:
+        heads = TrainedExits(packed, options.exit_layers or ())
+        levels = (options.exit_threshold,) * len(heads.layers)
+        rule = ExitRule(options.exit_confidence, levels, options.exit_decay)
+    return EarlyExitDrafter(heads, rule, only_confident=True, missing_keys=options.missing_keys)
+
+
+def best_exit(exits: Exits) -> int:
+    """The layer of the exit with the most expected tokens per layer that runs, by the agreement that was measured."""
+    layers, total = exits.config.layers, exits.config.target.layers
+    gains = [
+        max(_gain(float(share), layer / total, n) for n in range(1, _LONGEST_CHAIN + 1))
+        for layer, share in zip(layers, exits.agreement, strict=True)
+    ]
+    return layers[gains.index(max(gains))]
+
+
+def _gain(agreement: float, depth: float, length: int) -> float:
+    """Tokens of a pass over a chain, over the layers that it and the drafts run, as shares of all layers."""
+    tokens = sum(agreement**i for i in range(length + 1))
+    return tokens / (1 + length * depth)

@@ -1,0 +1,92 @@
+"""`foretell calibrate`: thresholds of lossy methods with a bound on what they change."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from foretell.cli import data, options
+from foretell.draft.early_exit import Confidence
+from foretell.load import load
+from foretell.speculator.network.exits import Exits
+from foretell.train.data.dataset import Dataset
+from foretell.train.exits.calibrate import CalibrationSettings, Loss, calibrate
+from foretell.train.loop.job import check_data
+
+app = typer.Typer(
+    no_args_is_help=True, help="Choose thresholds with a bound on what they change.", pretty_exceptions_enable=False
+)
+_SEED = 1_000_003
+"""Seed of the answers that are generated: other ones than those that exits are fitted on."""
+
+
+@app.callback()
+def main() -> None:
+    """Choose thresholds with a bound on what they change."""
+
+
+@app.command()
+def exits(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Exits of `foretell train exits`.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write. Default: calibration.json in DIR.")
+    ] = None,
+    disagreement: Annotated[
+        float, typer.Option(metavar="D", help="Most tokens (or answers) that may change, as a share.")
+    ] = 0.05,
+    confidence: Annotated[float, typer.Option(metavar="P", help="Probability that this bound holds.")] = 0.95,
+    of: Annotated[Loss, typer.Option(help="What is bounded: changed tokens, or answers with any change.")] = "tokens",
+    measure: Annotated[
+        Confidence,
+        typer.Option(help="Confidence of an exit: softmax margin, similarity of states, or the trained classifier."),
+    ] = "softmax",
+    decay: Annotated[
+        float, typer.Option(min=0, help="Thresholds l fall over the answer, to 0.9 l + 0.1 exp(-DECAY t / 256).")
+    ] = 0.0,
+    model: options.Model = options.DEFAULT_MODEL,
+    data_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="SET",
+            help="Data set with the model's greedy answers, not those of the fit. Default: it writes one in DIR.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 20_000,
+    longest: Annotated[int, typer.Option(min=2, help="Tokens of an answer that count.")] = 256,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Choose exits and thresholds so that the share of changed tokens is bounded, for early_exit_lossy.
+
+    foretell calibrate exits exits --disagreement 0.05 --confidence 0.95
+
+    foretell generate "Why is the sky blue?" --method early_exit_lossy --draft-model exits --speculative-config
+    '{"calibration": "exits/calibration.json"}'
+    """
+    settings = CalibrationSettings(disagreement, confidence, measure, of, decay, longest=longest)
+    console, target = Console(stderr=True), load(model, dtype)
+    network = target.speculator(folder)
+    if not isinstance(network, Exits):
+        raise ValueError(f"{folder}: a speculator of kind {network.kind}; give exits of `foretell train exits`")
+    if data_folder is None:
+        data_folder = folder / "calibration-data"
+        data.generate(
+            out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype, greedy_share=1.0, seed=_SEED,
+            max_answer=longest,
+        )  # fmt: skip
+    dataset = Dataset.open(data_folder)
+    check_data(dataset, target)
+    with console.status("reading the data set") as status:
+        found = calibrate(target, network, dataset, settings, status.update)
+    c, file = found.calibration, out or folder / "calibration.json"
+    c.save(file)
+    what = "tokens change" if of == "tokens" else "answers change"
+    typer.echo(
+        f"exits after {', '.join(map(str, c.layers))} of {target.config.layers} layers, thresholds "
+        f"{', '.join(f'{t:.4f}' for t in c.thresholds)} ({measure})\n"
+        f"at most {disagreement:.1%} of {what}, at a confidence of {confidence:.0%}: {c.found:.2%} of those of "
+        f"{c.answers} answers; {c.depth:.1%} of the layers run\n"
+        f"on {found.check_answers} fresh answers: {found.check_loss:.2%} change; {found.check_depth:.1%} of the layers "
+        f"run\n{file}"
+    )

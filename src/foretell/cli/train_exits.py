@@ -1,0 +1,84 @@
+"""`foretell train exits`: fit output heads after some of a model's layers."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from foretell.cli import data, options
+from foretell.load import load
+from foretell.train.data.dataset import Dataset
+from foretell.train.data.features import parse_hidden_layers
+from foretell.train.exits.fit import ExitKind
+from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, quality_table, save_exits
+from foretell.train.loop.job import check_data
+
+_DEFAULTS = ExitSettings()
+
+
+def exits(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the exits.")],
+    data_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="DIR",
+            help="Data set of `foretell data generate` with the model's answers. Default: it writes one in DIR/data.",
+        ),
+    ] = None,
+    layers: Annotated[
+        str, typer.Option(metavar="LIST", help="Exits after so many layers, as 6,12,18. Default: every tenth.")
+    ] = "",
+    kind: Annotated[
+        ExitKind,
+        typer.Option(help="linear: a least-squares shortcut per exit; shared: the model's own norm and head."),
+    ] = _DEFAULTS.kind,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Gradient steps per exit after the closed form; 0: none.")
+    ] = _DEFAULTS.steps,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of these steps.")] = _DEFAULTS.rate,
+    inner: Annotated[
+        int, typer.Option(min=0, help="Width of a feed-forward network per exit, which the steps train; 0: none.")
+    ] = _DEFAULTS.inner,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to fit on.")] = _DEFAULTS.tokens,
+    draft_vocab: Annotated[
+        int, typer.Option(min=0, help="Exits give the most frequent tokens only, so many; 0: all.")
+    ] = _DEFAULTS.draft_vocab,
+    dtype: options.Dtype = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of data, batches and networks.")] = _DEFAULTS.seed,
+) -> None:
+    """Fit exits, heads after some of a model's layers, on its own answers: for the methods layer_skip and
+    early_exit_lossy.
+
+    foretell train exits smollm2-135m --out exits
+
+    foretell generate "Why is the sky blue?" --method layer_skip --draft-model exits
+    """
+    if inner and not steps:
+        raise ValueError(f"--inner {inner}: a feed-forward network is trained by gradient; give --steps too")
+    console = Console(stderr=True)
+    target = load(model, dtype)
+    chosen = parse_hidden_layers(layers, target.config.layers, "--layers") if layers else ()
+    if data_folder is None:
+        data_folder = out / "data"
+        data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype, seed=seed)
+    dataset = Dataset.open(data_folder)
+    check_data(dataset, target)
+    settings = ExitSettings(
+        chosen or default_layers(target.config.layers), kind, steps, lr, inner, draft_vocab, tokens, seed
+    )
+    with console.status("reading the data set") as status:
+        fitted = fit_exits(target, dataset, settings, status.update)
+    save_exits(out, fitted, shlex.join(["foretell", *sys.argv[1:]]))
+    typer.echo("\n".join(quality_table(fitted.quality)))
+    console.print(
+        f"{out}: {len(fitted.quality)} exits, fitted on {fitted.tokens:,} tokens, measured on {fitted.held_out:,}; use "
+        f"them with --method layer_skip --draft-model {out}", highlight=False, soft_wrap=True,
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""A pass over token trees by spans of layers: the first layers now, the others later or never.
+
+Early exit needs it: a draft that ran the target's first layers is verified by the others (self-speculation: LayerSkip,
+arXiv 2404.16710), and a token that left early gets its keys and values of the later layers by copying its state (CALM,
+arXiv 2207.07061), or when a later token needs them (FREE, arXiv 2310.05424; EE-LLM, arXiv 2312.04916).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.core.tree import TokenTree
+from foretell.model.cache import Cache
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import BlockRange
+from foretell.model.layout import Layout
+from foretell.model.network import Network
+
+
+def check_spans(config: ModelConfig) -> None:
+    """Refuse models whose layers keep more of a token than its own keys and values.
+
+    Raises:
+        ValueError: the model has recurrent states, latent attention, shared keys and values, or per-layer inputs.
+    """
+    found = _further_state(config)
+    if found:
+        raise ValueError(
+            f"early exit needs layers with keys and values of their own, and this model ({config.architecture}) has "
+            f"{found}; use another method"
+        )
+
+
+def supports_spans(config: ModelConfig) -> bool:
+    """Whether `check_spans` holds."""
+    return not _further_state(config)
+
+
+def _further_state(config: ModelConfig) -> str:
+    """What the layers keep of a token, or read, beside its own keys and values; empty: nothing."""
+    what = {
+        "recurrent states": config.state is not None,
+        "latent attention": config.latent is not None,
+        "layers that share keys and values": bool(config.kv_layers),
+        "per-layer inputs": config.layer_inputs is not None,
+    }
+    return next((name for name, present in what.items() if present), "")
+
+
+@dataclass(frozen=True)
+class NodeStates:
+    """Outputs of a layer: `states[index[i, j]]` is that of node `j` of request `i`, if `index` is not -1."""
+
+    states: Float[torch.Tensor, "k d"]
+    index: Int[np.ndarray, "b n"]
+    before: Float[torch.Tensor, "k d"]
+    """Outputs of the layer before, where the pass keeps them; else empty."""
+
+
+class PartialPass:
+    """The nodes of token trees, each with the number of layers that it has passed and the state after them.
+
+    Node `j` of request `i` has cache slot `length[i] + j`, as in a pass of all layers, so that the pass over the same
+    tree goes on from here. The tree may grow by further nodes. `reserve` makes room for so many nodes in some rows.
+
+    Raises:
+        ValueError: see `check_spans`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        cache: Cache,
+        rows: Sequence[int],
+        tree: TokenTree,
+        length: Sequence[int],
+        reserve: Callable[[Sequence[int], int], None],
+    ) -> None:
+        check_spans(network.config)
+        self._reserve = reserve
+        self._network, self._cache, self.layers = network, cache, network.config.layers
+        self.rows, self.length, self.tree = tuple(rows), np.array(length), tree
+        self.depth: Int[np.ndarray, "b n"] = np.zeros(tree.token.shape, np.int64)
+        """Layers that every node has passed."""
+        self.filled: Bool[np.ndarray, "b n"] = np.zeros(tree.token.shape, bool)
+        """Nodes whose keys and values of the layers above are copies; see `fill`."""
+        self._states = network.embed(torch.zeros(1, dtype=torch.int64)).new_zeros(
+            *tree.token.shape, network.config.hidden
+        )
+        self._previous = self._states[:, :0]
+        self.keeps_previous = False
+        """Whether the outputs of the last layer but one that a node has passed are kept."""
+        self.expert_counts: tuple[int, ...] = ()
+        """Distinct experts that each mixture-of-experts layer read."""
+
+    def extend(self, tree: TokenTree) -> None:
+        """Go on with a tree that has further nodes after the present ones."""
+        more = tree.nodes - self.tree.nodes
+        if more > 0:
+            self._reserve(self.rows, tree.nodes)
+            self.depth, self.filled = (np.pad(part, ((0, 0), (0, more))) for part in (self.depth, self.filled))
+            self._states = torch.nn.functional.pad(self._states, (0, 0, 0, more))
+        self.tree = tree
+
+    @torch.inference_mode()
+    def advance(self, wanted: Bool[np.ndarray, "b n"], layer: int) -> NodeStates:
+        """Run the wanted nodes, and the ancestors that are behind, up to `layer` layers; outputs of the wanted ones.
+
+        Nodes that have passed more layers keep theirs, and their own state is returned.
+        """
+        behind = self._with_ancestors(wanted) & (self.depth < layer) & ~self.filled
+        while behind.any():
+            start = int(self.depth[behind].min())
+            now = behind & (self.depth == start)
+            later = self.depth[behind & ~now]
+            stop = int(later.min()) if later.size else layer
+            self._run(now, BlockRange(start, stop))
+            behind &= self.depth < layer
+        return self.states(wanted)
+
+    def states(self, nodes: Bool[np.ndarray, "b n"]) -> NodeStates:
+        """The states of nodes after the layers that they have passed."""
+        index = np.full(nodes.shape, -1)
+        index[nodes] = np.arange(np.count_nonzero(nodes))
+        place = self._mask(nodes)
+        before = self._previous[place] if self.keeps_previous else self._states[:0, 0]
+        return NodeStates(self._states[place], index, before)
+
+    @torch.inference_mode()
+    def fill(self, nodes: Bool[np.ndarray, "b n"]) -> None:
+        """Give nodes the keys and values of all layers above theirs that their present state has there (CALM). They
+        have no output of the last layer then.
+        """
+        for start in np.unique(self.depth[nodes]).tolist():
+            now = nodes & (self.depth == start)
+            layout, _ = Layout.from_tree(self.tree, self.rows, self.length, now)
+            x = self.states(now).states
+            self._network.write_keys(x, layout, self._cache, BlockRange(start, self.layers))
+        self.filled |= nodes
+
+    def adopt(self, other: "PartialPass", unfilled: Bool[np.ndarray, "b n"]) -> None:
+        """Take over what another pass has run of the same trees; nodes of `unfilled` that it has filled start anew.
+
+        A node is the same if it has the same request, number, token and ancestors.
+        """
+        for i, (row, length) in enumerate(zip(self.rows, self.length, strict=True)):
+            if row not in other.rows or other.length[mine := other.rows.index(row)] != length:
+                continue
+            if other.tree.prefix_length[mine] != self.tree.prefix_length[i]:
+                continue
+            n = min(self.tree.nodes, other.tree.nodes)
+            same = np.zeros(self.tree.nodes, bool)
+            equal = (self.tree.token[i, :n] == other.tree.token[mine, :n]) & (
+                self.tree.parent[i, :n] == other.tree.parent[mine, :n]
+            )
+            fresh = other.filled[mine, :n] & unfilled[i, :n]
+            for node, parent in enumerate(self.tree.parent[i, :n].tolist()):
+                same[node] = equal[node] and not fresh[node] and (parent < 0 or same[parent])
+            self.depth[i, :n] = np.where(same[:n], other.depth[mine, :n], 0)
+            self.filled[i, :n] = same[:n] & other.filled[mine, :n]
+            self._states[i, :n] = other._states[mine, :n]
+
+    def _run(self, nodes: Bool[np.ndarray, "b n"], blocks: BlockRange) -> None:
+        layout, _ = Layout.from_tree(self.tree, self.rows, self.length, nodes)
+        place = self._mask(nodes)
+        x = self._states[place] if blocks.first else self._network.embed(torch.from_numpy(self.tree.token[nodes]))
+        if self.keeps_previous:
+            blocks = blocks._replace(hidden_layers=(blocks.last - 1,))
+        output = self._network.run(x, layout, self._cache, blocks)
+        self._states[place] = output.hidden_states[-1]
+        if self.keeps_previous:
+            if self._previous.shape != self._states.shape:
+                more = self._states.shape[1] - self._previous.shape[1]
+                self._previous = torch.nn.functional.pad(self._previous, (0, 0, 0, more))
+            self._previous[place] = output.hidden_states[0]
+        self.depth[nodes] = blocks.last
+        self.expert_counts += output.expert_counts
+
+    def _mask(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[torch.Tensor, "b n"]:
+        return torch.from_numpy(nodes).to(self._states.device)
+
+    def _with_ancestors(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
+        out = nodes.copy()
+        for row, node in zip(*np.nonzero(nodes), strict=True):
+            parent = int(self.tree.parent[row, node])
+            while parent >= 0 and not out[row, parent]:
+                out[row, parent] = True
+                parent = int(self.tree.parent[row, parent])
+        return out

@@ -1,0 +1,91 @@
+"""Exits: output heads after some of the target's layers."""
+
+from itertools import pairwise
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from pydantic import Field, model_validator
+from torch import nn
+
+from foretell.model.decoder import RMSNorm
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.network.base import Speculator, SpeculatorConfig
+
+
+class ExitsConfig(SpeculatorConfig):
+    """Configuration of a set of exits."""
+
+    kind: Literal["exits"] = "exits"
+    layers: tuple[int, ...] = Field(min_length=1)
+    """After how many layers each exit is, ascending."""
+    maps: bool = True
+    """Whether each exit has a square matrix between its norm and the head."""
+    inner: int = Field(0, ge=0)
+    """Width of the feed-forward network that each exit adds to that; 0: none."""
+    norm_eps: float = 1e-5
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        ascending = all(a < b for a, b in pairwise(self.layers))
+        if not (ascending and self.layers[0] >= 1 and self.layers[-1] < self.target.layers):
+            raise ValueError(
+                f"exits lie after 1 to {self.target.layers - 1} layers, in ascending order; found {list(self.layers)}"
+            )
+        return self
+
+
+class Exits(Speculator):
+    """Per exit a norm, a linear shortcut to the input of the target's head (Jump to Conclusions, arXiv 2303.09435), a
+    feed-forward network if there is one (EE-Tuning, arXiv 2402.00518), and a classifier of whether the exit gives the
+    target's own token (CALM, arXiv 2207.07061).
+
+    Exits without maps and networks are those of a head that all layers share: the target's norm and head.
+    """
+
+    kind = "exits"
+
+    def __init__(self, config: ExitsConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config.model_copy(update={"own_head": False}), embedding_and_head)
+        self.config: ExitsConfig = config
+        width, count, inner = config.target.hidden, len(config.layers), config.inner
+        self.norms = nn.ModuleList(RMSNorm(torch.ones(width), config.norm_eps) for _ in range(count))
+        self.maps = nn.ModuleList(_identity(width) for _ in range(count * config.maps))
+        self.up = nn.ModuleList(nn.Linear(width, inner) for _ in range(count * bool(inner)))
+        self.down = nn.ModuleList(_zeros(inner, width) for _ in range(count * bool(inner)))
+        self.classifier = nn.Parameter(torch.zeros(count, width))
+        self.classifier_bias = nn.Parameter(torch.zeros(count))
+        self.agreement: torch.Tensor
+        """Share of held-out tokens at which each exit's most probable token is the target's; 0: not measured."""
+        self.register_buffer("agreement", torch.zeros(count))
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers of the exits."""
+        return self.config.layers
+
+    def forward(self, exit_: int, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """Input of the output head for exit number `exit_`, from the outputs of its layer."""
+        x: torch.Tensor = self.norms[exit_](h.to(self.dtype))
+        out: torch.Tensor = self.maps[exit_](x) if self.config.maps else x
+        return out + self.down[exit_](F.silu(self.up[exit_](x))) if self.config.inner else out
+
+    def exit_score(self, exit_: int, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t"]:
+        """The classifier's logit for "this exit gives the target's token", from the outputs of its layer."""
+        x = h.to(self.classifier.dtype)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return x @ self.classifier[exit_] + self.classifier_bias[exit_]
+
+
+def _identity(width: int) -> nn.Linear:
+    made = nn.Linear(width, width, bias=False)
+    nn.init.eye_(made.weight)
+    return made
+
+
+def _zeros(inputs: int, outputs: int) -> nn.Linear:
+    made = nn.Linear(inputs, outputs)
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made

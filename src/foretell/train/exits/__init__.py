@@ -1,0 +1,1 @@
+"""Fitting of exits: linear shortcuts by least squares, their refinement, and classifiers."""

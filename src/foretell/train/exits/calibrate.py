@@ -1,0 +1,214 @@
+"""Chooses exits and thresholds that change no more than a bound allows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+
+from foretell.api import Model
+from foretell.draft.early_exit import Confidence, ExitRule, TrainedExits, measure_confidence
+from foretell.model.partial_pass import NodeStates
+from foretell.speculator.exit_calibration import ExitCalibration, exits_digest
+from foretell.speculator.network.exits import Exits
+from foretell.train.data.dataset import Dataset, Document
+from foretell.train.exits.fit import target_tokens
+from foretell.train.exits.risk import betting_p_value, count_accepted, smallest_bound
+from foretell.train.exits.states import collect_states
+
+Loss = Literal["tokens", "answers"]
+"""Loss of an answer: the share of its tokens that an exit would have changed, or 1 if any would have been."""
+LEVELS = (0.999, 0.998, 0.995, 0.99, 0.98, 0.97, 0.95, 0.92, 0.9, 0.87, 0.84, 0.8, 0.75, 0.7, 0.6, 0.5)
+"""Estimated probabilities of agreement that thresholds are set for, the most cautious first."""
+_MIN_ANSWERS = 20
+"""Fewest answers of each quarter."""
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """`most_exits`: exits that are used together, at most. `head_cost`: layers that a test of an exit costs."""
+
+    disagreement: float
+    confidence: float
+    measure: Confidence = "softmax"
+    loss: Loss = "tokens"
+    decay: float = 0.0
+    horizon: int = 256
+    longest: int = 256
+    most_exits: int = 3
+    head_cost: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("disagreement", "confidence"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise ValueError(f"--{name} {value:g}: a share between 0 and 1, both excluded, was expected")
+
+
+@dataclass(frozen=True)
+class AnswerExits:
+    """What the exits of one answer of the model do at its `t` tokens."""
+
+    confidence: Float[np.ndarray, "e t"]
+    agrees: Bool[np.ndarray, "e t"]
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A calibration, and how its thresholds do on answers that neither chose nor tested them."""
+
+    calibration: ExitCalibration
+    check_loss: float
+    check_depth: float
+    check_answers: int
+
+
+def calibrate(
+    model: Model,
+    exits: Exits,
+    data: Dataset,
+    settings: CalibrationSettings,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> CalibrationResult:
+    """Choose exits and thresholds on a quarter of the answers, test them on half, and check them on the last quarter.
+
+    The bound holds for the expected loss of an answer from the source of these answers. The model's answers are greedy,
+    and an exit is compared with the model's own token after the same text, so all thresholds are tested on one pass.
+
+    Raises:
+        ValueError: too few answers, or no threshold keeps the bound.
+    """
+    documents = [d for d in data if d.greedy and len(d.tokens) - d.start > 1]
+    part = len(documents) // 4
+    if part < _MIN_ANSWERS:
+        raise ValueError(
+            f"{data.folder}: {len(documents)} greedy answers are too few to calibrate on; {4 * _MIN_ANSWERS} are "
+            "needed, and some hundreds keep smaller bounds: enlarge it with foretell data generate"
+        )
+    on_progress("reading the states of the exits")
+    answers = [run_exits(model, exits, d, settings) for d in documents]
+    chosen, checked, tested = answers[:part], answers[part : 2 * part], answers[2 * part :]
+    layers, rules = choose_exits(exits, chosen, settings)
+    losses = [np.array([_loss(a, layers, exits, rule, settings) for a in tested]) for rule in rules]
+    accepted = count_accepted(losses, settings.disagreement, settings.confidence)
+    if not accepted:
+        best = smallest_bound(losses[0], settings.confidence)
+        none = smallest_bound(np.zeros(len(tested)), settings.confidence)
+        raise ValueError(
+            f"no threshold keeps a disagreement of {settings.disagreement:g} at a confidence of "
+            f"{settings.confidence:g}: the best that can be kept is {best:.4f} (with {len(tested)} answers and no "
+            f"change at all, {none:.4f}); allow that, or calibrate on more answers"
+        )
+    rule, found = rules[accepted - 1], losses[accepted - 1]
+    assert betting_p_value(found, settings.disagreement) <= 1 - settings.confidence
+    calibration = ExitCalibration(
+        model=model.checkpoint.fingerprint(),
+        exits=exits_digest(exits),
+        measure=settings.measure,
+        layers=layers,
+        thresholds=rule.thresholds,
+        decay=settings.decay,
+        horizon=settings.horizon,
+        loss=settings.loss,
+        disagreement=settings.disagreement,
+        confidence=settings.confidence,
+        answers=len(tested),
+        found=float(found.mean()),
+        depth=mean_depth(tested, layers, exits, rule),
+    )
+    check = [_loss(a, layers, exits, rule, settings) for a in checked]
+    return CalibrationResult(calibration, float(np.mean(check)), mean_depth(checked, layers, exits, rule), len(checked))
+
+
+@torch.inference_mode()
+def run_exits(model: Model, exits: Exits, document: Document, settings: CalibrationSettings) -> AnswerExits:
+    """Confidence and agreement of every exit at the tokens of an answer, at most `settings.longest`."""
+    layers = exits.config.layers
+    before = tuple(layer - 1 for layer in layers) if settings.measure == "state" else ()
+    states = collect_states(
+        model.network, [document], (*layers, *before), settings.longest, document.start + settings.longest
+    )
+    heads, own = TrainedExits(exits), target_tokens(exits.full_lm_head.float(), states)
+    confidence, agrees = list[np.ndarray](), list[np.ndarray]()
+    for i in range(len(layers)):
+        h = states.layers[i].to(exits.dtype)
+        previous = states.layers[len(layers) + i].to(exits.dtype) if before else h[:0]
+        logits = heads.logits(i, h)
+        found = NodeStates(h, np.arange(len(h))[None], previous)
+        confidence.append(measure_confidence(settings.measure, heads, i, found, logits).double().cpu().numpy())
+        best = logits.argmax(-1)
+        agrees.append(((best if exits.token_of is None else exits.token_of[best]) == own).cpu().numpy())
+    return AnswerExits(np.stack(confidence), np.stack(agrees))
+
+
+def choose_exits(
+    exits: Exits, answers: Sequence[AnswerExits], settings: CalibrationSettings
+) -> tuple[tuple[int, ...], list[ExitRule]]:
+    """The exits that run the fewest layers within the bound on these answers, tests of exits included; and a rule for
+    each of `LEVELS`, whose thresholds leave where the estimated probability of agreement is at least so high.
+    """
+    known, total = exits.config.layers, exits.config.target.layers
+    tables = [_thresholds(answers, i) for i in range(len(known))]
+    best: tuple[float, tuple[int, ...], list[ExitRule]] = (float("inf"), known[:1], [])
+    for size in range(1, min(settings.most_exits, len(known)) + 1):
+        for which in combinations(range(len(known)), size):
+            layers = tuple(known[i] for i in which)
+            rules = [_rule(tuple(tables[i][n] for i in which), settings) for n in range(len(LEVELS))]
+            cost = 1.0
+            for rule in rules:
+                if np.mean([_loss(a, layers, exits, rule, settings) for a in answers]) > 0.8 * settings.disagreement:
+                    break
+                tests = settings.head_cost * size / total
+                cost = min(cost, mean_depth(answers, layers, exits, rule) + tests)
+            if cost < best[0] or not best[2]:
+                best = cost, layers, rules
+    return best[1], best[2]
+
+
+def _rule(thresholds: tuple[float, ...], settings: CalibrationSettings) -> ExitRule:
+    return ExitRule(settings.measure, thresholds, settings.decay, settings.horizon)
+
+
+def _thresholds(answers: Sequence[AnswerExits], exit_: int) -> list[float]:
+    """For every level the smallest confidence from which on the tokens agree so often; 1: there is none."""
+    sure = np.concatenate([a.confidence[exit_] for a in answers])
+    right = np.concatenate([a.agrees[exit_] for a in answers]).astype(np.float64)
+    order = np.argsort(-sure, kind="stable")
+    share = np.cumsum(right[order]) / np.arange(1, len(order) + 1)
+    out = list[float]()
+    for level in LEVELS:
+        kept = np.flatnonzero(share >= level)
+        lowest = float(sure[order[kept[-1]]]) if len(kept) else 1.0
+        # A token leaves above the threshold.
+        out.append(min(1.0, max(0.0, float(np.nextafter(lowest, -1.0)))) if len(kept) else 1.0)
+    return out
+
+
+def _exit_of(answer: AnswerExits, layers: Sequence[int], exits: Exits, rule: ExitRule) -> np.ndarray:
+    """Where every token leaves: the index of its exit among all, or their number."""
+    known = list(exits.config.layers)
+    tokens = answer.confidence.shape[1]
+    out = np.full(tokens, len(known))
+    for i, layer in reversed(list(enumerate(layers))):
+        leaves = answer.confidence[known.index(layer)] > rule.threshold(i, np.arange(tokens))
+        out[leaves] = known.index(layer)
+    return out
+
+
+def _loss(
+    answer: AnswerExits, layers: Sequence[int], exits: Exits, rule: ExitRule, settings: CalibrationSettings
+) -> float:
+    where = _exit_of(answer, layers, exits, rule)
+    agrees = np.concatenate([answer.agrees, np.ones((1, len(where)), bool)])
+    changed = ~agrees[where, np.arange(len(where))]
+    return float(changed.any() if settings.loss == "answers" else changed.mean())
+
+
+def mean_depth(answers: Sequence[AnswerExits], layers: Sequence[int], exits: Exits, rule: ExitRule) -> float:
+    """Mean share of the layers that a token runs before it leaves."""
+    depth = np.array([*exits.config.layers, exits.config.target.layers]) / exits.config.target.layers
+    return float(np.mean(np.concatenate([depth[_exit_of(a, layers, exits, rule)] for a in answers])))

@@ -1,0 +1,158 @@
+"""Fits the exits of a model: shortcuts in closed form, then if asked by gradient, and the classifiers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+
+from foretell.speculator.network.exits import Exits
+from foretell.train.exits.least_squares import LeastSquares
+from foretell.train.exits.states import LayerStates
+
+ExitKind = Literal["linear", "shared"]
+"""`linear`: a least-squares map; `shared`: the target's own norm and head."""
+_CHUNK = 1024
+"""Tokens whose logits are computed at once."""
+_BATCH = 512
+"""Tokens of a batch of gradient training."""
+_CLASSIFIER_STEPS, _CLASSIFIER_RATE = 200, 3e-2
+
+
+@dataclass(frozen=True)
+class ExitQuality:
+    """How an exit does on tokens that it was not fitted on.
+
+    `agreement[k - 1]`: share of tokens at which the target's most probable token is among the exit's `k` most probable
+    ones. `residual`: squared error of the input of the head, over that of predicting zero. `confident`: share of tokens
+    that may leave here, most confident first by the softmax margin, before 5 % of those that left disagree.
+    """
+
+    layer: int
+    agreement: tuple[float, ...]
+    residual: float
+    confident: float
+
+
+def fit_linear(exits: Exits, states: LayerStates) -> None:
+    """Set every map by least squares from the normed outputs of its layer to the input of the target's head."""
+    for i in range(len(exits.config.layers)):
+        fitted = LeastSquares(exits.config.target.hidden, exits.config.target.hidden)
+        for x, y in zip(states.layers[i].split(_CHUNK), states.final.split(_CHUNK), strict=True):
+            fitted.add(exits.norms[i](x.float()), y.float())
+        exits.maps[i].get_parameter("weight").data.copy_(fitted.solve())
+
+
+def set_shared(exits: Exits, final_norm: Float[torch.Tensor, " d"]) -> None:
+    """Give every exit the target's final norm."""
+    for norm in exits.norms:
+        norm.get_parameter("weight").data.copy_(final_norm)
+
+
+def refine(
+    exits: Exits,
+    states: LayerStates,
+    steps: int,
+    rate: float = 1e-3,
+    seed: int = 0,
+    on_step: Callable[[int, int, float], None] = lambda *_: None,
+) -> None:
+    """Train norms, maps and networks by gradient on the cross-entropy with the target's distribution over the draft
+    vocabulary; each exit by itself, so that no exit's gradient meets another's.
+
+    `on_step` gets the layer, the step and the loss.
+    """
+    for i, layer in enumerate(exits.config.layers):
+        trained = [p.requires_grad_() for m in _modules_of(exits, i) for p in m.parameters()]
+        optimizer = torch.optim.Adam(trained, rate)
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (1 - step / steps)
+            index = torch.randint(len(states), (_BATCH,), generator=generator)
+            target = exits.compute_logits(states.final[index].float()).softmax(-1)
+            logits = exits.compute_logits(exits(i, states.layers[i][index].float()))
+            loss = -(target * logits.log_softmax(-1)).sum(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            on_step(layer, step + 1, loss.item())
+        for parameter in trained:
+            parameter.requires_grad_(False)
+
+
+def _modules_of(exits: Exits, i: int) -> list[torch.nn.Module]:
+    """What exit `i` has of its own before the head."""
+    parts = (exits.norms, exits.maps, exits.up, exits.down)
+    return [part[i] for part in parts if len(part)]
+
+
+@torch.no_grad()
+def predictions(
+    exits: Exits, i: int, states: LayerStates, most: int = 2
+) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
+    """The `most` largest probabilities of exit `i` at every token, and their indices in the draft vocabulary."""
+    found = [
+        exits.compute_logits(exits(i, x.float())).softmax(-1).topk(most, -1) for x in states.layers[i].split(_CHUNK)
+    ]
+    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+
+
+@torch.no_grad()
+def target_tokens(head: Float[torch.Tensor, "v d"], states: LayerStates) -> Int[torch.Tensor, " t"]:
+    """The target's most probable token after every token."""
+    return torch.cat([F.linear(x.to(head.dtype), head).argmax(-1) for x in states.final.split(_CHUNK)])
+
+
+def fit_classifiers(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"]) -> None:
+    """Fit every classifier by logistic regression, both classes weighted alike (CALM, arXiv 2207.07061).
+
+    `target`: the target's own tokens.
+    """
+    for i in range(len(exits.config.layers)):
+        _, best = predictions(exits, i, states, 1)
+        label = (_tokens(exits, best[:, 0]) == target).float()
+        share = float(label.mean().clamp(1e-3, 1 - 1e-3))
+        weight = torch.where(label > 0, 0.5 / share, 0.5 / (1 - share))
+        trained = exits.classifier, exits.classifier_bias
+        for parameter in trained:
+            parameter.requires_grad_()
+        optimizer, batch = torch.optim.Adam(trained, _CLASSIFIER_RATE), 8 * _BATCH
+        for step, start in zip(range(_CLASSIFIER_STEPS), count(0, batch), strict=False):
+            index = torch.arange(start, start + min(batch, len(states))) % len(states)
+            for group in optimizer.param_groups:
+                group["lr"] = _CLASSIFIER_RATE * (1 - step / _CLASSIFIER_STEPS)
+            score = exits.exit_score(i, states.layers[i][index].float())
+            loss = F.binary_cross_entropy_with_logits(score, label[index], weight[index])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        for parameter in trained:
+            parameter.requires_grad_(False)
+
+
+def evaluate(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"], ranks: int = 4) -> list[ExitQuality]:
+    """The quality of every exit, on other states than those it was fitted on; sets `exits.agreement`."""
+    out = list[ExitQuality]()
+    for i, layer in enumerate(exits.config.layers):
+        probability, index = predictions(exits, i, states, ranks)
+        hit = _tokens(exits, index) == target[:, None]
+        error = sum(
+            float((exits(i, x.float()) - y.float()).square().sum())
+            for x, y in zip(states.layers[i].split(_CHUNK), states.final.split(_CHUNK), strict=True)
+        )
+        margin, right = probability[:, 0] - probability[:, 1], hit[:, 0].double()
+        sums = right[margin.argsort(descending=True)].cumsum(0)
+        kept = torch.nonzero(sums / torch.arange(1, len(sums) + 1) >= 0.95)
+        confident = (int(kept.max()) + 1) / len(sums) if len(kept) else 0.0
+        agreement = tuple(hit.float().cumsum(-1).mean(0).tolist())
+        exits.agreement[i] = agreement[0]
+        out.append(ExitQuality(layer, agreement, error / float(states.final.float().square().sum()), confident))
+    return out
+
+
+def _tokens(exits: Exits, index: Int[torch.Tensor, "*t"]) -> Int[torch.Tensor, "*t"]:
+    return index if exits.token_of is None else exits.token_of[index]

@@ -1,0 +1,182 @@
+"""Fitting the exits of a model from a data set of its own answers to a speculator on disk."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from foretell.api import Model
+from foretell.model.network import Network
+from foretell.model.partial_pass import check_spans
+from foretell.speculator.checkpoint import save
+from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.exits import Exits, ExitsConfig
+from foretell.train.data.dataset import Dataset, Document
+from foretell.train.exits.fit import (
+    ExitKind,
+    ExitQuality,
+    evaluate,
+    fit_classifiers,
+    fit_linear,
+    refine,
+    set_shared,
+    target_tokens,
+)
+from foretell.train.exits.states import collect_states
+
+_HELD_OUT = 0.1
+"""Share of the documents that exits are measured on."""
+_MIN_TOKENS = 500
+"""Fewest tokens that exits are fitted on."""
+
+
+@dataclass(frozen=True)
+class ExitSettings:
+    """What is fitted. `layers`: empty, every tenth of the model; `steps`: of gradient training after the closed form;
+    `draft_vocab`: most frequent tokens that exits may give, 0: all; `inner`: width of a feed-forward network per exit.
+    """
+
+    layers: tuple[int, ...] = ()
+    kind: ExitKind = "linear"
+    steps: int = 0
+    rate: float = 1e-3
+    inner: int = 0
+    draft_vocab: int = 8192
+    tokens: int = 60_000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FittedExits:
+    """Exits with their quality on held-out documents; `tokens`, `held_out`: tokens that they were fitted and measured
+    on.
+    """
+
+    exits: Exits
+    quality: Sequence[ExitQuality]
+    tokens: int
+    held_out: int
+
+
+def default_layers(layers: int) -> tuple[int, ...]:
+    """Exits after every tenth of the layers."""
+    return tuple(sorted({max(1, round(layers * i / 10)) for i in range(1, 10)} - {layers}))
+
+
+def fit_exits(
+    model: Model,
+    data: Dataset,
+    settings: ExitSettings,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> FittedExits:
+    """Fit exits on a data set of the model's answers. `on_progress` gets what is being done.
+
+    Raises:
+        ValueError: the model's layers keep more than keys and values, an exit does not exist, or the data are too few.
+    """
+    network, config = model.network, model.config
+    check_spans(config)
+    layers = settings.layers or default_layers(config.layers)
+    if not layers or not all(1 <= layer < config.layers for layer in layers):
+        raise ValueError(
+            f"exits after layers {list(layers)} were asked for, and {model.name} has {config.layers} layers: an exit "
+            f"is after layer 1 to {config.layers - 1}"
+        )
+    train, held = (
+        [data[i] for i in part] for part in data.split(max(1, min(len(data) // 2, round(_HELD_OUT * len(data)))))
+    )
+    on_progress(f"reading the states of {len(layers)} layers")
+    states = collect_states(network, train, layers, settings.tokens)
+    if len(states) < _MIN_TOKENS:
+        raise ValueError(
+            f"{data.folder}: {len(states)} tokens to learn are too few to fit exits on; {_MIN_TOKENS} at least are "
+            "needed, and some tens of thousands make good exits: enlarge it with foretell data generate"
+        )
+    exits = build_exits(model, settings, layers, train)
+    if settings.kind == "linear":
+        fit_linear(exits, states)
+    else:
+        set_shared(exits, final_norm_weight(network))
+    if settings.steps:
+        refine(
+            exits, states, settings.steps, settings.rate, settings.seed,
+            lambda layer, step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
+        )  # fmt: skip
+    head = model.checkpoint.embedding_and_head(torch.float32).head
+    on_progress("fitting the classifiers")
+    fit_classifiers(exits, states, target_tokens(head, states))
+    on_progress("measuring")
+    others = collect_states(network, held, layers, max(_MIN_TOKENS, settings.tokens // 10))
+    quality = evaluate(exits, others, target_tokens(head, others))
+    return FittedExits(exits, quality, len(states), len(others))
+
+
+def build_exits(model: Model, settings: ExitSettings, layers: tuple[int, ...], documents: Sequence[Document]) -> Exits:
+    """Unfitted exits over the most frequent tokens of some documents."""
+    c = model.config
+    card = TargetInfo(
+        name=model.name, fingerprint=model.checkpoint.fingerprint(), hidden=c.hidden, vocab=c.vocab, layers=c.layers
+    )
+    tokens = _frequent_tokens(documents, c.vocab, settings.draft_vocab)
+    config = ExitsConfig(
+        target=card,
+        draft_vocab=None if tokens is None else len(tokens),
+        layers=layers,
+        maps=settings.kind == "linear",
+        inner=settings.inner,
+        norm_eps=c.norm_eps,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        exits = Exits(config, model.checkpoint.embedding_and_head(torch.float32))
+    if tokens is not None:
+        exits.set_draft_vocab(tokens)
+    return exits.requires_grad_(False)
+
+
+def final_norm_weight(network: Network) -> torch.Tensor:
+    """The weight of the final norm: its output where all inputs are one."""
+    width, eps = network.config.hidden, network.config.norm_eps
+    ones = torch.ones(1, width, dtype=network.embed(torch.zeros(1, dtype=torch.int64)).dtype, device=network.device)
+    with torch.inference_mode():
+        normed: torch.Tensor = network.final_norm(ones)[0].float().cpu()
+    return normed * math.sqrt(1 + eps)
+
+
+def _frequent_tokens(documents: Sequence[Document], vocab: int, count: int) -> Int[torch.Tensor, " n"] | None:
+    """The most frequent tokens of the answers, ascending; None: all of the vocabulary."""
+    if not 0 < count < vocab:
+        return None
+    found = np.zeros(vocab, np.int64)
+    for document in documents:
+        found += np.bincount(document.tokens[document.start :], minlength=vocab)
+    return torch.from_numpy(np.sort(np.argsort(-found, kind="stable")[:count]))
+
+
+def save_exits(folder: Path, fitted: FittedExits, command: str) -> None:
+    """Write the exits and their card."""
+    save(folder, fitted.exits, fitted.exits.config)
+    lines = [
+        f"# Exits of {fitted.exits.target_info.name}", "",
+        f"Fitted on {fitted.tokens:,} tokens of the model's own answers, measured on {fitted.held_out:,} others.", "",
+        *quality_table(fitted.quality), "",
+        "```", command, "```", "",
+    ]  # fmt: skip
+    (folder / "README.md").write_text("\n".join(lines), "utf-8")
+
+
+def quality_table(quality: Sequence[ExitQuality]) -> list[str]:
+    """The quality of exits as lines of Markdown."""
+    lines = [
+        "| layers | same token | among best 2 | among best 4 | squared error | may leave at 5 % |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for q in quality:
+        ranks = [q.agreement[min(k, len(q.agreement)) - 1] for k in (1, 2, 4)]
+        shares = " | ".join(f"{share:.1%}" for share in ranks)
+        lines.append(f"| {q.layer} | {shares} | {q.residual:.2f} | {q.confident:.1%} |")
+    return lines

@@ -1,0 +1,219 @@
+"""Drafts by exits of the target: which exit a token leaves at, and what the target's pass has left to do."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.accept import AcceptExits, Match, Rejection
+from foretell.catalogue import BuildContext, build
+from foretell.catalogue.exits import best_exit
+from foretell.core.context import Context, TokenBuffer
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.tree import root_tree
+from foretell.draft.early_exit import EarlyExitDrafter, ExitRule, SharedHead, TrainedExits
+from foretell.engine.engine import Engine
+from foretell.engine.method import Method
+from foretell.engine.request import Request
+from foretell.model.load.checkpoint import embedding_and_head_of
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Chain, DynamicTree
+from foretell.speculator.checkpoint import save
+from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.exits import Exits, ExitsConfig
+from helpers import VOCAB, chain_tree, naive, random_tokens, target
+
+LAYERS, EXITS = 5, (1, 2, 4)
+PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 40, 1)]
+REQUESTS = [Request(p, SamplingParams(temperature=i % 2, seed=i), max_new_tokens=16) for i, p in enumerate(PROMPTS)]
+
+
+@cache
+def network() -> Exits:
+    """Exits of random weights."""
+    decoder = target(layers=LAYERS)
+    info = TargetInfo(name="tiny", hidden=decoder.config.hidden, vocab=VOCAB, layers=LAYERS)
+    config = ExitsConfig(target=info, layers=EXITS, draft_vocab=20, norm_eps=decoder.config.norm_eps)
+    made = Exits(config, embedding_and_head_of(decoder)).double()
+    made.set_draft_vocab(torch.arange(4, 24))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for parameter in made.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return made.requires_grad_(False)
+
+
+def drafter(*thresholds: float, **options: object) -> EarlyExitDrafter:
+    rule = ExitRule("softmax", thresholds) if thresholds else None
+    return EarlyExitDrafter(TrainedExits(network()), rule, **options)  # type: ignore[arg-type]
+
+
+def engine_of(method: Method[Any], rows: int = 4) -> Engine:
+    return Engine(DecoderRunner(target(layers=LAYERS)), method, rows=rows)
+
+
+def answers(method: Method[Any], requests: Sequence[Request] = REQUESTS, rows: int = 4) -> list[list[int]]:
+    return [list(c.tokens) for c in engine_of(method, rows).complete(requests)]
+
+
+@pytest.mark.parametrize("shape", [Chain(4, draw=False), DynamicTree(3, 2, 6)], ids=["chain", "tree"])
+@pytest.mark.parametrize("thresholds", [(), (0.05, 0.1, 0.2), (0, 1, 1), (1, 1, 1)], ids=str)
+def test_tokens_are_those_of_naive_decoding_wherever_drafts_leave(shape: Chain, thresholds: tuple[float, ...]) -> None:
+    expected = [naive(target(layers=LAYERS), r) for r in REQUESTS]
+    draft = drafter(*thresholds)
+    assert answers(Method(draft, shape, Match())) == expected
+    assert answers(Method(drafter(*thresholds), shape, Match()), rows=1) == expected
+    assert draft.exit_counts.sum() > 20
+
+
+def test_sampled_drafts_of_several_exits_do_not_depend_on_the_batch() -> None:
+    requests = [replace(r, sampling_params=SamplingParams(temperature=1.5, seed=7)) for r in REQUESTS]
+    together = answers(Method(drafter(0.05, 0.1, 0.2), Chain(4), Rejection()), requests)
+    assert together == answers(Method(drafter(0.05, 0.1, 0.2), Chain(4), Rejection()), requests, rows=1)
+
+
+def test_a_token_leaves_at_the_first_confident_exit_and_at_the_last_one_in_any_case() -> None:
+    for thresholds, expected in (((0, 1, 1), 0), ((1, 0, 1), 1), ((1, 1, 1), 2)):
+        draft = drafter(*thresholds)
+        answers(Method(draft, Chain(3, draw=False), Match()))
+        assert np.flatnonzero(draft.exit_counts).tolist() == [expected]
+    mixed = drafter(0.1, 0.1, 0.1)
+    answers(Method(mixed, Chain(3, draw=False), Match()))
+    assert (mixed.exit_counts > 0).sum() > 1
+
+
+def test_exits_are_earlier_the_lower_the_threshold() -> None:
+    depth = []
+    for level in (0.0, 0.03, 0.1, 0.3, 1.0):
+        draft = drafter(level, level, level)
+        answers(Method(draft, Chain(2, draw=False), Match()), REQUESTS[:1])
+        depth.append(float(draft.exit_counts @ np.array(EXITS) / draft.exit_counts.sum()))
+    assert depth == sorted(depth) and depth[0] == 1 and depth[-1] == 4
+
+
+def test_thresholds_decay_over_the_answer_and_stay_within_bounds() -> None:
+    rule = ExitRule("softmax", (0.5, 1.0), decay=4, horizon=100)
+    levels = rule.threshold(0, np.arange(200))
+    assert levels[0] == pytest.approx(0.9 * 0.5 + 0.1) and (np.diff(levels) <= 0).all()
+    assert ((levels >= 0) & (levels <= 1)).all() and levels[-1] == pytest.approx(0.45, abs=1e-3)
+    assert rule.threshold(1, 50) == 1, "an exit that is switched off stays so"
+    assert (ExitRule("softmax", (0.5,)).threshold(0, np.arange(9)) == 0.5).all()
+    with pytest.raises(ValueError, match="unknown confidence 'guess': softmax, state, classifier"):
+        ExitRule("guess", (0.5,))  # type: ignore[arg-type]
+
+
+def test_the_state_measure_compares_the_last_two_layers() -> None:
+    draft = EarlyExitDrafter(TrainedExits(network(), (2, 4)), ExitRule("state", (-1.0, -1.0)))
+    engine = engine_of(Method(draft, Chain(2, draw=False), Match()))
+    seen = list[torch.Tensor]()
+    begin = engine.runner.begin_pass
+
+    def spied(rows: Sequence[int], tree: object) -> object:
+        run = begin(rows, tree)  # type: ignore[arg-type]
+        advance = run.advance
+
+        def advance_and_keep(wanted: np.ndarray, layer: int) -> object:
+            found = advance(wanted, layer)
+            seen.append(torch.nn.functional.cosine_similarity(found.states, found.before, dim=-1))
+            assert found.before.shape == found.states.shape and not torch.equal(found.before, found.states)
+            return found
+
+        run.advance = advance_and_keep  # type: ignore[method-assign,assignment]
+        return run
+
+    engine.runner.begin_pass = spied  # type: ignore[method-assign,assignment]
+    completed = engine.complete(REQUESTS)
+    assert [list(c.tokens) for c in completed] == [naive(target(layers=LAYERS), r) for r in REQUESTS]
+    assert seen and all((s.abs() <= 1 + 1e-9).all() for s in seen)
+
+
+def test_the_classifier_measure_is_the_trained_one() -> None:
+    exits = network()
+    h = torch.randn(6, exits.config.target.hidden, dtype=torch.float64)
+    heads = TrainedExits(exits)
+    x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + exits.config.norm_eps)
+    expected = torch.sigmoid(x @ exits.classifier[1] + exits.classifier_bias[1])
+    torch.testing.assert_close(heads.classify(1, h), expected)
+    draft = EarlyExitDrafter(heads, ExitRule("classifier", (0.5, 0.5, 0.5)))
+    assert answers(Method(draft, Chain(3, draw=False), Match())) == [naive(target(layers=LAYERS), r) for r in REQUESTS]
+    with pytest.raises(ValueError, match="have no classifier"):
+        SharedHead(target(layers=LAYERS), 2).classify(0, h)
+
+
+def test_the_method_reads_fitted_exits_and_refuses_others(tmp_path: Path) -> None:
+    exits = network()
+    exits.agreement.copy_(torch.tensor([0.1, 0.6, 0.7]))
+    save(tmp_path / "exits", exits, exits.config)
+    context = BuildContext(VOCAB, target(layers=LAYERS), speculators=(tmp_path / "exits",))
+    method = build("layer_skip", context, {"draft_sample_method": "greedy"})
+    assert method.draft.heads.layers == (2,) and method.drafter_label == "exits after 2 of 5 layers"
+    assert answers(method) == [naive(target(layers=LAYERS), r) for r in REQUESTS]
+    several = build("layer_skip", context, {"exit_layer": 4, "exit_threshold": 0.2})
+    assert several.draft.heads.layers == (1, 2, 4)
+    with pytest.raises(ValueError, match=r"no exit after 3 layers: the exits are after \[1, 2, 4\]"):
+        build("layer_skip", context, {"exit_layer": 3})
+    with pytest.raises(ValueError, match="trained for another model"):
+        build("layer_skip", replace(context, network=target(layers=3), known_speculators={}))
+
+
+def test_the_exit_that_promises_most_is_the_default() -> None:
+    exits = network()
+    for agreement, layer in (([0.5, 0.5, 0.5], 1), ([0.01, 0.9, 0.95], 2), ([0.0, 0.0, 0.99], 4)):
+        exits.agreement.copy_(torch.tensor(agreement))
+        assert best_exit(exits) == layer
+
+
+def test_a_drafter_without_an_engine_says_so() -> None:
+    request = REQUESTS[0]
+    context = Context((0,), (TokenBuffer(request.prompt),), (request.sampling_params,), (CounterRNG(0),), np.array([3]))
+    with pytest.raises(ValueError, match="works in an engine only: it shares its cache"):
+        drafter().expand(root_tree([1]), np.zeros((1, 1), np.int64), context)
+
+
+def test_without_a_confident_exit_answers_are_those_of_all_layers() -> None:
+    draft = drafter(1, 1, 1, only_confident=True)
+    greedy = [replace(r, sampling_params=SamplingParams()) for r in REQUESTS]
+    assert answers(Method(draft, Chain(4), AcceptExits()), greedy) == [naive(target(layers=LAYERS), r) for r in greedy]
+    assert draft.exit_counts.sum() == 0
+
+
+@pytest.mark.parametrize("missing", ["recompute", "copy"])
+def test_tokens_that_leave_are_answers_and_the_next_pass_runs_what_is_left(missing: str) -> None:
+    draft = drafter(0.02, 0.02, 0.02, only_confident=True, missing_keys=missing)
+    method = Method(draft, Chain(4), AcceptExits(exact_keys=missing == "recompute"))
+    engine, request = engine_of(method), Request(PROMPTS[1], max_new_tokens=24)
+    completed = engine.complete([request])[0]
+    assert len(completed.tokens) == 24 and completed.statistics.target_passes < 24
+    # What copied keys change is not known, not even where a token has run all layers.
+    assert completed.statistics.fidelity.tokens == (24 if missing == "recompute" else 0)
+
+
+@pytest.mark.parametrize("missing", ["recompute", "copy"])
+def test_missing_keys_are_exact_if_recomputed_and_copies_of_the_exit_otherwise(missing: str) -> None:
+    draft = drafter(0.02, 0.02, 0.02, only_confident=True, missing_keys=missing)
+    engine = engine_of(Method(draft, Chain(4), AcceptExits(exact_keys=missing == "recompute")))
+    engine.submit(Request(PROMPTS[1], max_new_tokens=60))
+    text = [*PROMPTS[1]]
+    for _ in range(8):
+        for update in engine.step():
+            text += update.tokens
+    runner, fresh = engine.runner, DecoderRunner(target(layers=LAYERS))
+    assert isinstance(runner, DecoderRunner) and draft.exit_counts.sum() > 8
+    length = runner.length(0)
+    assert length == len(text) - 1
+    fresh.forward([0], chain_tree(text[:length]))
+    same = [
+        torch.allclose(mine, own, rtol=0, atol=1e-10)
+        for layer in range(LAYERS)
+        for mine, own in zip(
+            runner.cache.read(layer, torch.tensor([0]), length),  # type: ignore[attr-defined]
+            fresh.cache.read(layer, torch.tensor([0]), length),  # type: ignore[attr-defined]
+            strict=True,
+        )
+    ]
+    assert all(same) if missing == "recompute" else all(same[:2]) and not all(same)

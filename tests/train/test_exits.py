@@ -1,0 +1,150 @@
+"""Fitting of exits: least squares, refinement, classifiers, and the command on a model on disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from training_helpers import shared
+
+from command import expect_error, run_foretell, tiny_target
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.load.checkpoint import embedding_and_head_of
+from foretell.speculator.checkpoint import read_config
+from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.exits import Exits, ExitsConfig
+from foretell.train.exits.fit import evaluate, fit_classifiers, fit_linear, refine, set_shared, target_tokens
+from foretell.train.exits.job import default_layers, final_norm_weight
+from foretell.train.exits.least_squares import LeastSquares
+from foretell.train.exits.states import LayerStates
+from helpers import target
+
+WIDTH, VOCAB, TOKENS = 12, 40, 700
+
+
+def states(noise: float = 0.0, layers: int = 2) -> LayerStates:
+    """States of which the last layer's are a linear map of the others', up to noise that falls with depth."""
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH)
+    norm = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    final = norm @ torch.randn(WIDTH, WIDTH)
+    found = [x + noise * (layers - i) * torch.randn(TOKENS, WIDTH) for i in range(layers)]
+    return LayerStates(tuple(f.bfloat16() for f in found), final.bfloat16())
+
+
+def exits_for(layers: tuple[int, ...] = (1, 3), **sizes: object) -> Exits:
+    info = TargetInfo(name="toy", hidden=WIDTH, vocab=VOCAB, layers=4)
+    torch.manual_seed(1)
+    head = torch.randn(VOCAB, WIDTH)
+    config = ExitsConfig.model_validate({"target": info, "layers": layers, **sizes})
+    return Exits(config, EmbeddingAndHead(head, head)).requires_grad_(False)
+
+
+def test_least_squares_recovers_a_linear_map_and_ignores_order_and_chunks() -> None:
+    torch.manual_seed(2)
+    truth, x = torch.randn(5, WIDTH), torch.randn(200, WIDTH)
+    whole, parts = LeastSquares(WIDTH, 5, 1e-9), LeastSquares(WIDTH, 5, 1e-9)
+    whole.add(x, x @ truth.T)
+    for chunk in torch.split(x.flip(0), 17):
+        parts.add(chunk, chunk @ truth.T)
+    torch.testing.assert_close(whole.solve(), truth, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(whole.solve(), parts.solve(), atol=1e-5, rtol=1e-5)
+
+
+def test_least_squares_is_never_worse_than_the_identity_on_its_own_rows() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(300, WIDTH)
+    y = x + 0.5 * torch.randn(300, WIDTH)
+    fitted = LeastSquares(WIDTH, WIDTH, 0.0)
+    fitted.add(x, y)
+    assert (x @ fitted.solve().T - y).square().sum() <= (x - y).square().sum()
+    same = LeastSquares(WIDTH, WIDTH, 1e-12)
+    same.add(x, x)
+    torch.testing.assert_close(same.solve(), torch.eye(WIDTH), atol=1e-4, rtol=1e-4)
+
+
+def test_fewer_rows_than_inputs_are_fitted_by_the_ridge_and_none_are_refused() -> None:
+    few = LeastSquares(WIDTH, 2)
+    with pytest.raises(ValueError, match="no rows at all"):
+        few.solve()
+    few.add(torch.randn(3, WIDTH), torch.randn(3, 2))
+    assert few.solve().isfinite().all()
+
+
+def test_shortcuts_agree_where_the_last_layer_is_linear_in_the_exit() -> None:
+    exits, found = exits_for(), states()
+    fit_linear(exits, found)
+    target_of = target_tokens(exits.lm_head, found)
+    quality = evaluate(exits, found, target_of)
+    assert all(q.agreement[0] > 0.93 and q.residual < 1e-3 for q in quality)
+    assert [q.layer for q in quality] == [1, 3]
+    assert exits.agreement.tolist() == pytest.approx([q.agreement[0] for q in quality])
+
+
+def test_the_error_falls_with_depth_and_refinement_raises_agreement() -> None:
+    exits, found = exits_for(inner=16), states(noise=0.4)
+    fit_linear(exits, found)
+    target_of = target_tokens(exits.lm_head, found)
+    before = evaluate(exits, found, target_of)
+    assert before[0].residual > before[1].residual
+    assert all(list(q.agreement) == sorted(q.agreement) for q in before), "more ranks agree more often"
+    losses = list[float]()
+    refine(exits, found, steps=60, rate=3e-3, on_step=lambda layer, step, loss: losses.append(loss))
+    after = evaluate(exits, found, target_of)
+    assert sum(losses[50:60]) < sum(losses[:10]) and after[0].agreement[0] > before[0].agreement[0]
+
+
+def test_classifiers_know_where_an_exit_is_right() -> None:
+    exits, found = exits_for(), states(noise=0.5)
+    fit_linear(exits, found)
+    target_of = target_tokens(exits.lm_head, found)
+    # An exit is wrong where a direction of its input is large.
+    wrong = found.layers[0][:, 0].float() > 0.5
+    changed = torch.where(wrong, (target_of + 1) % VOCAB, target_of)
+    best = exits.compute_logits(exits(0, found.layers[0].float())).argmax(-1)
+    fit_classifiers(exits, found, torch.where(wrong, changed, best))
+    score = exits.exit_score(0, found.layers[0].float())
+    assert score[wrong].mean() < -0.5 < 0.5 < score[~wrong].mean()
+
+
+def test_shared_exits_are_the_norm_and_head_of_the_target() -> None:
+    network = target(layers=4)
+    info = TargetInfo(name="tiny", hidden=network.config.hidden, vocab=network.config.vocab, layers=4)
+    config = ExitsConfig(target=info, layers=(2,), maps=False, norm_eps=network.config.norm_eps)
+    made = Exits(config, embedding_and_head_of(network)).double()
+    set_shared(made, final_norm_weight(network).double())
+    h = torch.randn(5, network.config.hidden, dtype=torch.float64)
+    expected = network.logits(network.final_norm(h))
+    torch.testing.assert_close(made.compute_logits(made(0, h)).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_exits_lie_below_the_last_layer_in_ascending_order() -> None:
+    for layers in ((3, 1), (1, 4), (0, 2), (2, 2)):
+        with pytest.raises(ValueError, match=r"exits lie after 1 to 3 layers, in ascending order; found \["):
+            exits_for(layers)
+    assert default_layers(30) == (3, 6, 9, 12, 15, 18, 21, 24, 27)
+    assert default_layers(2) == (1,) and default_layers(4) == (1, 2, 3)
+
+
+def test_the_command_fits_exits_of_a_model_on_disk(tmp_path: Path) -> None:
+    out = tmp_path / "exits"
+    fitted = run_foretell("train", "exits", tiny_target(), "--out", out, "--data", shared(), "--draft-vocab", "64")
+    assert fitted.exit_code == 0, (fitted.output, fitted.exception)
+    assert fitted.stdout.startswith("| layers | same token |") and "\n| 1 | " in fitted.stdout
+    config = read_config(out)
+    assert config["kind"] == "exits" and config["layers"] == [1] and config["target"]["fingerprint"]
+    assert "measured on" in (out / "README.md").read_text()
+    assert "| 1 | " in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--layers", "2"), "exits after layers [2] were asked for, and"),
+        (("--layers", "x"), "--layers=x: layers of the target by number"),
+        (("--inner", "8"), "--inner 8: a feed-forward network is trained by gradient; give --steps too"),
+        (("--tokens", "20"), "20 tokens to learn are too few to fit exits on; 500 at least"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said_in_a_sentence(tmp_path: Path, options: tuple[str, ...], sentence: str) -> None:
+    found = expect_error("train", "exits", tiny_target(), "--out", tmp_path / "exits", "--data", shared(), *options)
+    assert sentence in found
