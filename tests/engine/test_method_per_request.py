@@ -23,6 +23,7 @@ from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from helpers import (
     VARIANTS,
     VOCAB,
+    Phrases,
     Variant,
     engine_for,
     naive,
@@ -196,6 +197,21 @@ def test_a_request_limits_its_drafts() -> None:
     for most, completion in zip(limits, found, strict=True):
         assert most is None or completion.statistics.drafted <= most * completion.statistics.target_passes
     assert max(map(max, seen)) == 12 and all(len(counts) <= 3 for counts in seen)
+
+
+def test_a_request_among_many_drafts_what_its_constraint_forces_and_nothing_else() -> None:
+    free = Request([1, 2, 3] * 4, SamplingParams(), 24)
+    constrained = replace(free, constraint=Phrases(), max_new_tokens=12)
+    requests = [free, free, constrained, replace(constrained, max_drafts=0)]
+    with unchecked():
+        runner = engine_for(PLAIN).runner
+        method: AnyMethod = Method(PromptLookup(3), Trie(4), Match())
+        found = Engine(runner, method, rows=4, disable_by_batch_size=1).complete(requests)
+        plain = Engine(runner, PLAIN, rows=4).complete(requests)
+    assert tokens(found) == tokens(plain)
+    first, second, forced, none = (c.statistics for c in found)
+    assert first.drafted and not second.drafted and not none.drafted
+    assert forced.drafted and forced.target_passes < none.target_passes
 
 
 def test_the_drafts_that_are_left_out_are_the_last_or_the_least_likely() -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import httpx2
 
 from command import tiny_target
+from foretell.api import Model
 from foretell.engine.engine import Engine
 from foretell.engine.request import Update
 from foretell.load import load
 from foretell.serve.app import create_app
 from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
-from foretell.serve.run import Address, GracefulServer, server_config
+from foretell.serve.run import Address, GracefulServer, Startable, server_config
 from foretell.serve.service import Service
 from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
@@ -112,13 +113,18 @@ def wait_for(condition: Any, seconds: float = SECONDS) -> None:
         time.sleep(0.002)
 
 
-@contextmanager
-def running_server(
-    settings: ServerSettings = SETTINGS, method: str = "suffix", rows: int = 4, path: Path | None = None
-) -> Iterator[Server]:
-    """A server with a tiny model; `path`: its directory, if it is another."""
+def paced_service(
+    settings: ServerSettings = SETTINGS,
+    method: str = "suffix",
+    rows: int = 4,
+    path: Path | None = None,
+    loaded_model: Model | None = None,
+) -> tuple[Service, list[PacedEngine]]:
+    """A service with a tiny model, and the engines that it has made; `path`: the directory of another model;
+    `loaded_model`: serve this one.
+    """
     engines = list[PacedEngine]()
-    model = load(str(path or tiny_target()), dtype="float32")
+    model = loaded_model or load(str(path or tiny_target()), dtype="float32")
 
     class PacedModel(LoadedModel):
         def make_engine(self) -> Engine:
@@ -131,9 +137,18 @@ def running_server(
     methods = Methods(model.method, method, {"suffix", "ngram"})
     loaded = PacedModel(model, methods, EngineSettings(rows), "fp_test", {"temperature": 1.0})
     settings = replace(settings, limits=replace(settings.limits, max_num_seqs=rows))
-    service = Service(settings, lambda: loaded)
-    bound = Address(port=0).bind()
-    config = server_config(create_app(service), Address())
+    return Service(settings, lambda: loaded), engines
+
+
+@contextmanager
+def listening(
+    app: Any,
+    service: Startable,
+    address: Address = Address(port=0),  # noqa: B008
+) -> Iterator[tuple[GracefulServer, str]]:
+    """A server in a thread, and its URL."""
+    bound = address.bind()
+    config = server_config(app, address, service.settings)
     config.timeout_graceful_shutdown = 1
     ready = threading.Event()
     server = GracefulServer(config, service, ready.set)
@@ -141,10 +156,7 @@ def running_server(
     thread.start()
     try:
         assert ready.wait(SECONDS), server.failure
-        found = Server(service, server, Address().url(bound), engines)
-        wait_for(lambda: bool(engines) and found.health() == 200)
-        yield found
-        found.http.close()
+        yield server, address.url(bound)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(SECONDS)
@@ -152,4 +164,25 @@ def running_server(
         assert not thread.is_alive()
 
 
-__all__ = ["NAME", "SETTINGS", "Limits", "PacedEngine", "Server", "read_until", "running_server", "wait_for"]
+@contextmanager
+def running_server(
+    settings: ServerSettings = SETTINGS,
+    method: str = "suffix",
+    rows: int = 4,
+    path: Path | None = None,
+    address: Address = Address(port=0),  # noqa: B008
+    loaded_model: Model | None = None,
+) -> Iterator[Server]:
+    """A server of `paced_service`."""
+    service, engines = paced_service(settings, method, rows, path, loaded_model)
+    with listening(create_app(service), service, address) as (server, url):
+        found = Server(service, server, url, engines)
+        wait_for(lambda: bool(engines) and found.health() == 200)
+        yield found
+        found.http.close()
+
+
+__all__ = [
+    "NAME", "SETTINGS", "Limits", "PacedEngine", "Server", "listening", "paced_service", "read_until",
+    "running_server", "wait_for",
+]  # fmt: skip

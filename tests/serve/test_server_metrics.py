@@ -6,13 +6,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import NAME, SETTINGS, Server, running_server, wait_for
 
+from foretell.engine.controller import Controller
+from foretell.engine.engine import Engine
+from foretell.engine.request import Request, Update
+from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
+from foretell.serve.metrics.registry import MetricTables
 from foretell.serve.metrics.request_log import JsonFormatter
+from foretell.serve.metrics.requests import RequestMetrics
+from foretell.serve.metrics.steps import StepMetrics
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -46,6 +54,7 @@ def test_requests_are_counted_as_their_answers_say(server: Server) -> None:
     before = scrape(server)
     found = server.chat("abcabcabc", max_tokens=40).json()
     server.chat("abcabcabc", max_tokens=40, speculative={"max_drafts": 0})
+    server.wait_until_idle()
     assert server.chat(n=0).status_code == 400 and server.http.get("/nothing/here").status_code == 404
     after = scrape(server)
     usage, speculation = found["usage"], found["metrics"]["speculative_decoding"]
@@ -62,6 +71,16 @@ def test_requests_are_counted_as_their_answers_say(server: Server) -> None:
         assert more("inter_token_latency_seconds_count") == speculation["num_spec_steps"] - 1 + 39
         assert more("spec_decode_num_draft_tokens_total", method="suffix") == speculation["num_draft_tokens"]
         accepted = speculation["num_accepted_draft_tokens"]
+        assert more("request_params_n_sum") == more("request_num_preemptions_count") == 2
+        assert more("request_max_num_generation_tokens_sum") == 80
+        assert (
+            more("iteration_tokens_total_sum")
+            == more("generation_tokens_total")
+            + more("spec_decode_num_draft_tokens_total")
+            - accepted
+            + usage["prompt_tokens"]
+            - 1
+        ), "the prompt of the first, and every token but the last once"
         assert more("spec_decode_num_accepted_tokens_total") == accepted > 0
         assert more("spec_decode_num_accepted_tokens_per_pos_total") == accepted
         assert more("http_requests_total", handler="/v1/chat/completions", status="200") == 2
@@ -111,3 +130,77 @@ def test_the_dashboard_asks_for_metrics_that_there_are(server: Server) -> None:
     board = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text("utf-8"))
     asked = {name for panel in board["panels"] for t in panel.get("targets", ()) for name in NAMES.findall(t["expr"])}
     assert len(asked) > 25 and asked <= {name for name, _ in scrape(server)}
+
+
+def test_expected_and_obtained_gains_are_measured(server: Server) -> None:
+    before = scrape(server)
+    for _ in range(3):
+        server.chat("abcabcabc", max_tokens=60)
+        server.chat("abcabcabc", max_tokens=60, speculative={"max_drafts": 0})
+    server.wait_until_idle()
+    after = scrape(server)
+    with_drafts, without = (grown(before, after, "foretell:spec_steps_total", drafts=d) for d in ("yes", "no"))
+    assert with_drafts > 0 and without >= 3 * 59
+    assert grown(before, after, "foretell:spec_undrafted_requests_total", reason="asked") == 3
+    obtained = grown(before, after, "foretell:spec_obtained_tokens_total")
+    assert obtained >= 3 * 59 and grown(before, after, "foretell:spec_expected_tokens_total") >= 3 * 59
+    plain, spent = (grown(before, after, f"foretell:spec_{n}_seconds_total") for n in ("plain", "decode"))
+    assert plain > 0 and spent > 0
+    for name in ("realised", "predicted"):
+        (speedup,) = [v for (n, _), v in after.items() if n == f"foretell:spec_{name}_speedup"]
+        assert 0.05 < speedup < 20
+    values = {n: v for (n, _), v in after.items()}
+    assert values["foretell:kv_cache_unowned_rows"] == 0
+    assert values["foretell:process_resident_memory_bytes"] > 1e6 and values["foretell:process_open_fds"] > 3
+
+
+def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
+    """Passes of one second each; drafts give three tokens where two were expected."""
+    tables = MetricTables(())
+    metrics, engine = StepMetrics(tables, (NAME, "0")), SimpleNamespace(controller=None, last_step=None)
+    plain = StepCounts(requests=1, read=1, reads_prompt=False, new=1, expected=1.0)
+    drafted = StepCounts(1, 4, False, drafted=3, accepted=2, new=3, expected=2.0)
+    prompt = StepCounts(1, 64, True, new=1)
+    for counts in [prompt, *[plain, drafted] * 200]:
+        engine.last_step = StepTime(0.25 if counts.drafted else 0.0, 1.0, 2.0, 0.0, counts)
+        metrics.step(cast(Engine, engine), 2.0)
+    # Half of the steps take 1.25 s for 3 tokens, which plain decoding takes 3 s for.
+    assert metrics.realised_speedup() == pytest.approx((1 + 3) / (1 + 1.25), rel=0.05)
+    assert metrics.predicted_speedup() == pytest.approx((1 + 2) / (1 + 1.25), rel=0.05)
+
+
+def test_switches_of_drafting_are_counted() -> None:
+    def samples() -> dict[tuple[str, str], float]:
+        found = text_string_to_metric_families(tables.text().decode())
+        return {(s.name, s.labels.get("to", "")): s.value for family in found for s in family.samples}
+
+    tables = MetricTables(())
+    requests = RequestMetrics(tables, (NAME, "0"), lambda request: "suffix")
+    for crowded in (False, True, True, False):
+        requests.opened(1, Request([1]))
+        statistics = RequestStatistics(crowded=crowded)
+        requests.updated(1, 1.0, Update(1, (5,), "a", 0, finish_reason="length", statistics=statistics))
+    steps, controller = StepMetrics(tables, (NAME, "0")), Controller()
+    engine = SimpleNamespace(controller=controller, last_step=StepTime(0.0, 1.0, 1.0))
+    for on, off in ((0, 1), (1, 2), (0, 1)):  # The last one is the first step of a new engine.
+        controller.statistics.switched_on, controller.statistics.switched_off = on, off
+        steps.step(cast(Engine, engine), 1.0)
+    found = samples()
+    assert [found["foretell:spec_switches_total", to] for to in ("off", "on")] == [1, 1]
+    assert [found["foretell:spec_controller_switches_total", to] for to in ("off", "on")] == [3, 1]
+    assert found["foretell:spec_undrafted_requests_total", ""] == 2
+
+
+def test_refusals_and_waiting_requests_are_counted_by_reason() -> None:
+    limits = replace(SETTINGS.limits, queued_requests=0)
+    with running_server(replace(SETTINGS, limits=limits), rows=1) as small:
+        small.engine.delay = 0.02
+        connection = small.start({"max_tokens": 300, "stream": True})
+        wait_for(lambda: small.service.jobs.live == 1)
+        assert small.chat().status_code == 429
+        found = scrape(small)
+        connection.close()
+    values = {(n, dict(labels).get("reason")): v for (n, labels), v in found.items()}
+    assert values["foretell:admission_rejections_total", "queue"] == 1
+    assert values["foretell:admission_rejections_total", "key"] == 0
+    assert values["foretell:num_requests_waiting_by_reason", "reader"] == 0

@@ -4,7 +4,7 @@ import pytest
 from serving import running_server
 
 from command import expect_error, run_foretell
-from foretell.cli.top import Interval, Snapshot, metrics_address
+from foretell.bench.server_metrics import Interval, Snapshot, metrics_address
 
 BEFORE = """
 # HELP foretell:x_seconds text

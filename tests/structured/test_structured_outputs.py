@@ -13,6 +13,7 @@ from command import expect_error, run_foretell, tiny_draft, tiny_target
 from foretell.api import Model
 from foretell.core.sampling import SamplingParams
 from foretell.engine.method import AnyMethod
+from foretell.engine.request import Request
 from foretell.structured import compiler as structured_compiler
 from foretell.structured.compiler import ConstraintCompiler
 from foretell.structured.outputs import StructuredOutputs
@@ -109,10 +110,38 @@ def test_a_state_allows_exactly_the_tokens_that_it_accepts() -> None:
         assert {codec.decode([t]) for t in allowed.tolist()} == set(following)
         assert all((constraint.advance(state, t) is not None) == (t in allowed) for t in range(model().config.vocab))
         assert constraint.is_final(state) is final
-    assert list(constraint.forced(state)) == codec.encode("c")
+    assert [list(tokens) for tokens in constraint.forced(state)] == [codec.encode("c")]
     end = constraint.advance(state, codec.encode("c")[0])
     assert constraint.is_final(end) and constraint.advance(end, codec.encode("c")[0]) is None
     assert constraint.advance(state, 10**6) is None
+
+
+def test_a_choice_of_thousands_of_texts_holds_to_its_end() -> None:
+    texts = tuple(f"value {i}" for i in range(3000))
+    constraint = compiler().compile(StructuredOutputs(choice=texts))
+    for text in (texts[7], texts[-1]):
+        state = constraint.start()
+        for token in model().codec.encode(text, add_special_tokens=False):
+            assert np.unpackbits(constraint.mask(state), bitorder="little")[token]
+            state = constraint.advance(state, token)
+        assert np.unpackbits(constraint.mask(state), bitorder="little")[model().eos[0]]
+
+
+def test_a_grammar_that_becomes_too_complex_is_an_error_and_lifts_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = [f'r{i}: "{chr(97 + i % 26)}" "{i}"' for i in range(2500)]
+    grammar = 'start: "x" more\nmore: ' + " | ".join(f"r{i}" for i in range(2500)) + "\n" + "\n".join(rules)
+    constraint = compiler().compile(StructuredOutputs(grammar=grammar))
+    with pytest.raises(ValueError, match="too complex"):
+        constraint.mask(constraint.advance(constraint.start(), *model().codec.encode("x", add_special_tokens=False)))
+    (completion,) = (
+        model()
+        .engine(model().method())
+        .complete([Request([97], max_new_tokens=9, constraint=constraint)], raise_errors=False)
+    )
+    assert completion.finish_reason == "error" and "too complex" in str(completion.error)
+    monkeypatch.setattr(structured_compiler, "_MASK_SECONDS", 0.0)
+    with pytest.raises(ValueError, match=r"regex cannot be used: .* takes more than 0 s"):
+        compiler().compile(StructuredOutputs(regex="[ab]{7}"))
 
 
 @pytest.mark.parametrize(

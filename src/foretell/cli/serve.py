@@ -1,35 +1,25 @@
 """`foretell serve`: an OpenAI-compatible server."""
 
 import os
-from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from foretell.cli import options
 
-if TYPE_CHECKING:
-    from foretell.cli.setup import LongTextOptions, MethodSelection
-    from foretell.serve.loaded import EngineSettings, LoadedModel
-
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 API_KEY_VARIABLE = "FORETELL_API_KEY"
 """Environment variable with API keys, separated by commas."""
-CHEAP_FAMILIES = ("baseline", "retrieval")
-"""Methods without weights of their own: requests may ask for them."""
-DRAFTING_REQUESTS_ON_CPU = 2
-"""Requests that draft at a time on a CPU: with more, passes are bound by arithmetic and drafts cost what they gain (two
-cores, SmolLM2; docs/serving.md).
-"""
+DEFAULT_REPLICAS = 2
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 """Packages of the extra `serve`."""
 
 
 @app.command()
 def serve(
+    ctx: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     method: options.Method = None,
     request_method: Annotated[
@@ -40,6 +30,10 @@ def serve(
             help="Another method that requests may ask for, besides plain decoding and retrieval; repeatable.",
         ),
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Run replicas of the engine in processes of their own, by Ray Serve.")
+    ] = False,
+    replicas: Annotated[int | None, typer.Option(metavar="N", min=1, help="With --ray: how many. Default: 2.")] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any free one.")] = 8000,
     uds: Annotated[Path | None, typer.Option(metavar="PATH", help="Listen on a unix socket instead.")] = None,
@@ -118,6 +112,18 @@ def serve(
         list[str] | None,
         typer.Option("--allowed-origins", metavar="ORIGIN", help="Let pages of this origin call (CORS); repeatable."),
     ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-hosts",
+            metavar="NAME",
+            help="Name that clients call the server by, beside addresses and localhost; repeatable. Default: any on a "
+            "public --host, none on 127.0.0.1.",
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int, typer.Option(metavar="N", min=1, help="HTTP connections at a time; above it idle ones are closed.")
+    ] = 4096,
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Key of the TLS certificate.")] = None,
     shutdown_timeout: Annotated[
@@ -137,10 +143,20 @@ def serve(
             metavar="SHARE", min=0, max=1, help="Decode this share of the answers again plainly when idle, and compare."
         ),
     ] = 0.0,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--otlp-traces-endpoint",
+            metavar="URL",
+            help="Send a span per request to this OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces.",
+        ),
+    ] = None,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log the texts of prompts and answers too.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads of the model.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="CPU threads of the model; with --ray, of each replica.")
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
@@ -160,26 +176,24 @@ def serve(
 
     SIGTERM lets running answers end; a second signal quits at once.
     """
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise ValueError(f"the server needs {', '.join(missing)}; run: pip install 'foretell[serve]'")
-    from foretell.cli.setup import LongTextOptions, parse_method, set_threads
-    from foretell.serve.app import create_app
+    _check_packages(ray)
+    from foretell.cli.serve_plan import ServePlan
+    from foretell.cli.served_model import ServedModel
+    from foretell.cli.setup import LongTextOptions, parse_method
     from foretell.serve.auth import read_keys
     from foretell.serve.loaded import EngineSettings
-    from foretell.serve.metrics.request_log import log_as_json
+    from foretell.serve.origin import is_local
     from foretell.serve.run import Address
-    from foretell.serve.run import serve as run
-    from foretell.serve.service import Service
     from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
-    set_threads(threads)
-    log_as_json()
     settings = ServerSettings(
         served_names=tuple(served_model_name or (model,)),
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),
         cors_origins=tuple(allowed_origins or ()),
+        allowed_hosts=tuple(allowed_hosts or ()) if allowed_hosts or (is_local(host) and uds is None) else None,
         trust_request_chat_template=trust_request_chat_template,
         limits=Limits(
+            connections=max_connections,
             max_num_seqs=max_num_seqs,
             queued_requests=max_num_queued_reqs,
             queued_tokens=max_num_queued_tokens,
@@ -188,18 +202,17 @@ def serve(
         timeouts=Timeouts(shutdown=shutdown_timeout),
         metrics_prefixes=tuple(metrics_prefix or ()),
         shadow_rate=shadow_rate,
+        otlp_traces_endpoint=_check_traces(otlp_traces_endpoint),
         log_requests=log_requests,
     )
-    selection = parse_method(method, speculative_config, draft_model)
-    load = partial(
-        _load,
-        model,
-        dtype,
-        device,
-        selection,
-        tuple(reference or ()),
-        LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype),
-        EngineSettings(
+    served = ServedModel(
+        model=model,
+        dtype=dtype,
+        device=device,
+        selection=parse_method(method, speculative_config, draft_model),
+        references=tuple(reference or ()),
+        long_text=LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype),
+        engine=EngineSettings(
             rows=max_num_seqs,
             prefix_caching=enable_prefix_caching,
             itl_target=itl_target_ms / 1000 or None,
@@ -207,55 +220,30 @@ def serve(
             controls_drafts=controller,
             disable_by_batch_size=disable_by_batch_size,
         ),
-        (generation_config, override_generation_config),
-        tuple(request_method or ()),
+        generation_config=generation_config,
+        override_generation_config=override_generation_config,
+        allowed=tuple(request_method or ()),
+        threads=threads,
     )
-    service = Service(settings, load)
-
-    def announce(url: str) -> None:
-        loaded = service.loaded
-        name = f"{settings.served_names[0]} ({loaded.fingerprint}, {loaded.methods.default})"
-        typer.echo(f"foretell: {name} answers on {url}", err=True)
-
-    run(create_app(service), service, Address(host, port, uds, ssl_certfile, ssl_keyfile), announce)
+    address = Address(host, port, uds, ssl_certfile, ssl_keyfile)
+    if replicas is not None and not ray:
+        raise ValueError(f"--replicas {replicas} needs --ray, which runs each replica in a process of its own")
+    plan = ServePlan(settings, served, address, (replicas or DEFAULT_REPLICAS) if ray else None)
+    # Who reads a command line without running it gives what to do with the plan.
+    (ctx.obj or ServePlan.run)(plan)
 
 
-def _load(
-    model: str,
-    dtype: str,
-    device: str,
-    selection: "MethodSelection",
-    references: tuple[Path, ...],
-    long_text: "LongTextOptions",
-    engine: "EngineSettings",
-    generation_config: tuple[str, str | None],
-    allowed: tuple[str, ...],
-) -> "LoadedModel":
-    """Load what the server serves."""
-    from foretell.catalogue import catalogue, find
-    from foretell.catalogue.config import SpeculativeConfig
-    from foretell.cli.setup import load_models
-    from foretell.load import resolve_reference
-    from foretell.model.load.memory import available_memory
-    from foretell.serve.defaults import read_defaults
-    from foretell.serve.fingerprint import system_fingerprint
-    from foretell.serve.loaded import LoadedModel, Methods
+def _check_packages(ray: bool) -> None:
+    for extra, names in (("serve", NEEDED), ("ray", ("ray",) if ray else ())):
+        if missing := [name for name in names if find_spec(name) is None]:
+            raise ValueError(f"the server needs {', '.join(missing)}; run: pip install 'foretell[{extra}]'")
 
-    path = resolve_reference(model)
-    defaults = read_defaults(generation_config[0], path, generation_config[1])
-    setup = load_models(model, dtype, device, selection, references, long_text=long_text)
-    # The options of the command line are for the method that it named.
-    others = replace(setup, config=SpeculativeConfig())
-    cheap = {entry.name for entry in catalogue().values() if entry.family in CHEAP_FAMILIES}
-    methods = Methods(
-        lambda name: (setup if name == selection.name else others).method(name),
-        selection.name,
-        cheap | {find(name).name for name in allowed},
-    )
-    methods.get(selection.name)
-    runner, memory = setup.model.runner(), available_memory()
-    if engine.cache_bytes is None and runner.shares_prefixes and memory is not None:
-        engine = replace(engine, cache_bytes=memory // 2)
-    if engine.disable_by_batch_size is None and runner.backend.device == "cpu":
-        engine = replace(engine, disable_by_batch_size=DRAFTING_REQUESTS_ON_CPU)
-    return LoadedModel(setup.model, methods, engine, system_fingerprint(path, runner.backend), defaults)
+
+def _check_traces(endpoint: str | None) -> str | None:
+    if endpoint is None:
+        return None
+    try:
+        from foretell.serve.metrics.traces import check_endpoint
+    except ImportError:
+        raise ValueError("traces need OpenTelemetry; run: pip install 'foretell[otel]'") from None
+    return check_endpoint(endpoint)

@@ -50,8 +50,9 @@ class ControllerStatistics:
     """Steps with drafts to verify."""
     probes: int = 0
     """Probes of methods that were switched off, or of larger trees."""
-    switches: int = 0
-    """How often a method was switched off or on."""
+    switched_on: int = 0
+    """How often a method was switched on again."""
+    switched_off: int = 0
     nodes_drafted: int = 0
     nodes_verified: int = 0
     nodes_accepted: int = 0
@@ -64,6 +65,11 @@ class ControllerStatistics:
     """Expected seconds of the plain steps that would have given `tokens`."""
     predicted_plain_seconds: float = 0.0
     """The same of `predicted_tokens`."""
+
+    @property
+    def switches(self) -> int:
+        """How often a method was switched off or on."""
+        return self.switched_on + self.switched_off
 
     @property
     def nodes_wasted(self) -> int:
@@ -201,7 +207,8 @@ class Controller:
     def _switch(self, state: _MethodState, speedup: float) -> None:
         state.speedup += _SPEEDUP_SHARE * (speedup - state.speedup)
         active = state.speedup >= (_SWITCH_OFF if state.active else _SWITCH_ON)
-        self.statistics.switches += active != state.active
+        self.statistics.switched_on += active > state.active
+        self.statistics.switched_off += active < state.active
         state.active = active
 
     def _probed(self, state: _MethodState, count: int) -> list[int]:

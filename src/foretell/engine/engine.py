@@ -26,7 +26,7 @@ from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.provenance import describe_pass
 from foretell.engine.request import Completion, Request, Update, validate_request
 from foretell.engine.rows import RowPool
-from foretell.engine.statistics import RequestStatistics, StepTime
+from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.model.block_table import OutOfBlocksError
 from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
@@ -36,6 +36,8 @@ _NEAR_STEPS = 32
 """Steps before its deadline from which on a request counts as late for the controller."""
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 """Decodes the requests that allow no drafts."""
+_FORCED: AnyMethod = Method(NoDrafter(drafts_forced=True), RootOnly(), Match())
+"""Decodes the requests with a constraint while others are decoded plainly: what is forced is accepted nearly always."""
 _ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""
 _PROMPT_LOGPROBS_CHUNK = 128
@@ -92,6 +94,8 @@ class Engine:
         self._waiting = dict[int, LiveRequest]()
         """By number."""
         self._running: list[LiveRequest] = []
+        self._paused = dict[int, LiveRequest]()
+        """By number."""
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
         self._failed_methods = set[BoundMethod]()
@@ -115,15 +119,22 @@ class Engine:
         validate_request(request, self.runner.vocab, self.runner.context)
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
-        plain = request.max_drafts == 0 or (request.method is None and self._is_crowded)
-        method = self._bind(_PLAIN if plain else request.method or self.method)
+        crowded = request.method is None and self._is_crowded
+        method = self._bind(self._method_of(request, crowded))
         method.requests += 1
         self._last_number += 1
         detokenizer = self._new_detokenizer(request)
         live = LiveRequest(self._last_number, request, method, detokenizer, self.runner.context)
-        live.submitted_at = self._clock()
+        live.submitted_at, live.statistics.crowded = self._clock(), crowded
         self._waiting[self._last_number] = live
         return self._last_number
+
+    def _method_of(self, request: Request, crowded: bool) -> AnyMethod:
+        if request.max_drafts == 0:
+            return _PLAIN
+        if crowded:
+            return _PLAIN if request.constraint is None else _FORCED
+        return request.method or self.method
 
     @property
     def _is_crowded(self) -> bool:
@@ -159,6 +170,7 @@ class Engine:
         bound = self._methods.setdefault(id(method), BoundMethod(method))
         changed = bound.bind()
         if changed or is_new:
+            method.attach(self.runner)
             method.tree.share_cost(None if self.controller is None else self.controller.cost)
         if changed:
             for row in self._rows.free:
@@ -177,13 +189,32 @@ class Engine:
         pending.append(Update(number, (), r.text.finish().text, 0, finish_reason="cancelled"))
         return self._finish(r, Update.join(pending))
 
+    def pause(self, number: int) -> None:
+        """Set a request aside until `resume`: it gets no tokens, and others may use its row. Its tokens stay in the
+        cache as those of an ended request do. Nothing happens if the request is over or paused.
+        """
+        r = self._find(number)
+        if r is None or number in self._paused:
+            return
+        if self._waiting.pop(number, None) is None:
+            self._running.remove(r)
+            self._rows.release(r.row, keep=True)
+        self._paused[number] = r
+
+    def resume(self, number: int) -> None:
+        """Let a paused request go on; it waits for a row as a new one does. Nothing happens to others."""
+        r = self._paused.pop(number, None)
+        if r is not None:
+            self._waiting[number] = r
+
     def _find(self, number: int) -> LiveRequest | None:
         """The request of this number, unless it is over."""
-        return next((r for r in self._running if r.number == number), self._waiting.get(number))
+        aside = self._waiting.get(number) or self._paused.get(number)
+        return next((r for r in self._running if r.number == number), aside)
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Whether any request is waiting or running; paused ones do not count."""
         return bool(self._waiting or self._running)
 
     @property
@@ -194,19 +225,26 @@ class Engine:
         return min(1.0, sum(self.runner.length(r.row) for r in list(self._running)) / self._cache_tokens)
 
     @property
+    def unowned_rows(self) -> int:
+        """Rows of the cache that hold tokens of no request, running or kept: there must be none. Any thread may ask."""
+        return self._rows.unowned
+
+    @property
     def load(self) -> tuple[int, int]:
         """Numbers of running and of waiting requests; any thread may ask."""
         return len(self._running), len(self._waiting)
 
     @property
     def statistics(self) -> Mapping[int, RequestStatistics]:
-        """Statistics of the waiting and running requests by number; those of a finished request are in its last
+        """Statistics of the waiting, paused and running requests by number; those of a finished request are in its last
         update.
         """
-        return {r.number: r.statistics for r in (*self._waiting.values(), *self._running)}
+        return {r.number: r.statistics for r in (*self._waiting.values(), *self._paused.values(), *self._running)}
 
     def run(self) -> Iterator[Update]:
-        """Run steps until every request is over. Requests may be submitted and cancelled between updates."""
+        """Run steps until every request is over or paused. Requests may be submitted, cancelled and paused between
+        updates.
+        """
         while self._undelivered or self.busy:
             if not self._undelivered:
                 self._undelivered.extend(self.step())
@@ -360,7 +398,9 @@ class Engine:
         failures = self._observe(groups, step)
         ended = self._clock()
         draft_seconds = drafted - started + ended - committed
-        step_time = StepTime(draft_seconds, verified - drafted, ended - started, sample=committed - verified)
+        step_time = StepTime(
+            draft_seconds, verified - drafted, ended - started, committed - verified, StepCounts.of(step)
+        )
         self.last_step = step_time
         self._count_step(scheduled, step_time)
         updates = list[Update]()
@@ -387,11 +427,11 @@ class Engine:
             if not self._rows.available:
                 return
             reuses = not r.reads_prompt_logprobs
-            if reuses and self._rows.awaits(r.sequence, r.method):
+            if reuses and self._rows.awaits(r.sequence, r.method, r.request.cache_salt):
                 continue
             if not self._make_room(_ROOM_FOR_DRAFTS):
                 return
-            row, cached = self._rows.allocate(r.sequence, r.method, reuses)
+            row, cached = self._rows.allocate(r.sequence, r.method, r.request.cache_salt, reuses)
             if not self._make_room(r.sequence.length - cached + _ROOM_FOR_DRAFTS):
                 self._rows.release(row, keep=True)
                 return
@@ -460,7 +500,7 @@ class Engine:
         self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
 
     def _context(self, running: Collection[LiveRequest]) -> Context:
-        limits = [r.request.max_drafts for r in running]
+        limits, salts = [r.request.max_drafts for r in running], [r.request.cache_salt for r in running]
         return Context(
             rows=tuple(r.row for r in running),
             sequences=tuple(r.sequence for r in running),
@@ -470,6 +510,7 @@ class Engine:
             rules=tuple(r.rules for r in running) if any(r.rules is not None for r in running) else (),
             max_drafts=tuple(limits) if limits.count(None) < len(limits) else (),
             origins=DraftOrigins(asking) if (asking := [r.row for r in running if r.request.return_drafts]) else None,
+            cache_salts=tuple(salts) if any(salts) else (),
         )
 
     def _commit(
@@ -570,7 +611,7 @@ class Engine:
 
     def _finish(self, r: LiveRequest, update: Update) -> Update:
         r.method.requests -= 1
-        if self._waiting.pop(r.number, None) is None:
+        if (self._waiting.pop(r.number, None) or self._paused.pop(r.number, None)) is None:
             self._running.remove(r)
             self._rows.release(r.row, keep=update.error is None)
         return replace(update, statistics=r.statistics)

@@ -8,6 +8,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
+from foretell.model.runner import Runner
 from foretell.shape.base import Shape
 from foretell.shape.constrained import TreeLimits, fit_to_rules
 
@@ -97,6 +98,10 @@ class Method(Generic[D]):
         """
         self.tree.release(target)
         return self.draft.copy_row(source, target, length)
+
+    def attach(self, runner: Runner) -> None:
+        """Tell the drafter which runner runs the target."""
+        self.draft.attach(runner)
 
     def bind(self, engine: BindingEngine) -> bool:
         """Bind drafter and shape to `engine`; whether one was bound to another before. See `EngineBound.bind`."""

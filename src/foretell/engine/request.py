@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Real
 
 from foretell.core.sampling import SamplingParams, is_integer
@@ -49,12 +50,14 @@ class Request:
     """Time by the engine's clock, in seconds, after which the request is served before all others that are not late;
     with a controller its drafts come first from some steps before it on.
     """
+    cache_salt: str = ""
+    """Requests share cached prefixes, and what token recycling learns, only with those of the same salt (vLLM)."""
     prediction: Sequence[int] | None = None
     """Tokens that the answer is expected to resemble: drafted beside those of a lossless method (OpenAI's
     `prediction`).
     """
 
-    @property
+    @cached_property
     def ending_tokens(self) -> frozenset[int]:
         """Tokens that end the answer."""
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else self.eos)

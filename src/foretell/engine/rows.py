@@ -22,6 +22,8 @@ class _RowContent:
 
     sequence: TokenBuffer
     method: BoundMethod
+    salt: str
+    """The request's cache salt."""
 
 
 class RowPool:
@@ -29,7 +31,8 @@ class RowPool:
 
     `prefix_caching`: a row keeps its tokens when its request ends. A prompt gets the row that holds the longest prefix
     of it, or, if that row is in use or holds much else, another row with a copy of the prefix. Where the memory of the
-    cache is limited, there are rows for the tokens of many ended requests, and `evict` forgets the oldest.
+    cache is limited, there are rows for the tokens of many ended requests, and `evict` forgets the oldest. Requests of
+    different cache salts share nothing.
     """
 
     def __init__(self, runner: Runner, running: int, prefix_caching: bool) -> None:
@@ -46,6 +49,12 @@ class RowPool:
         """Whether another request may run."""
         return len(self.free) > self._kept
 
+    @property
+    def unowned(self) -> int:
+        """Rows that neither a request nor an ended one holds, with tokens in the cache: there must be none."""
+        owned = set(self._contents)
+        return sum(self._runner.length(row) > 0 for row in list(self.free) if row not in owned)
+
     def evict(self) -> bool:
         """Forget the tokens of the request that ended first; returns whether there was one."""
         row = next((row for row in self._contents if row in self.free), None)
@@ -57,11 +66,13 @@ class RowPool:
         content.method.release(row)
         self._runner.truncate(row, 0)
 
-    def allocate(self, sequence: TokenBuffer, method: BoundMethod, reuses: bool = True) -> tuple[int, int]:
+    def allocate(
+        self, sequence: TokenBuffer, method: BoundMethod, salt: str = "", reuses: bool = True
+    ) -> tuple[int, int]:
         """Take a free row for a prompt; the row, and how many tokens of the prompt its cache holds already: none unless
         the prompt `reuses` prefixes.
         """
-        source, length = self._find_prefix(sequence, method) if reuses else (-1, 0)
+        source, length = self._find_prefix(sequence, method, salt) if reuses else (-1, 0)
         row = self._choose(source, length)
         self.free.remove(row)
         before = self._contents.pop(row, None)
@@ -71,7 +82,7 @@ class RowPool:
         if not length:
             method.release(row)
             self._runner.truncate(row, 0)
-        self._contents[row] = _RowContent(sequence, method)
+        self._contents[row] = _RowContent(sequence, method, salt)
         return row, length
 
     def release(self, row: int, keep: bool) -> None:
@@ -83,32 +94,32 @@ class RowPool:
         else:
             self._forget(row, content)
 
-    def awaits(self, sequence: TokenBuffer, method: BoundMethod) -> bool:
+    def awaits(self, sequence: TokenBuffer, method: BoundMethod, salt: str = "") -> bool:
         """Whether a running request is about to read more of this prompt than any row holds yet."""
         if not self._prefix_caching or not self._runner.shares_prefixes:
             return False
         coming = [
             _common_prefix(content.sequence.tokens[: content.sequence.prompt_length], sequence.tokens) - 1
-            for row, content in self._candidates(method)
+            for row, content in self._candidates(method, salt)
             if row not in self.free
         ]
         most = max(coming, default=0)
-        return most >= _MIN_AWAITED and most - self._find_prefix(sequence, method)[1] >= _MIN_AWAITED
+        return most >= _MIN_AWAITED and most - self._find_prefix(sequence, method, salt)[1] >= _MIN_AWAITED
 
-    def _candidates(self, method: BoundMethod) -> Iterator[tuple[int, _RowContent]]:
-        """Rows whose tokens a request of this method can use. Hidden states are kept by drafters alone: one that needs
-        them uses rows that it has observed.
+    def _candidates(self, method: BoundMethod, salt: str) -> Iterator[tuple[int, _RowContent]]:
+        """Rows whose tokens a request of this method and salt can use. Hidden states are kept by drafters alone: one
+        that needs them uses rows that it has observed.
         """
         if self._prefix_caching:
             for row, content in self._contents.items():
-                usable = row in self.free or self._runner.shares_prefixes
+                usable = content.salt == salt and (row in self.free or self._runner.shares_prefixes)
                 if usable and (content.method is method or not method.method.hidden_layers):
                     yield row, content
 
-    def _find_prefix(self, sequence: TokenBuffer, method: BoundMethod) -> tuple[int, int]:
+    def _find_prefix(self, sequence: TokenBuffer, method: BoundMethod, salt: str) -> tuple[int, int]:
         """The row that holds the longest prefix of a prompt, and its length; -1 and 0: there is none."""
         best = -1, 0
-        for row, content in self._candidates(method):
+        for row, content in self._candidates(method, salt):
             # The last common token is read again: drafters need its hidden state, and the token after it may differ.
             common = _common_prefix(content.sequence.tokens, sequence.tokens) - 1
             length = self._runner.restorable(row, common) if common > best[1] else 0

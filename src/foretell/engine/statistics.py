@@ -2,7 +2,45 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from foretell.accept.fidelity import FidelityLoss
+from foretell.core.context import StepResult
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What the pass of a step read and gave, over all its requests."""
+
+    requests: int = 0
+    read: int = 0
+    """Tokens that the target read: those of prompts, roots, drafts and probes."""
+    reads_prompt: bool = True
+    """Whether tokens of a prompt were among them."""
+    drafted: int = 0
+    accepted: int = 0
+    new: int = 0
+    expected: float | None = None
+    """New tokens that the drafters expected, of a step that read no prompt; None: they gave no estimate."""
+
+    @staticmethod
+    def of(step: StepResult) -> "StepCounts":
+        """The counts of a step."""
+        tree, requests = step.tree, len(step.paths)
+        before, decodes = int(tree.prefix_length.sum()), bool(tree.is_decode)
+        drafted, expected = int(np.count_nonzero(tree.valid)) - before, None
+        if decodes and (tree.score is not None or not drafted):
+            drafts = tree.valid[:, 1:]
+            expected = requests + (0.0 if tree.score is None else float(tree.score[:, 1:][drafts].sum()))
+        return StepCounts(
+            requests,
+            int(np.count_nonzero(tree.active)),
+            not decodes,
+            drafted,
+            sum(map(len, step.paths)) - before,
+            sum(map(len, step.new_tokens)),
+            expected,
+        )
 
 
 @dataclass(frozen=True)
@@ -13,6 +51,7 @@ class StepTime:
     verify: float
     total: float
     sample: float = 0.0
+    counts: StepCounts = StepCounts()
 
 
 @dataclass
@@ -50,6 +89,8 @@ class RequestStatistics:
     """Distinct experts read by passes after the prompt, summed over their mixture-of-experts layers."""
     moe_layers_read: int = 0
     """Mixture-of-experts layers of those passes, summed over the passes."""
+    crowded: bool = False
+    """Whether it was decoded plainly because so many others were waiting or running (`disable_by_batch_size`)."""
 
     @property
     def experts_per_pass(self) -> float:

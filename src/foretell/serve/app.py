@@ -1,7 +1,8 @@
 """The ASGI application: its endpoints and middleware."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.applications import Starlette
@@ -11,14 +12,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from foretell.serve.auth import KeyMiddleware
 from foretell.serve.errors import ApiError
 from foretell.serve.handlers import conversations, info, text
 from foretell.serve.handlers.endpoint import WARNING_HEADER, Endpoint, EndpointApp
 from foretell.serve.metrics.http import HttpMetrics, HttpMetricsMiddleware
-from foretell.serve.metrics.registry import CONTENT_TYPE
+from foretell.serve.metrics.registry import CONTENT_TYPE, MetricTables
+from foretell.serve.metrics.rejections import Rejections
 from foretell.serve.openapi import openapi
+from foretell.serve.origin import OriginMiddleware
 from foretell.serve.page.document import document as page
 from foretell.serve.page.document import headers as page_headers
 from foretell.serve.protocol.chat import ChatBody, ChatCompletion
@@ -37,6 +41,7 @@ from foretell.serve.protocol.messages import CountTokensBody, MessageAnswer, Mes
 from foretell.serve.protocol.responses import InputTokens, ResponseAnswer, ResponsesBody
 from foretell.serve.request_id import NAME, RequestIdMiddleware
 from foretell.serve.service import Service
+from foretell.serve.settings import ServerSettings
 
 ENDPOINTS: Sequence[Endpoint] = (
     Endpoint("POST", "/v1/chat/completions", "Answer a conversation", text.chat_completions, ChatCompletion, ChatBody,
@@ -66,6 +71,38 @@ _CORS_SECONDS = 600
 
 def create_app(service: Service) -> Starlette:
     """The application that serves a model. The caller starts and stops the service."""
+
+    async def metrics() -> bytes:
+        return service.metrics.text()
+
+    return public_app(
+        service.settings,
+        service.metrics,
+        service.rejections,
+        lambda endpoint: EndpointApp(endpoint, service),
+        metrics,
+    )
+
+
+def engine_app(service: Service) -> Starlette:
+    """The endpoints of a service alone: what a replica behind a gateway runs. The gateway asks for keys, counts
+    requests and shows metrics.
+    """
+    routes = _endpoint_routes(lambda endpoint: EndpointApp(endpoint, service))
+    middleware = [Middleware(RequestIdMiddleware), *_traces(service.settings)]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=_HANDLERS)
+
+
+def public_app(
+    settings: ServerSettings,
+    tables: MetricTables,
+    rejections: Rejections,
+    app_of: Callable[[Endpoint], ASGIApp],
+    metrics: Callable[[], Awaitable[bytes]],
+) -> Starlette:
+    """The application that clients call: its endpoints as `app_of` makes them, the page and `/metrics`, behind request
+    ids, metrics of HTTP (in `tables`), CORS and keys.
+    """
     document = to_json(openapi(ENDPOINTS))
 
     async def show_openapi(http: HttpRequest) -> Response:
@@ -75,17 +112,19 @@ def create_app(service: Service) -> Starlette:
         return HTMLResponse(page(), headers=page_headers())
 
     async def show_metrics(http: HttpRequest) -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await metrics(), media_type=CONTENT_TYPE)
 
-    routes = [
-        Route(e.path.replace("{model}", "{model:path}"), EndpointApp(e, service), methods=[e.method]) for e in ENDPOINTS
-    ]
+    routes = _endpoint_routes(app_of)
     routes.append(Route("/openapi.json", show_openapi))
     routes.append(Route("/metrics", show_metrics))
     routes.append(Route("/", show_page))
-    settings = service.settings
-    http_metrics = HttpMetrics(service.metrics, {route.path for route in routes})
-    middleware = [Middleware(RequestIdMiddleware), Middleware(HttpMetricsMiddleware, metrics=http_metrics)]
+    http_metrics = HttpMetrics(tables, {route.path for route in routes})
+    middleware = [
+        Middleware(RequestIdMiddleware),
+        Middleware(HttpMetricsMiddleware, metrics=http_metrics),
+        Middleware(OriginMiddleware, hosts=settings.allowed_hosts, origins=settings.cors_origins),
+    ]
+    middleware += _traces(settings)
     if settings.cors_origins:
         middleware.append(
             Middleware(
@@ -97,8 +136,22 @@ def create_app(service: Service) -> Starlette:
                 max_age=_CORS_SECONDS,
             )
         )
-    middleware.append(Middleware(KeyMiddleware, keys=settings.api_keys, per_key=settings.limits.per_key))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+    middleware.append(
+        Middleware(KeyMiddleware, keys=settings.api_keys, per_key=settings.limits.per_key, rejections=rejections)
+    )
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=_HANDLERS)
+
+
+def _traces(settings: ServerSettings) -> list[Middleware]:
+    if settings.otlp_traces_endpoint is None:
+        return []
+    from foretell.serve.metrics.traces import TraceMiddleware
+
+    return [Middleware(TraceMiddleware)]
+
+
+def _endpoint_routes(app_of: Callable[[Endpoint], ASGIApp]) -> list[Route]:
+    return [Route(e.path.replace("{model}", "{model:path}"), app_of(e), methods=[e.method]) for e in ENDPOINTS]
 
 
 async def _http_error(http: HttpRequest, error: Exception) -> Response:
@@ -106,3 +159,6 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{HTTPStatus(error.status_code).phrase}: {http.method} {http.url.path}"
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+_HANDLERS: dict[Any, Any] = {HTTPException: _http_error}

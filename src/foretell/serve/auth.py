@@ -11,6 +11,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretell.serve.errors import ApiError, overloaded
+from foretell.serve.metrics.rejections import Rejections
+from foretell.serve.tenants import API_KEY
 
 OPEN_PATHS = ("/health", "/live", "/")
 """Paths that need no key: what load balancers ask, and the page, which asks for a key itself."""
@@ -37,8 +39,8 @@ def read_keys(given: Sequence[str], file: Path | None, environment: str) -> tupl
 class KeyMiddleware:
     """Asks for a key (`Authorization: Bearer` or `x-api-key`), and limits the concurrent requests of each."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], per_key: int) -> None:
-        self._app, self._per_key = app, per_key
+    def __init__(self, app: ASGIApp, keys: Sequence[str], per_key: int, rejections: Rejections) -> None:
+        self._app, self._per_key, self._rejections = app, per_key, rejections
         self._digests = [_digest(key) for key in keys]
         self._running = Counter[int]()
 
@@ -59,9 +61,11 @@ class KeyMiddleware:
             return
         owner = -1 if key is None else key
         if self._per_key and self._running[owner] >= self._per_key:
+            self._rejections.count("key")
             error = overloaded(f"more than {self._per_key} requests at a time with one key", RETRY_SECONDS)
             await error.response(scope["path"])(scope, receive, send)
             return
+        API_KEY.set(key)
         self._running[owner] += 1
         try:
             await self._app(scope, receive, send)

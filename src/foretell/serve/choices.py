@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from foretell.engine.provenance import PassDrafts
 from foretell.engine.request import Request, Update, describe_error
 from foretell.engine.statistics import RequestStatistics
-from foretell.serve.errors import server_error, unavailable
+from foretell.serve.errors import bad_request, server_error, unavailable
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """The likeliest tokens of a position with their log-probabilities."""
@@ -60,6 +60,11 @@ class Choice:
     statistics: RequestStatistics | None = None
     """Once it is over."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that were asked."""
+        return len(self.request.prompt) if self.statistics is None else self.statistics.prompt_tokens
+
     def add(self, at: float, updates: Sequence[Update]) -> Piece:
         """Add updates and return them as one piece.
 
@@ -67,6 +72,8 @@ class Choice:
             ApiError: the engine has ended the request with an error.
         """
         last = updates[-1]
+        if isinstance(last.error, ValueError):
+            raise bad_request(f"the request cannot be answered: {last.error}")
         if last.error is not None:
             raise server_error(f"the engine failed on this request: {describe_error(last.error)}")
         if last.finish_reason == "cancelled":
@@ -100,8 +107,10 @@ class Choices:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts; a prompt with several choices counts once."""
-        return sum(len(c.request.prompt) for c in self.all[:: self.per_prompt])
+        """Tokens of the prompts; a prompt with several choices counts once, and those of a plan's requests are added
+        once it is over.
+        """
+        return sum(c.prompt_tokens for c in self.all[:: self.per_prompt])
 
     @property
     def completion_tokens(self) -> int:

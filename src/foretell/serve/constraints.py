@@ -1,6 +1,7 @@
 """What an answer must match: a structured output, or calls of tools."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from foretell.api import Model
@@ -8,12 +9,14 @@ from foretell.core.token_rules import TokenConstraint
 from foretell.serve.errors import bad_request
 from foretell.serve.protocol.chat import ChatBody, ResponseFormat
 from foretell.serve.protocol.generation import GenerationBody
+from foretell.serve.tenants import tenant_salt
 from foretell.serve.tools.use import ToolUse
 from foretell.structured.outputs import StructuredOutputs
 from foretell.utils.validation import show
 
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
 _WHITESPACE = "disable_any_whitespace"
+_Compiler = Callable[[StructuredOutputs], TokenConstraint]
 
 
 def make_constraint(body: GenerationBody, model: Model, use: ToolUse | None = None) -> TokenConstraint | None:
@@ -22,16 +25,16 @@ def make_constraint(body: GenerationBody, model: Model, use: ToolUse | None = No
     Raises:
         ApiError: a schema or a grammar is invalid, or several exclude each other.
     """
-    wanted = _requested(body)
+    wanted, compiler = _requested(body), partial(model.constraint, cache_salt=tenant_salt(body.cache_salt))
     if use is None or (use.choice.mode == "auto" and wanted is None):
-        return None if wanted is None else _compile(model, *wanted)
+        return None if wanted is None else _compile(compiler, *wanted)
     if use.choice.mode == "auto" and wanted is not None:
         param, outputs = wanted
         if outputs.kind not in ("json", "json_object"):
             raise bad_request(f"tools go together with JSON only, and {outputs.kind} was asked for", param)
-        _compile(model, param, outputs)
-        return _compile_calls(model, use, outputs.schema)
-    return _compile_calls(model, use, None)
+        _compile(compiler, param, outputs)
+        return _compile_calls(compiler, use, outputs.schema)
+    return _compile_calls(compiler, use, None)
 
 
 def _requested(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
@@ -77,18 +80,18 @@ def _response_format(wanted: ResponseFormat) -> dict[str, Any]:
     return {"json": schema}
 
 
-def _compile(model: Model, param: str, outputs: StructuredOutputs) -> TokenConstraint:
+def _compile(compiler: _Compiler, param: str, outputs: StructuredOutputs) -> TokenConstraint:
     try:
-        return model.constraint(outputs)
+        return compiler(outputs)
     except ValueError as error:
         raise bad_request(str(error), param) from error
 
 
-def _compile_calls(model: Model, use: ToolUse, answer: Mapping[str, Any] | None) -> TokenConstraint:
+def _compile_calls(compiler: _Compiler, use: ToolUse, answer: Mapping[str, Any] | None) -> TokenConstraint:
     try:
-        return model.constraint(StructuredOutputs(grammar=use.grammar(answer)))
+        return compiler(StructuredOutputs(grammar=use.grammar(answer)))
     except ValueError as error:
         for number, function in enumerate(use.functions):  # Which one it is, with the keyword and its place.
             if function.parameters is not None:
-                _compile(model, f"tools.{number}.function.parameters", StructuredOutputs(json=function.parameters))
+                _compile(compiler, f"tools.{number}.function.parameters", StructuredOutputs(json=function.parameters))
         raise bad_request(str(error), "tools") from error

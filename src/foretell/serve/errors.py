@@ -20,6 +20,7 @@ ANTHROPIC_PATH = "/v1/messages"
 
 _ANTHROPIC_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
@@ -27,6 +28,7 @@ _ANTHROPIC_TYPES: dict[int, str] = {
 }
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "unavailable_error",

@@ -12,6 +12,7 @@ from foretell.engine.request import Request, validate_request
 from foretell.serve.errors import bad_request
 from foretell.serve.loaded import LoadedModel
 from foretell.serve.protocol.generation import GenerationBody, PredictionContent
+from foretell.serve.tenants import tenant_salt
 
 SAMPLING: type = SamplingParams
 REQUEST: type = Request
@@ -62,10 +63,10 @@ FIELDS: Sequence[EngineField] = (
     EngineField("repetition_penalty", SAMPLING),
     EngineField("logit_bias", SAMPLING),
     EngineField("min_tokens", SAMPLING),
-    EngineField("allowed_token_ids", SAMPLING, convert=lambda ids, _: tuple(ids)),
+    EngineField("allowed_token_ids", SAMPLING, convert=lambda ids, _: tuple(dict.fromkeys(ids))),
     EngineField("bad_words", SAMPLING, convert=lambda words, loaded: loaded.model.bad_words(words)),
     EngineField("stop", REQUEST, convert=lambda stop, _: tuple(stop)),
-    EngineField("stop_token_ids", REQUEST, convert=lambda ids, _: tuple(ids)),
+    EngineField("stop_token_ids", REQUEST, convert=lambda ids, _: tuple(dict.fromkeys(ids))),
     EngineField("ignore_eos", REQUEST),
     EngineField("include_stop_str_in_output", REQUEST),
     EngineField("skip_special_tokens", REQUEST),
@@ -125,6 +126,8 @@ def make_requests(
     sampling, request = engine_values(body, loaded)
     if logprobs is not None:
         request["logprobs"] = logprobs or True
+    salt = request["cache_salt"] = tenant_salt(body.cache_salt)
+    request["method"] = loaded.methods.for_salt(request.get("method"), salt)
     config = loaded.model.config
     try:
         requests = [

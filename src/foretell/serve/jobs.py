@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -13,28 +13,45 @@ from foretell.serve.worker import EngineWorker, Event
 
 Batch = list[tuple[int, float, Update]]
 """Updates with the index of their request in the job and their time."""
+MAX_PENDING = 64
+"""Updates of a job that its reader has not fetched; with more, its requests pause until it has."""
 
 
 class Job:
     """The engine requests of one HTTP request: `batches` of updates until all are over.
 
-    A job that is closed earlier is cancelled in the engine at once.
+    A job that is closed earlier is cancelled in the engine at once. One whose reader is slow is paused there.
     """
 
-    def __init__(self, jobs: "Jobs", requests: Sequence[Request]) -> None:
-        self._jobs, self.requests = jobs, requests
+    def __init__(self, jobs: "Jobs", per_prompt: int = 1) -> None:
+        self._jobs, self.per_prompt = jobs, per_prompt
+        self.sizes = list[int]()
+        """New tokens of each request so far."""
         self.started = time.monotonic()
         self._pending: Batch = []
-        self._open = len(requests)
+        self._open = 0
         self._error: ApiError | None = None
         self._wake = asyncio.Event()
+        self.paused = False
+        """Whether its requests get nothing until the reader has fetched what is there."""
         self.tickets = list[int]()
+
+    def add(self, ticket: int) -> int:
+        """Take another request into the job; its index."""
+        self.tickets.append(ticket)
+        self.sizes.append(0)
+        self._open += 1
+        return len(self.tickets) - 1
 
     def put(self, index: int, at: float, update: Update) -> None:
         """Add an update; updates that the reader has not fetched yet are delivered together."""
         self._pending.append((index, at, update))
+        self.sizes[index] += len(update.tokens)
         self._open -= update.finish_reason is not None
         self._wake.set()
+        if len(self._pending) > MAX_PENDING and not self.paused:
+            self.paused = True
+            self._jobs.pause(self)
 
     def fail(self, error: ApiError) -> None:
         """End the job with an error."""
@@ -54,6 +71,9 @@ class Job:
             if self._error is not None and not self._pending:
                 raise self._error
             batch, self._pending = self._pending, []
+            if self.paused:
+                self.paused = False
+                self._jobs.resume(self)
             yield batch
 
     async def _wait(self, interval: float | None) -> None:
@@ -82,14 +102,25 @@ class RequestObserver(Protocol):
 
 
 class Jobs:
-    """All jobs: gives them to the worker, and the worker's events to them. Runs in the event loop."""
+    """All jobs: gives them to the worker, and the worker's events to them. Runs in the event loop.
 
-    def __init__(self, worker: EngineWorker, observers: Sequence[RequestObserver] = ()) -> None:
+    `on_close` is called with every job that nobody reads any more.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        observers: Sequence[RequestObserver] = (),
+        on_close: Callable[[Job], None] | None = None,
+    ) -> None:
         self._worker, self._observers, self._numbers = worker, observers, itertools.count(1)
+        self._on_close = on_close
         self._owners: dict[int, tuple[Job, int]] = {}
         """Job and index in it by ticket, of requests that are not over in the engine."""
         self._unread: dict[int, int] = {}
         """Prompt tokens by ticket, of requests without a first update."""
+        self._growing = set[Job]()
+        """Jobs that may get further requests."""
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -103,24 +134,57 @@ class Jobs:
         """Prompt tokens of the requests without a first update."""
         return sum(self._unread.values())
 
-    def open(self, requests: Sequence[Request]) -> Job:
-        """Give requests to the engine."""
-        job = Job(self, requests)
-        for index, request in enumerate(requests):
-            ticket = next(self._numbers)
-            self._owners[ticket], self._unread[ticket] = (job, index), len(request.prompt)
-            job.tickets.append(ticket)
-            self._worker.submit(ticket, request)
-            for observer in self._observers:
-                observer.opened(ticket, request)
+    def open(self, requests: Sequence[Request], per_prompt: int = 1) -> Job:
+        """Give requests to the engine: `per_prompt` choices of each prompt."""
+        job = Job(self, per_prompt)
+        self.extend(job, requests)
+        return job
+
+    def open_growing(self) -> Job:
+        """A job whose requests follow, until it is closed."""
+        job = Job(self)
+        self._growing.add(job)
         self._empty.clear()
         return job
 
+    def extend(self, job: Job, requests: Sequence[Request]) -> None:
+        """Give further requests of a job to the engine."""
+        for request in requests:
+            ticket = next(self._numbers)
+            self._owners[ticket], self._unread[ticket] = (job, job.add(ticket)), len(request.prompt)
+            self._worker.submit(ticket, request)
+            for observer in self._observers:
+                observer.opened(ticket, request)
+            self._empty.clear()
+
+    def cancel(self, job: Job, index: int) -> None:
+        """Cancel a request of a job, if it is not over; it counts as live until the engine has ended it."""
+        if job.tickets[index] in self._owners:
+            self._worker.cancel(job.tickets[index])
+
     def close(self, job: Job) -> None:
-        """Cancel the requests of a job that are not over; they count as live until the engine has ended them."""
+        """Cancel the requests of a job that are not over."""
+        for index in range(len(job.tickets)):
+            self.cancel(job, index)
+        self._growing.discard(job)
+        self._note_empty()
+        if self._on_close is not None:
+            self._on_close(job)
+
+    def pause(self, job: Job) -> None:
+        """Set the requests of a job aside in the engine."""
         for ticket in job.tickets:
-            if ticket in self._owners:
-                self._worker.cancel(ticket)
+            self._worker.pause(ticket)
+
+    def resume(self, job: Job) -> None:
+        """Let the requests of a job go on."""
+        for ticket in job.tickets:
+            self._worker.resume(ticket)
+
+    @property
+    def paused(self) -> int:
+        """Requests that wait for a slow reader."""
+        return sum(job.paused for job, _ in self._owners.values())
 
     def receive(self, events: Sequence[Event]) -> None:
         """Deliver the events of a step."""
@@ -149,11 +213,12 @@ class Jobs:
 
     def fail_all(self, error: ApiError) -> None:
         """End all jobs with an error; the engine has lost them."""
-        for job, _ in self._owners.values():
+        for job in self._unfinished:
             job.fail(error)
         self._tell_lost(self._owners)
         self._owners.clear()
         self._unread.clear()
+        self._growing.clear()
         self._empty.set()
 
     def engine_failed(self) -> None:
@@ -165,12 +230,19 @@ class Jobs:
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
         except TimeoutError:
-            for job, _ in list(self._owners.values()):
+            for job in self._unfinished:
                 job.fail(unavailable("the server is shutting down"))
                 self.close(job)
+
+    @property
+    def _unfinished(self) -> set[Job]:
+        return self._growing | {job for job, _ in self._owners.values()}
 
     def _forget(self, ticket: int) -> None:
         del self._owners[ticket]
         self._unread.pop(ticket, None)
-        if not self._owners:
+        self._note_empty()
+
+    def _note_empty(self) -> None:
+        if not self._owners and not self._growing:
             self._empty.set()

@@ -1,6 +1,7 @@
 """The model that a server serves, and the methods that its requests may ask for."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from foretell.engine.request import Request
 from foretell.utils.names import unknown
 
 PLAIN = "autoregressive"
+MAX_SALTED = 8
+"""Trained drafters of different cache salts that are kept, those used last."""
 
 
 class Methods:
@@ -26,6 +29,8 @@ class Methods:
         self._build, self.default = build, default
         self.allowed = frozenset(allowed) | {default, PLAIN}
         self._built = dict[str, AnyMethod]()
+        self._salted = OrderedDict[tuple[str, str], AnyMethod]()
+        """Methods whose drafters are trained while they serve, by name and cache salt; the one used last at the end."""
         self._lock = threading.Lock()
 
     def get(self, name: str) -> AnyMethod:
@@ -45,10 +50,28 @@ class Methods:
                 self._built[name] = self._build(name)
             return self._built[name]
 
+    def for_salt(self, method: AnyMethod | None, salt: str) -> AnyMethod | None:
+        """The method for requests of a cache salt: a drafter that is trained while it serves learns from each salt
+        apart. `method`: None is the engine's own.
+        """
+        if not salt:
+            return method
+        known = self.get(self.default) if method is None else method
+        return self._for_salt(known.name, salt) if known.draft.learns else method
+
+    def _for_salt(self, name: str, salt: str) -> AnyMethod:
+        with self._lock:
+            found = self._salted.pop((name, salt), None)
+            self._salted[name, salt] = self._build(name) if found is None else found
+            if len(self._salted) > MAX_SALTED:
+                self._salted.popitem(last=False)
+            return self._salted[name, salt]
+
     def clear(self) -> None:
         """Forget what was built: a new engine begins with new methods."""
         with self._lock:
             self._built.clear()
+            self._salted.clear()
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,27 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 import stat
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from foretell.serve.connections import BoundedHttpProtocol
-from foretell.serve.service import Service
+from foretell.serve.connections import BoundedConfig
+from foretell.serve.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 5
 """For connections to close after the last answer."""
 BACKLOG = 2048
+SEND_BUFFER_BYTES = 1 << 17
+"""Of a connection in the system: an answer runs no further ahead of a client that reads slowly."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,25 @@ class Address:
         """A socket that listens there; a unix socket is for the own user only.
 
         Raises:
-            ValueError: the address is in use, not permitted, or none.
+            ValueError: the address is in use, not permitted, or none, or the certificate cannot be used.
         """
+        self._check_certificate()
         return _bind_unix(self.uds) if self.uds is not None else _bind_tcp(self.host, self.port)
+
+    def _check_certificate(self) -> None:
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise ValueError("--ssl-keyfile is for TLS, which needs a certificate too; give it by --ssl-certfile")
+            return
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password)
+        except OSError as error:
+            files = " and ".join(str(f) for f in (self.ssl_certfile, self.ssl_keyfile) if f is not None)
+            reason = error.strerror or str(error)
+            raise ValueError(
+                f"--ssl-certfile: {files} cannot be used for TLS ({reason}); give a certificate and its key as PEM"
+            ) from None
 
     def url(self, bound: socket.socket) -> str:
         """What clients call."""
@@ -50,10 +70,29 @@ class Address:
         return f"http{'s' if self.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class Startable(Protocol):
+    """What answers the requests of a server: a service, or a gateway to replicas."""
+
+    settings: ServerSettings
+
+    async def start(self) -> None:
+        """Get ready to serve.
+
+        Raises:
+            ValueError: the model cannot be loaded.
+        """
+
+    async def drain(self) -> None:
+        """Refuse new requests, and wait for the running ones."""
+
+    async def stop(self) -> None:
+        """End what runs."""
+
+
 class GracefulServer(uvicorn.Server):
     """Drains the service at the first signal, and quits at the second."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Startable, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._on_ready = service, on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,11 +137,11 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
-def server_config(app: ASGIApp, address: Address) -> uvicorn.Config:
+def server_config(app: ASGIApp, address: Address, settings: ServerSettings) -> uvicorn.Config:
     """The settings of uvicorn."""
-    return uvicorn.Config(
+    return BoundedConfig(
         app,
-        http=BoundedHttpProtocol,
+        settings,
         lifespan="off",
         ws="none",
         proxy_headers=False,
@@ -116,14 +155,14 @@ def server_config(app: ASGIApp, address: Address) -> uvicorn.Config:
     )
 
 
-def serve(app: ASGIApp, service: Service, address: Address, on_listening: Callable[[str], None]) -> None:
+def serve(app: ASGIApp, service: Startable, address: Address, on_listening: Callable[[str], None]) -> None:
     """Serve until a signal. `on_listening` is called with the URL once the model is ready.
 
     Raises:
         ValueError: the address cannot be used, or the model cannot be loaded.
     """
     with closing(address.bind()) as bound:
-        config = server_config(app, address)
+        config = server_config(app, address, service.settings)
         server = GracefulServer(config, service, lambda: on_listening(address.url(bound)))
         try:
             server.run(sockets=[bound])
@@ -166,6 +205,7 @@ def _listening(family: int, address: tuple[str, int] | str) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         bound.bind(address)
         bound.listen(BACKLOG)
     except OSError:

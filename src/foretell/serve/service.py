@@ -1,6 +1,7 @@
 """The server's state: the model, its engine, and what may be admitted."""
 
 import asyncio
+import contextvars
 import logging
 import math
 import time
@@ -8,19 +9,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from foretell.serve.errors import ApiError, bad_request, overloaded, unavailable
-from foretell.serve.jobs import Jobs
+from foretell.serve.jobs import Jobs, RequestObserver
 from foretell.serve.loaded import LoadedModel
 from foretell.serve.metrics.registry import MetricTables
+from foretell.serve.metrics.rejections import Rejections
 from foretell.serve.metrics.request_log import RequestLog
-from foretell.serve.metrics.requests import RequestMetrics
+from foretell.serve.metrics.requests import ENGINE, RequestMetrics
+from foretell.serve.metrics.steps import StepMetrics
 from foretell.serve.prompts import PromptEncoder
 from foretell.serve.settings import ServerSettings
 from foretell.serve.shadow import ShadowVerifier
 from foretell.serve.token_text import TokenTexts
 from foretell.serve.worker import EngineWorker, Event
+
+if TYPE_CHECKING:
+    from foretell.serve.metrics.traces import RequestTraces
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,9 +53,13 @@ class Service:
         self.pool = ThreadPoolExecutor(settings.tokenizer_threads, "foretell-tokenizer")
         self.state = State.LOADING
         self.metrics = MetricTables(settings.metrics_prefixes)
+        self.labels = settings.served_names[0], ENGINE
+        """Of most metrics: the model's name, and vLLM's label of an engine."""
+        self.rejections = Rejections(self.metrics, self.labels)
         self._loaded: LoadedModel | None = None
         self._worker: EngineWorker | None = None
         self._jobs: Jobs | None = None
+        self._traces: RequestTraces | None = None
 
     async def start(self) -> None:
         """Load the model and start the engine.
@@ -67,20 +77,33 @@ class Service:
             self.settings.trust_request_chat_template,
         )
         self.texts = TokenTexts(loaded.model.codec)
-        metrics = RequestMetrics(self.metrics, self.settings.served_names[0], loaded.method_name)
+        metrics = RequestMetrics(self.metrics, self.labels, loaded.method_name)
+        steps = StepMetrics(self.metrics, self.labels)
         decode = loaded.model.codec.decode if self.settings.log_requests else None
         self._worker = EngineWorker(
             loaded.make_engine,
             lambda events: _call(loop, partial(self._receive, events)),
-            lambda error: _call(loop, self._engine_failed),
+            lambda error: _call(loop, partial(self._engine_failed, metrics)),
             self.settings.timeouts.restart,
-            metrics.step,
+            steps.step,
         )
         self._shadow = ShadowVerifier(
             self.settings.shadow_rate, self.metrics, loaded.method_of, self._worker, lambda: self.jobs.live == 0
         )
-        self._jobs = Jobs(self._worker, [metrics, RequestLog(loaded.method_name, decode), self._shadow])
-        metrics.show_engine(lambda: None if self._worker is None else self._worker.engine, lambda: self.jobs.live)
+        observers: list[RequestObserver] = [metrics, RequestLog(loaded.method_name, decode), self._shadow]
+        if self.settings.otlp_traces_endpoint is not None:
+            from foretell.serve.metrics.traces import RequestTraces
+
+            self._traces = RequestTraces.to_collector(
+                self.settings.served_names[0], loaded.method_name, self.settings.otlp_traces_endpoint
+            )
+            observers.append(self._traces)
+        self._jobs = Jobs(self._worker, observers, metrics.closed)
+        metrics.show_engine(
+            lambda: None if self._worker is None else self._worker.engine,
+            lambda: self.jobs.live,
+            lambda: self.jobs.paused,
+        )
         self._worker.start()
         if self.state is State.LOADING:
             self.state = State.SERVING
@@ -88,7 +111,8 @@ class Service:
     def _receive(self, events: Sequence[Event]) -> None:
         self.jobs.receive(self._shadow.receive(events))
 
-    def _engine_failed(self) -> None:
+    def _engine_failed(self, metrics: RequestMetrics) -> None:
+        metrics.engine_failed()
         self._shadow.engine_failed()
         self.jobs.engine_failed()
 
@@ -99,6 +123,8 @@ class Service:
             self._jobs.fail_all(unavailable(self.state.value))
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.shutdown)
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
@@ -123,6 +149,15 @@ class Service:
         """All jobs."""
         assert self._jobs is not None
         return self._jobs
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served."""
+        try:
+            self.check_ready()
+        except ApiError:
+            return False
+        return True
 
     def check_ready(self) -> None:
         """Raise `ApiError` (503) unless requests can be served."""
@@ -153,6 +188,7 @@ class Service:
         limits = self.settings.limits
         queued = self.jobs.live - limits.max_num_seqs
         if queued >= limits.queued_requests:
+            self.rejections.count("queue")
             raise overloaded(f"{queued} requests are waiting; try again later", self._retry_after(queued))
 
     def admit_tokens(self, tokens: int, requests: int) -> None:
@@ -162,6 +198,7 @@ class Service:
             raise bad_request(f"n asks for {requests} answers, and this server gives at most {limits.choices}", "n")
         if self.jobs.live and self.jobs.unread_tokens + tokens > limits.queued_tokens:
             queued = self.jobs.live - limits.max_num_seqs
+            self.rejections.count("tokens")
             raise overloaded(
                 f"prompts of {self.jobs.unread_tokens} tokens are waiting; try again later", self._retry_after(queued)
             )
@@ -171,8 +208,9 @@ class Service:
         return 1 + math.ceil(max(queued, 0) / self.settings.limits.max_num_seqs)
 
     async def in_pool(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run a function in the pool of tokenizer threads."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, partial(function, *arguments))
+        """Run a function in the pool of tokenizer threads, with the context variables of the request."""
+        run = partial(contextvars.copy_context().run, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, run)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pydantic_core import to_json
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -28,11 +28,11 @@ async def disconnected(receive: Receive) -> None:
 class EventStream:
     """An ASGI response of server-sent events.
 
-    It ends at once, and closes `events`, when the client goes away or reads nothing for `stalled_seconds`.
+    It ends at once, and closes `events`, when the client goes away.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str], stalled_seconds: float) -> None:
-        self._events, self._stalled_seconds = events, stalled_seconds
+    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        self._events = events
         self._headers = [(k.lower().encode(), v.encode()) for k, v in {**HEADERS, **headers}.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,12 +49,8 @@ class EventStream:
             await asyncio.gather(watcher, writer, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
-        async def put(message: Message) -> None:
-            async with asyncio.timeout(self._stalled_seconds):
-                await send(message)
-
         async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-            await put({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             async for data in events:
-                await put({"type": "http.response.body", "body": data, "more_body": True})
-            await put({"type": "http.response.body", "body": b"", "more_body": False})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
-from foretell.engine.statistics import StepTime
 
 log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
@@ -31,9 +30,9 @@ class EngineWorker:
     """Runs an engine in a thread.
 
     Requests are named by tickets of the caller's choice. `on_events` is called once per step with all events, and
-    `on_failure` with the exception of a step that ended the engine; `on_step` with the times of a step and its seconds
-    in all. All are called in the worker's thread. After a failure the engine is built again by `make_engine`; its
-    requests are lost.
+    `on_failure` with the exception of a step that ended the engine; `on_step` with the engine after a step and the
+    step's seconds in all. All are called in the worker's thread. After a failure the engine is built again by
+    `make_engine`; its requests are lost.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class EngineWorker:
         on_events: Callable[[Sequence[Event]], None],
         on_failure: Callable[[Exception], None],
         restart_seconds: float = 1.0,
-        on_step: Callable[[StepTime, float], None] | None = None,
+        on_step: Callable[[Engine, float], None] | None = None,
     ) -> None:
         self._make_engine, self._on_events, self._on_failure = make_engine, on_events, on_failure
         self._on_step = on_step
@@ -79,6 +78,19 @@ class EngineWorker:
         """End the request of this ticket, if it is not over; its last event follows."""
         self._commands.put(lambda engine: self._cancel(engine, ticket))
 
+    def pause(self, ticket: int) -> None:
+        """Set the request of this ticket aside, if it is not over."""
+        self._commands.put(lambda engine: self._with_number(ticket, engine.pause))
+
+    def resume(self, ticket: int) -> None:
+        """Let the request of this ticket go on, if it is paused."""
+        self._commands.put(lambda engine: self._with_number(ticket, engine.resume))
+
+    def _with_number(self, ticket: int, function: Callable[[int], None]) -> None:
+        number = self._numbers.get(ticket)
+        if number is not None:
+            function(number)
+
     def _submit(self, engine: Engine, ticket: int, request: Request) -> None:
         try:
             number = engine.submit(request)
@@ -96,9 +108,10 @@ class EngineWorker:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                engine = self.engine = self._make_engine()
+                # No variable here holds the engine: after a crash its memory is free before the next one is built.
+                self.engine = self._make_engine()
                 self.ready = True
-                self._serve(engine)
+                self._serve(self.engine)
             except Exception as error:
                 log.exception("the engine has crashed; it is built again in %.1f s", self._restart_seconds)
                 self._fail(error)
@@ -114,7 +127,7 @@ class EngineWorker:
                 if events:
                     self._on_events(events)
                 if self._on_step is not None:
-                    self._on_step(engine.last_step, time.monotonic() - started)
+                    self._on_step(engine, time.monotonic() - started)
 
     def _execute_commands(self, engine: Engine) -> None:
         """Execute what is queued; an idle engine waits for the next command."""

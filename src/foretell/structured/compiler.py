@@ -3,6 +3,7 @@
 """
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,10 @@ _CACHED = 256
 """Compiled constraints that are kept, the most recently used ones."""
 _SECONDS = 10.0
 """Most time for a compilation."""
+_MASK_SECONDS = 0.25
+"""Most processor time for the tokens that may follow next: all requests of a step wait for it. A schema of usual size
+takes a millisecond, a choice of 3,000 texts ten.
+"""
 _LIMITS = {"max_grammar_size": 100_000, "max_lexer_states": 50_000, "step_max_items": 50_000}
 """Bounds of llguidance on the symbols of a grammar, the states of its lexer, and the work per mask."""
 
@@ -28,19 +33,26 @@ _LIMITS = {"max_grammar_size": 100_000, "max_lexer_states": 50_000, "step_max_it
 class LlguidanceConstraint:
     """A compiled grammar; a state is a matcher that is copied before it reads a token (a few microseconds)."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    def __init__(self, matcher: Any, tokenizer: Any, vocab: int) -> None:
+        self._matcher, self._tokenizer, self._vocab = matcher, tokenizer, vocab
 
     def start(self) -> Any:
         """The state before the first token."""
         return self._matcher.deep_copy()
 
     def advance(self, state: Any, token: int) -> Any | None:
-        """The state after one more token; None: the grammar does not allow it."""
+        """The state after one more token; None: the grammar does not allow it.
+
+        Raises:
+            ValueError: the grammar needs more work than is allowed.
+        """
         if not 0 <= token < self._vocab or state.is_stopped() or not state.validate_tokens([token]):
             return None
         after = state.deep_copy()
-        return after if after.consume_token(token) else None
+        if after.consume_token(token):
+            return after
+        _check_state(after)
+        return None
 
     def mask(self, state: Any) -> UInt8[np.ndarray, " w"]:
         """The tokens that are allowed next; the end-of-sequence tokens where the text may end.
@@ -48,15 +60,32 @@ class LlguidanceConstraint:
         Raises:
             ValueError: the grammar needs more work per token than is allowed.
         """
+        started = time.thread_time()
         mask = np.frombuffer(state.compute_bitmask(), np.uint8)
-        if state.is_error():
-            raise ValueError(f"the grammar is too complex here: {_first_line(state.get_error())}")
+        _check_state(state)
+        if time.thread_time() - started > _MASK_SECONDS:
+            raise ValueError(f"the grammar is too complex here: a token takes more than {_MASK_SECONDS:g} s")
         return mask
 
-    def forced(self, state: Any) -> Sequence[int]:
-        """The tokenizer's own tokens of the text that the grammar leaves next."""
-        tokens: list[int] = [] if state.is_stopped() else state.compute_ff_tokens()
-        return tokens
+    def forced(self, state: Any) -> Sequence[Sequence[int]]:
+        """The tokenizer's own tokens of the text that the grammar leaves next.
+
+        The last of them may begin a longer token of the text that follows, where the grammar leaves several. So two
+        ways are given: the end as the tokenizer writes it alone, and the same with the last byte as a token of its own,
+        such as `":"` and `":` `"` before the text of a string.
+        """
+        if state.is_stopped():
+            return ()
+        tokens: list[int] = state.compute_ff_tokens()
+        after = state.deep_copy()
+        if tokens and not after.consume_tokens(tokens):
+            return (tokens,)
+        rest: bytes = after.compute_ff_bytes()
+        ends = {tuple(self._tokenizer.tokenize_bytes(rest)): None} if rest else {}
+        if len(rest) > 1:
+            last_apart = self._tokenizer.tokenize_bytes(rest[:-1]) + self._tokenizer.tokenize_bytes(rest[-1:])
+            ends[tuple(last_apart)] = None
+        return tuple((*tokens, *end) for end in ends) if ends else (tokens,) if tokens else ()
 
     def is_final(self, state: Any) -> bool:
         """Whether nothing can follow."""
@@ -87,13 +116,13 @@ class ConstraintCompiler:
         self._threads = ThreadPoolExecutor(2, "foretell-grammar")
         self._cache, self._lock = OrderedDict[object, LlguidanceConstraint](), Lock()
 
-    def compile(self, outputs: StructuredOutputs) -> TokenConstraint:
-        """The constraint of these outputs, from the cache if it was compiled before.
+    def compile(self, outputs: StructuredOutputs, salt: str = "") -> TokenConstraint:
+        """The constraint of these outputs, from the cache if it was compiled before for the same cache salt.
 
         Raises:
             ValueError: the grammar is invalid, uses what llguidance does not know, or takes too long.
         """
-        key = (outputs.kind, outputs.text, outputs.any_whitespace, outputs.whitespace_pattern)
+        key = (salt, outputs.kind, outputs.text, outputs.any_whitespace, outputs.whitespace_pattern)
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
@@ -116,7 +145,12 @@ class ConstraintCompiler:
             raise _invalid(outputs, str(error)) from None
         if matcher.is_error():
             raise _invalid(outputs, matcher.get_error())
-        return LlguidanceConstraint(matcher, self._vocab)
+        constraint = LlguidanceConstraint(matcher, self._tokenizer, self._vocab)
+        try:
+            constraint.mask(constraint.start())
+        except ValueError as error:
+            raise _invalid(outputs, str(error)) from None
+        return constraint
 
     def _grammar(self, outputs: StructuredOutputs) -> str:
         matcher = self._llguidance.LLMatcher
@@ -129,7 +163,7 @@ class ConstraintCompiler:
             return str(matcher.grammar_from_regex(outputs.text))
         if outputs.kind == "choice":
             texts = (json.dumps(text, ensure_ascii=False) for text in outputs.choice or ())
-            return str(matcher.grammar_from_lark("start: " + " | ".join(texts)))
+            return str(matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts)))
         return str(matcher.grammar_from_lark(_to_lark(outputs.text)))
 
 
@@ -148,6 +182,12 @@ def _to_lark(grammar: str) -> str:
         return str(any_to_lark(grammar))
     except Exception as error:  # The converter raises nothing narrower.
         raise ValueError(str(error)) from error
+
+
+def _check_state(state: Any) -> None:
+    """Raise `ValueError` if the grammar needed more work than is allowed."""
+    if state.is_error():
+        raise ValueError(f"the grammar is too complex here: {_first_line(state.get_error())}")
 
 
 def _first_line(message: str) -> str:

@@ -4,7 +4,7 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
-from foretell.load import resolve_reference
+from foretell.model.load.reference import resolve_reference
 
 PRECISIONS = ("bf16", "q8_0", "q4_0")
 """Formats of the matrices. With q4_0 the embedding and the head are q8_0, as in llama.cpp's own small models."""

@@ -8,11 +8,11 @@ import torch
 
 from foretell.bench.peers.base import LOOKUP_NGRAM, LOOKUP_TOKENS, ForwardBackend, Peer
 from foretell.bench.timestamps import TokenTimer, TokenTimestamps
-from foretell.load import resolve_reference
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.reference import resolve_reference
 from foretell.model.load.transformers import load_error
-from foretell.model.load.weights import GGUFWeights, gguf_config
 
 Mode = Literal["plain", "lookup", "assisted"]
 

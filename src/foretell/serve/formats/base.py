@@ -28,6 +28,8 @@ class AnswerHead:
     prompt_logprobs: bool = False
     extension: Mapping[str, Any] = field(default_factory=dict)
     """Foretell's own object: what is needed to repeat the answer."""
+    ends_with_extension: bool = False
+    """Whether the last chunk of a stream has it even where drafts are not asked for."""
     drafts: DraftWriter | None = None
     """Where the request asks for its drafts."""
     created: int = field(default_factory=lambda: int(time.time()))

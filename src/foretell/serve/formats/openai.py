@@ -30,7 +30,8 @@ class OpenAIFormat(AnswerFormat):
     def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
         """The chunk with the usage, if it is wanted, and the end."""
         drafts = self.head.drafts
-        own = {} if drafts is None else {"foretell": {**self.head.extension, **drafts.summary}}
+        shown = drafts is not None or self.head.ends_with_extension
+        own = {"foretell": {**self.head.extension, **({} if drafts is None else drafts.summary)}} if shown else {}
         if self.head.include_usage or own:
             yield self._chunk([], usage if self.head.include_usage else None, {**measurements, **own})
         yield DONE

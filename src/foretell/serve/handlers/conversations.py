@@ -14,7 +14,7 @@ from foretell.serve.formats.messages import MessagesFormat
 from foretell.serve.formats.parts import PartReader
 from foretell.serve.formats.responses import ResponsesFormat
 from foretell.serve.handlers.endpoint import warning_headers
-from foretell.serve.handlers.generate import Plan, respond
+from foretell.serve.handlers.generate import Generation, respond
 from foretell.serve.handlers.text import prepare_chat
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.messages import CountTokensBody, MessagesBody
@@ -27,7 +27,9 @@ async def responses(service: Service, http: HttpRequest, body: ResponsesBody) ->
     with renamed(RESPONSES_PARAMS):
         prepared = await prepare_chat(service, chat_of_response(body))
     format = ResponsesFormat(prepared.head, PartReader(prepared.tools), settings_of(body))
-    return await respond(service, http, Plan(prepared.requests, 1, format, bool(body.stream), warning_headers(body)))
+    return await respond(
+        service, http, Generation(prepared.requests, 1, format, bool(body.stream), warning_headers(body))
+    )
 
 
 async def response_tokens(service: Service, http: HttpRequest, body: ResponsesBody) -> ASGIApp:
@@ -42,7 +44,9 @@ async def messages(service: Service, http: HttpRequest, body: MessagesBody) -> A
     with renamed(MESSAGES_PARAMS):
         prepared = await prepare_chat(service, chat_of_messages(body))
     format = MessagesFormat(prepared.head, PartReader(prepared.tools))
-    return await respond(service, http, Plan(prepared.requests, 1, format, bool(body.stream), warning_headers(body)))
+    return await respond(
+        service, http, Generation(prepared.requests, 1, format, bool(body.stream), warning_headers(body))
+    )
 
 
 async def message_tokens(service: Service, http: HttpRequest, body: CountTokensBody) -> ASGIApp:

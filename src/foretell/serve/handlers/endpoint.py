@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, server_error, validation_error
@@ -54,13 +55,8 @@ class EndpointApp:
         response: ASGIApp
         try:
             response = await self._endpoint.handler(self._service, http, await self._body(http))
-        except ApiError as error:
-            response = error.response(scope["path"])
-        except ClientDisconnect:
-            response = ApiError(CLIENT_CLOSED_REQUEST, "the client went away").response(scope["path"])
-        except Exception:
-            log.exception("%s %s failed", self._endpoint.method, self._endpoint.path)
-            response = server_error("an error of the server; its log has more").response(scope["path"])
+        except Exception as error:
+            response = error_response(error, self._endpoint, scope["path"])
         await response(scope, receive, send)
 
     async def _body(self, http: HttpRequest) -> Body | None:
@@ -75,12 +71,24 @@ class EndpointApp:
         return await service.in_pool(parse_body, kind, data)
 
 
+def error_response(error: Exception, endpoint: Endpoint, path: str) -> Response:
+    """What the client sees of an error; one that is not its own is logged."""
+    if isinstance(error, ClientDisconnect):
+        error = ApiError(CLIENT_CLOSED_REQUEST, "the client went away")
+    if not isinstance(error, ApiError):
+        log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
+        error = server_error("an error of the server; its log has more")
+    return error.response(path)
+
+
 async def read_body(http: HttpRequest, limits: Limits) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: it is too large, or too slow.
+        ApiError: it is compressed, too large, or too slow.
     """
+    if http.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not read; send the JSON as it is")
     try:
         return await asyncio.wait_for(_read_body(http, limits.body_bytes), limits.body_seconds)
     except TimeoutError:

@@ -10,17 +10,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from foretell.engine.request import Request, Update
+from foretell.plan import PlanRun
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
 from foretell.serve.formats.base import AnswerFormat
-from foretell.serve.jobs import Job
+from foretell.serve.planned import AnyJob, PlannedJob
 from foretell.serve.service import Service
-from foretell.serve.sse import EventStream, disconnected
+from foretell.serve.sse import PING, EventStream, disconnected
 from foretell.serve.usage import measurements, usage
 
 
 @dataclass(frozen=True)
-class Plan:
+class Generation:
     """What to generate, and how to write it."""
 
     requests: Sequence[Request]
@@ -29,50 +30,61 @@ class Plan:
     format: AnswerFormat
     stream: bool
     headers: Mapping[str, str]
+    run: PlanRun | None = None
+    """Of the plan that writes the answer to the one request."""
 
 
-async def respond(service: Service, http: HttpRequest, plan: Plan) -> ASGIApp:
+async def respond(service: Service, http: HttpRequest, generation: Generation) -> ASGIApp:
     """Generate, and answer.
 
     Raises:
         ApiError: the server is overloaded, the client went away, or the engine failed.
     """
-    service.admit_tokens(sum(len(r.prompt) for r in plan.requests), len(plan.requests))
-    job = service.jobs.open(plan.requests)
-    choices = Choices(plan.requests, plan.per_prompt, job.started)
-    if plan.stream:
-        timeouts = service.settings.timeouts
-        events = _events(job, choices, plan.format, timeouts.keep_alive_interval)
-        return EventStream(events, plan.headers, timeouts.stalled_reader)
+    service.admit_tokens(sum(len(r.prompt) for r in generation.requests), len(generation.requests))
+    job = _open(service, generation)
+    choices = Choices(generation.requests, generation.per_prompt, job.started)
+    if generation.stream:
+        events = _events(job, choices, generation.format, service.settings.timeouts.keep_alive_interval)
+        return EventStream(events, generation.headers)
     try:
         pieces = await _until_disconnect(http, _collect(job, choices))
     finally:
         job.close()
-    body = plan.format.complete(choices, pieces, usage(choices), measurements(choices))
-    return Response(to_json(body, inf_nan_mode="null"), headers=dict(plan.headers), media_type="application/json")
+    body = generation.format.complete(choices, pieces, usage(choices), measurements(choices))
+    return Response(to_json(body, inf_nan_mode="null"), headers=dict(generation.headers), media_type="application/json")
 
 
-async def _events(job: Job, choices: Choices, format: AnswerFormat, interval: float) -> AsyncIterator[bytes]:
+def _open(service: Service, generation: Generation) -> AnyJob:
+    if generation.run is None:
+        return service.jobs.open(generation.requests, generation.per_prompt)
+    return PlannedJob(service.jobs, generation.run, service.in_pool)
+
+
+async def _events(job: AnyJob, choices: Choices, format: AnswerFormat, interval: float) -> AsyncIterator[bytes]:
+    """The stream of an answer. It begins with the first token: until then a gateway may repeat the request."""
+    begun = False
     try:
-        for data in format.begin(choices):
-            yield data
         async for batch in job.batches(interval):
             if not batch:
-                for data in format.ping():
+                for data in format.ping() if begun else [PING]:
                     yield data
+                continue
+            if not begun:
+                begun = True
+                yield b"".join(format.begin(choices))
             for piece in choices.add(batch):
                 for data in format.piece(piece, usage(choices) if format.head.continuous_usage else None):
                     yield data
         for data in format.end(usage(choices), measurements(choices)):
             yield data
     except ApiError as error:
-        for data in format.error(error):
+        for data in [*(() if begun else format.begin(choices)), *format.error(error)]:
             yield data
     finally:
         job.close()
 
 
-async def _collect(job: Job, choices: Choices) -> list[Piece]:
+async def _collect(job: AnyJob, choices: Choices) -> list[Piece]:
     """The whole answer: one piece per choice."""
     updates: list[list[Update]] = [[] for _ in choices.all]
     async for batch in job.batches():

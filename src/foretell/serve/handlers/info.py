@@ -75,6 +75,9 @@ async def detokenize(service: Service, http: HttpRequest, body: DetokenizeBody) 
     """The text of token ids."""
     service.check_model(body.model)
     loaded = service.loaded.model
+    most = service.settings.limits.chars_per_token * loaded.config.context
+    if len(body.tokens) > most:
+        raise bad_request(f"tokens has {len(body.tokens)} entries, and this server takes at most {most}", "tokens")
     if any(t >= loaded.config.vocab for t in body.tokens):
         raise bad_request(f"a token is outside the vocabulary of {loaded.config.vocab}", "tokens")
     text = await service.in_pool(loaded.codec.decode, body.tokens)

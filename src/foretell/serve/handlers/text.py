@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions` and `/v1/completions`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
@@ -15,14 +15,16 @@ from foretell.serve.formats.base import AnswerHead
 from foretell.serve.formats.openai import ChatFormat, CompletionFormat
 from foretell.serve.formats.parts import PartReader
 from foretell.serve.handlers.endpoint import warning_headers
-from foretell.serve.handlers.generate import Plan, respond
+from foretell.serve.handlers.generate import Generation, respond
 from foretell.serve.logprobs import LogprobWriter
+from foretell.serve.planned import check_plan, make_run, with_plan
 from foretell.serve.prompts import context_exceeded
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.completions import CompletionBody
 from foretell.serve.protocol.generation import GenerationBody, StreamOptions
 from foretell.serve.service import Service
 from foretell.serve.tools.use import ToolUse, uses_functions
+from foretell.utils.json_values import texts
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of completions; chats may fill the context."""
@@ -30,9 +32,15 @@ COMPLETION_MAX_TOKENS = 16
 
 async def chat_completions(service: Service, http: HttpRequest, body: ChatBody) -> ASGIApp:
     """Answer a conversation."""
+    if body.plan is not None:
+        check_plan(body)
     prepared = await prepare_chat(service, body)
+    if body.plan is not None:
+        run = make_run(body, prepared.requests[0], service.loaded, service.encoder)
+        format = ChatFormat(with_plan(prepared.head, run), PartReader(None))
+        return await respond(service, http, replace(_generation(body, prepared.requests, format), run=run))
     format = ChatFormat(prepared.head, PartReader(prepared.tools), echoed_message(body), uses_functions(body))
-    return await respond(service, http, _plan(body, prepared.requests, format))
+    return await respond(service, http, _generation(body, prepared.requests, format))
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ async def completions(service: Service, http: HttpRequest, body: CompletionBody)
     _check_top_logprobs(service, body.logprobs, "logprobs")
     requests = await service.in_pool(_completion_requests, service, body, seed)
     format = CompletionFormat(_head(service, body, name, requests[0], seed), requests, _echoed(service, body, requests))
-    return await respond(service, http, _plan(body, requests, format))
+    return await respond(service, http, _generation(body, requests, format))
 
 
 def _completion_requests(service: Service, body: CompletionBody, seed: int) -> list[Request]:
@@ -103,10 +111,12 @@ def _check(service: Service, body: GenerationBody) -> str:
     limits = service.settings.limits
     if (body.n or 1) > limits.choices:
         raise bad_request(f"n must be at most {limits.choices}, found {body.n}", "n")
-    if len(body.stop or ()) > limits.stop_strings:
-        raise bad_request(f"stop takes at most {limits.stop_strings} strings, found {len(body.stop or ())}", "stop")
     if not all(body.stop or ("-",)):
         raise bad_request("stop strings must not be empty", "stop")
+    _check_words(body.stop, "stop", limits.stop_strings, limits.stop_chars)
+    _check_words(body.bad_words, "bad_words", limits.bad_words, limits.bad_word_chars)
+    _check_top_logprobs(service, body.prompt_logprobs, "prompt_logprobs")
+    _check_prediction(service, body)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -118,6 +128,23 @@ def _check_top_logprobs(service: Service, count: int | None, param: str) -> None
     most = service.settings.limits.top_logprobs
     if count is not None and count > most:
         raise bad_request(f"{param} must be at most {most}, found {count}", param)
+
+
+def _check_words(words: Sequence[str] | None, param: str, most: int, chars: int) -> None:
+    """Every step of the engine looks for these words, so that their number and length are bounded."""
+    longest = max(map(len, words or ()), default=0)
+    if len(words or ()) > most:
+        raise bad_request(f"{param} takes at most {most} strings, found {len(words or ())}", param)
+    if longest > chars:
+        raise bad_request(f"{param} takes strings of at most {chars} characters, found one of {longest}", param)
+
+
+def _check_prediction(service: Service, body: GenerationBody) -> None:
+    prediction = body.prediction if isinstance(body, ChatBody) else None
+    if prediction is not None:
+        count, context = sum(map(len, texts(prediction.content))), service.loaded.model.config.context
+        if count > service.settings.limits.chars_per_token * context:
+            raise context_exceeded(f"the prediction has {count} characters", context, "prediction")
 
 
 def _fit(
@@ -177,8 +204,8 @@ def _head(service: Service, body: GenerationBody, name: str, request: Request, s
     )
 
 
-def _plan(body: GenerationBody, requests: Sequence[Request], format: ChatFormat | CompletionFormat) -> Plan:
-    return Plan(requests, body.n or 1, format, bool(body.stream), warning_headers(body))
+def _generation(body: GenerationBody, requests: Sequence[Request], format: ChatFormat | CompletionFormat) -> Generation:
+    return Generation(requests, body.n or 1, format, bool(body.stream), warning_headers(body))
 
 
 def _echoed(service: Service, body: CompletionBody, requests: Sequence[Request]) -> list[str]:

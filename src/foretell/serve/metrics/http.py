@@ -13,6 +13,8 @@ from foretell.serve.metrics.requests import LATENCY_BUCKETS, TTFT_BUCKETS
 
 log = logging.getLogger(__name__)
 OTHER = "other"
+MAX_PATH_CHARS = 200
+"""Of a logged path."""
 _METHODS = ("GET", "POST", "OPTIONS", "HEAD")
 _QUIET = ("/health", "/live", "/metrics")
 """Paths that are asked every few seconds and logged at debug level."""
@@ -68,6 +70,6 @@ class HttpMetricsMiddleware:
         finally:
             method, path, seconds = scope["method"], scope["path"], time.monotonic() - started
             self._metrics.count(method, path, status, seconds)
-            fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 6)}
+            fields = {"method": method, "path": path[:MAX_PATH_CHARS], "status": status, "seconds": round(seconds, 6)}
             level = logging.DEBUG if path in _QUIET else logging.INFO
             log.log(level, "http", extra={"fields": fields})

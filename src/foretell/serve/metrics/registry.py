@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +20,7 @@ class MetricTables(Collector):
 
     def __init__(self, prefixes: Sequence[str]) -> None:
         self.shared, self.own = CollectorRegistry(), CollectorRegistry()
+        ProcessCollector(registry=self.own)
         self._prefixes = tuple(dict.fromkeys((PREFIX, *prefixes)))
 
     def collect(self) -> Iterable[Metric]:

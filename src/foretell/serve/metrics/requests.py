@@ -1,4 +1,4 @@
-"""Metrics of the engine's requests and steps, under vLLM's names where it has one.
+"""Metrics of the engine's requests, under vLLM's names where it has one.
 
 Times are those of the engine's thread, by the monotonic clock.
 """
@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
-from foretell.engine.statistics import StepTime
+from foretell.serve.jobs import Job
 from foretell.serve.metrics.registry import MetricTables
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -20,7 +20,8 @@ ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0
                20, 40, 80)  # fmt: skip
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50)
+PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20, 50)
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """vLLM's names by the engine's."""
 ENGINE = "0"
@@ -40,14 +41,13 @@ class _Live:
 
 
 class RequestMetrics:
-    """Observes requests and steps. `method_of`: name of the method that decodes a request."""
+    """Observes requests. `method_of`: name of the method that decodes a request."""
 
-    def __init__(self, tables: MetricTables, model_name: str, method_of: Callable[[Request], str]) -> None:
-        self._tables, self._labels, self._method_of = tables, (model_name, ENGINE), method_of
+    def __init__(self, tables: MetricTables, labels: tuple[str, str], method_of: Callable[[Request], str]) -> None:
+        self._tables, self._labels, self._method_of = tables, labels, method_of
         self._live = dict[int, _Live]()
         self._define_request_metrics()
         self._define_speculation_metrics()
-        self._define_step_metrics()
 
     def _counter(self, name: str, text: str, *labels: str, own: bool = False) -> Counter:
         registry = self._tables.own if own else self._tables.shared
@@ -66,6 +66,7 @@ class RequestMetrics:
         self._hits = self._counter("prefix_cache_hits", "Tokens found in the cache.").labels(*self._labels)
         self._finished = self._counter("request_success", "Requests that are over.", "finished_reason")
         self._preemptions = self._counter("num_preemptions", "Requests preempted.").labels(*self._labels)
+        self._restarts = self._counter("engine_restarts", "Crashes of the engine.", own=True).labels(*self._labels)
         seconds, tokens = LATENCY_BUCKETS, TOKEN_BUCKETS
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
         self._itl = self._histogram("inter_token_latency_seconds", "Time between passes that gave tokens.", ITL_BUCKETS)
@@ -80,6 +81,13 @@ class RequestMetrics:
         self._lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", tokens)
         self._answers = self._histogram("request_generation_tokens", "New tokens of a request.", tokens)
         self._wanted = self._histogram("request_params_max_tokens", "Most new tokens of a request.", tokens)
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "New tokens of the longest choice of a prompt.", tokens
+        )
+        self._choices = self._histogram("request_params_n", "Choices of a prompt.", CHOICE_BUCKETS)
+        self._request_preemptions = self._histogram(
+            "request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS
+        )
 
     def _define_speculation_metrics(self) -> None:
         name = "spec_decode_num"
@@ -91,38 +99,50 @@ class RequestMetrics:
         )
         self._verified = self._counter("spec_nodes_verified", "Drafts verified.", own=True).labels(*self._labels)
         self._wasted = self._counter("spec_nodes_wasted", "Drafts refused.", own=True).labels(*self._labels)
+        undrafted = self._counter("spec_undrafted_requests", "Requests decoded without drafts.", "reason", own=True)
+        self._undrafted = {reason: undrafted.labels(*self._labels, reason) for reason in ("asked", "load")}
+        switches = self._counter("spec_switches", "Changes of drafting by load (on, off).", "to", own=True)
+        self._switches = {True: switches.labels(*self._labels, "off"), False: switches.labels(*self._labels, "on")}
+        self._crowded = False
 
-    def _define_step_metrics(self) -> None:
-        own = self._tables.own
-        steps = Histogram("step_seconds", "Time of a step.", ("phase",), registry=own, buckets=STEP_BUCKETS)
-        self._phases = tuple(steps.labels(phase) for phase in ("draft", "verify", "sample", "host"))
+    def show_engine(
+        self, engine: Callable[[], Engine | None], live: Callable[[], int], paused: Callable[[], int]
+    ) -> None:
+        """Expose the state of an engine as gauges; `live`: number of requests that are not over, `paused`: of those
+        that wait for a slow reader.
+        """
 
-    def show_engine(self, engine: Callable[[], Engine | None], live: Callable[[], int]) -> None:
-        """Expose the state of an engine as gauges; `live`: number of requests that are not over."""
+        def of(read: Callable[[Engine], float]) -> Callable[[], float]:
+            return lambda: 0.0 if (found := engine()) is None else read(found)
 
-        def running() -> int:
-            found = engine()
-            return 0 if found is None else found.load[0]
+        running = of(lambda e: e.load[0])
+        shared, own = self._tables.shared, self._tables.own
+        for registry, name, text, value in (
+            (shared, "num_requests_running", "Requests in the batch.", running),
+            (shared, "num_requests_waiting", "Requests that wait.", lambda: max(live() - running(), 0)),
+            (shared, "kv_cache_usage_perc", "Share of the cache that running requests fill; 1: all of it.",
+             of(lambda e: e.cache_usage)),
+            (own, "kv_cache_unowned_rows", "Rows of the cache that hold tokens of no request; must be 0.",
+             of(lambda e: e.unowned_rows)),
+            (own, "kv_cache_bytes", "Memory of the cache of keys and values.", of(lambda e: e.runner.cache_bytes)),
+        ):  # fmt: skip
+            Gauge(name, text, ("model_name", "engine"), registry=registry).labels(*self._labels).set_function(value)
+        by_reason = Gauge(
+            "num_requests_waiting_by_reason", "Requests that wait for a place or for their reader.",
+            ("model_name", "engine", "reason"), registry=shared,
+        )  # fmt: skip
+        by_reason.labels(*self._labels, "capacity").set_function(lambda: max(live() - running() - paused(), 0))
+        by_reason.labels(*self._labels, "reader").set_function(paused)
 
-        def usage() -> float:
-            found = engine()
-            return 0.0 if found is None else found.cache_usage
+    def engine_failed(self) -> None:
+        """The engine has crashed, and is built again."""
+        self._restarts.inc()
 
-        for name, text, value in (
-            ("num_requests_running", "Requests in the batch.", running),
-            ("num_requests_waiting", "Requests that wait.", lambda: max(live() - running(), 0)),
-            ("kv_cache_usage_perc", "Share of the cache that running requests fill; 1: all of it.", usage),
-        ):
-            gauge = Gauge(name, text, ("model_name", "engine"), registry=self._tables.shared)
-            gauge.labels(*self._labels).set_function(value)
-
-    def step(self, time: StepTime, seconds: float) -> None:
-        """Count a step of so many seconds; in the engine's thread."""
-        draft, verify, sample, host = self._phases
-        draft.observe(time.draft)
-        verify.observe(time.verify)
-        sample.observe(time.sample)
-        host.observe(max(seconds - time.draft - time.verify - time.sample, 0.0))
+    def closed(self, job: Job) -> None:
+        """Nobody reads a job any more."""
+        for first in range(0, len(job.sizes), job.per_prompt):
+            self._choices.observe(job.per_prompt)
+            self._longest.observe(max(job.sizes[first : first + job.per_prompt]))
 
     def opened(self, ticket: int, request: Request) -> None:
         """A request was given to the engine."""
@@ -162,6 +182,16 @@ class RequestMetrics:
         self._verified.inc(update.drafted)
         self._wasted.inc(update.drafted - update.accepted)
 
+    def _count_undrafted(self, request: Request, crowded: bool) -> None:
+        if request.max_drafts == 0:
+            self._undrafted["asked"].inc()
+            return
+        if crowded:
+            self._undrafted["load"].inc()
+        if crowded is not self._crowded:
+            self._crowded = crowded
+            self._switches[crowded].inc()
+
     def _finish(self, live: _Live, at: float, update: Update) -> None:
         self._finished.labels(*self._labels, FINISH_REASONS[update.finish_reason or "error"]).inc()
         statistics = update.statistics
@@ -172,6 +202,8 @@ class RequestMetrics:
         self._hits.inc(statistics.cached_tokens)
         self._cached.inc(statistics.cached_tokens)
         self._preemptions.inc(statistics.preemptions)
+        self._request_preemptions.observe(statistics.preemptions)
+        self._count_undrafted(live.request, statistics.crowded)
         self._e2e.observe(at - live.opened)
         self._queue.observe(queued)
         self._prefill.observe(max(live.first - live.opened - queued, 0.0))

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
+from foretell.plan import PLANS, Plan, parse_plan
 from foretell.serve.protocol.answers import Metrics, Timings, Usage
 from foretell.serve.protocol.base import Body
 from foretell.serve.protocol.generation import GenerationBody, PredictionContent
@@ -36,6 +37,14 @@ Content = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
 """A text, or a list of text parts."""
+
+
+PlanField = Annotated[
+    Plan,
+    BeforeValidator(parse_plan),
+    WithJsonSchema({"anyOf": [kind.model_json_schema() for kind in PLANS.values()]}),
+]
+"""A plan by its type, with options."""
 
 
 class CalledFunction(Body):
@@ -87,6 +96,8 @@ class ChatBody(GenerationBody):
     functions: Annotated[list[FunctionDefinition], Field(fail_fast=True)] | None = None
     function_call: Choice | None = None
     prediction: PredictionContent | None = None
+    plan: PlanField | None = None
+    """How the answer is put together from several requests; lossy."""
 
     echo: bool | None = None
     add_generation_prompt: bool | None = None

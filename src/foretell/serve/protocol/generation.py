@@ -57,6 +57,8 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")
+    """Requests share the prefix cache, and what learning drafters learn, only with those of the same salt and key."""
     structured_outputs: dict[str, Any] | None = None
     """Fields of `StructuredOutputs`, and `disable_any_whitespace`."""
     grammar: str | None = None

@@ -1,0 +1,47 @@
+"""The table of the commands of `foretell bench`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from foretell.cli.bench.recording import record_, replay_
+from foretell.cli.bench.results import compare_, report_, schema
+from foretell.cli.bench.run import run
+from foretell.cli.bench.serve import serve_
+from foretell.cli.bench.soak import soak
+from foretell.cli.bench.step import step
+from foretell.cli.errors import report_errors
+
+
+class Group(TyperGroup):
+    """The commands of `foretell bench`; errors become one sentence also when this module is run on its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with report_errors():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure methods against plain decoding and against other runtimes, in one interleaved run.",
+)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure methods against plain decoding and against other runtimes, in one interleaved run."""
+
+
+_COMMANDS: Mapping[str, Callable[..., None]] = {
+    "step": step, "run": run, "record": record_, "replay": replay_, "serve": serve_, "soak": soak,
+    "compare": compare_,
+    "schema": schema, "report": report_,
+}  # fmt: skip
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)

@@ -1,0 +1,103 @@
+"""`foretell bench record` and `replay`: tokens per pass without running the target."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretell.bench.baseline import Baseline
+from foretell.bench.console import print_replay, progress_bar
+from foretell.bench.output import write_results
+from foretell.bench.questions import BUILT_IN
+from foretell.bench.recorder import record_questions, recording_settings
+from foretell.bench.recording import RecordedQuestion, load_recording
+from foretell.bench.replay import method_replays, replay_all
+from foretell.bench.results import build_results
+from foretell.cli.bench.inputs import (
+    METHODS,
+    Categories,
+    Device,
+    DraftModel,
+    Length,
+    ModelName,
+    PerCategory,
+    References,
+    Tasks,
+    Threads,
+    load_selected_questions,
+    resumable,
+)
+from foretell.cli.errors import print_error
+from foretell.cli.options import split_commas
+from foretell.cli.setup import set_threads
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL
+from foretell.utils.store import RunStore
+
+
+def record_(
+    out: Annotated[Path, typer.Option(help="Folder for the recording; an interrupted one there is continued.")],
+    tasks: Tasks = BUILT_IN,
+    categories: Categories = "",
+    per_category: PerCategory = None,
+    max_new_tokens: Length = 160,
+    model: ModelName = DEFAULT_MODEL,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, int8, int8-activations or int4.")] = "auto",
+    device: Device = "cpu",
+    top_k: Annotated[int, typer.Option(min=1, help="Best tokens recorded at every position.")] = 32,
+    threads: Threads = None,
+) -> None:
+    """Record the target's greedy answers to a workload, with its best tokens at every position, for `replay`."""
+    set_threads(threads)
+    all_questions, selected = load_selected_questions(tasks, per_category, categories)
+    target = load(model, dtype, device)
+    settings = recording_settings(target, all_questions, len(selected.questions), max_new_tokens, top_k)
+    count = len(selected.questions)
+    with resumable(out), RunStore(out, settings, RecordedQuestion) as store, progress_bar(count) as progress:
+        record_questions(target, selected.questions, settings, store, progress)
+    typer.echo(f"{count} questions recorded in {out}")
+    if selected.problems:
+        raise typer.Exit(1)
+
+
+def replay_(
+    source: Annotated[Path, typer.Argument(metavar="RECORDING", help="Folder that `foretell bench record` wrote.")],
+    methods: Annotated[
+        str | None, typer.Option(help="Comma-separated; default: those that --check pins, or the usual ones.")
+    ] = None,
+    draft_model: DraftModel = None,
+    reference: References = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results.json and reports.")] = None,
+    pin: Annotated[Path | None, typer.Option(help="Write the counts of tokens and passes to this file.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Compare the counts with this file; differences end with status 1.")
+    ] = None,
+) -> None:
+    """Tokens per pass of any method on a recorded workload, without running the target.
+
+    Greedy decoding with lossless methods; times are meaningless.
+    """
+    settings, questions = load_recording(source)
+    pinned = None if check is None else Baseline.read(check)
+    names = (
+        pinned.methods
+        if methods is None and pinned is not None
+        else split_commas(METHODS if methods is None else methods)
+    )
+    replays = method_replays(settings, names, draft_model, reference or ())
+    with progress_bar(len(replays) * len(questions)) as progress:
+        question_results = replay_all(replays, questions, progress)
+    results = build_results(question_results, settings.bench_settings(), {r.name: True for r in replays})
+    print_replay(results)
+    if out is not None:
+        write_results(out, results)
+    now = Baseline.from_results(question_results)
+    if pin is not None:
+        pin.write_text(now.model_dump_json(indent=1) + "\n")
+    if pinned is not None:
+        differences = pinned.differences(now)
+        for line in differences:
+            print_error(line)
+        if differences:
+            raise typer.Exit(1)
+        typer.echo(f"as pinned in {check}")

@@ -1,0 +1,85 @@
+"""`foretell bench serve`: servers under load."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from foretell.bench.identity import IdentityResult, check_identity, identity_table
+from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all
+from foretell.bench.questions import BUILT_IN
+from foretell.cli.bench.inputs import load_selected_questions, parse_counts
+from foretell.utils.assignments import split_assignment
+from foretell.utils.validation import parse_json
+
+_SHOWN_DIFFERENCES = 5
+
+
+def serve_(
+    servers: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=URL", help="Servers of OpenAI's chat completions; they are loaded in turn."),
+    ],
+    questions: Annotated[str, typer.Option("--tasks", metavar="FILE", help="Prompts; see bench run.")] = BUILT_IN,
+    per_category: Annotated[int | None, typer.Option(metavar="N", help="Prompts per category.")] = None,
+    concurrency: Annotated[str, typer.Option(metavar="N,N", help="Streams at a time.")] = "1,4,16",
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="New tokens per answer.")] = 128,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Repetitions.")] = 3,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--fields", metavar="NAME=JSON", help="Further fields of a server's requests; repeatable."),
+    ] = None,
+    identity: Annotated[
+        bool,
+        typer.Option(
+            "--identity",
+            help="Compare every answer under load, greedy and with seeds, with that of the same request alone and "
+            "without drafts; status 1 if one of the first server differs. No speed is measured.",
+        ),
+    ] = False,
+) -> None:
+    """Measure servers under load: tokens per second, time to the first token and between tokens, greedy.
+
+    The first server is compared with the others.
+
+        foretell bench serve ours=http://127.0.0.1:8000 peer=http://127.0.0.1:8080
+
+        foretell bench serve ours=http://127.0.0.1:8000 --identity
+    """
+    extra = dict(split_assignment(each, "--fields", "ours='{}'") for each in fields or ())
+    named = [Server(*split_assignment(each, "a server", "ours=http://127.0.0.1:8000")) for each in servers]
+    if missing := set(extra) - {s.name for s in named}:
+        raise ValueError(f"--fields names {sorted(missing)[0]!r}, which is not among the servers")
+    for text in extra.values():
+        if not isinstance(parse_json(text, "--fields"), dict):
+            raise ValueError(f"--fields: a JSON object was expected, found {text!r}")
+    named = [replace(s, fields=extra.get(s.name, "{}")) for s in named]
+    selected = load_selected_questions(questions, per_category, "")[1]
+    workload = Workload(tuple(q.turns[0] for q in selected.questions), max_new_tokens)
+
+    if identity:
+        _check_identity(named, workload, parse_counts(concurrency, "--concurrency"))
+        return
+
+    def report(result: LoadResult) -> None:
+        speed = f"{result.tokens_per_second:.1f} tokens/s"
+        typer.echo(f"{result.server}, {result.concurrency} streams: {speed}", err=True)
+
+    results = run_all(named, workload, parse_counts(concurrency, "--concurrency"), repeats, report)
+    typer.echo(load_table(results).markdown(), nl=False)
+
+
+def _check_identity(servers: Sequence[Server], workload: Workload, concurrencies: Sequence[int]) -> None:
+    """Print the shares of equal answers, and end with status 1 if one of the first server differs."""
+
+    def report(result: IdentityResult) -> None:
+        kind = "with seeds" if result.sampled else "at temperature 0"
+        typer.echo(f"{result.server}, {result.concurrency} streams: {result.share:.1%} equal {kind}", err=True)
+        for difference in result.differences[:_SHOWN_DIFFERENCES]:
+            typer.echo(f"  {difference}", err=True)
+
+    found = [result for server in servers for result in check_identity(server, workload, concurrencies, report)]
+    typer.echo(identity_table(found).markdown(), nl=False)
+    if any(result.differences for result in found if result.server == servers[0].name):
+        raise typer.Exit(1)

@@ -1,0 +1,72 @@
+"""What `foretell serve` serves: loads it, in the process of the server or of a replica."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from foretell.catalogue import catalogue, find
+from foretell.catalogue.config import SpeculativeConfig
+from foretell.cli.setup import LongTextOptions, MethodSelection, load_models, set_threads
+from foretell.model.load.memory import available_memory
+from foretell.model.load.reference import resolve_reference
+from foretell.serve.defaults import read_defaults
+from foretell.serve.fingerprint import system_fingerprint
+from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
+
+CHEAP_FAMILIES = ("baseline", "retrieval")
+"""Methods without weights of their own: requests may ask for them."""
+DRAFTING_REQUESTS_ON_CPU = 2
+"""Requests that draft at a time on a CPU: with more, passes are bound by arithmetic and drafts cost what they gain (two
+cores, SmolLM2; docs/serving.md).
+"""
+CACHE_SHARE = 0.5
+"""Share of the free memory that caches of keys and values may take."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model with everything that decides how it is served; `load` does the work."""
+
+    model: str
+    dtype: str
+    device: str
+    selection: MethodSelection
+    references: tuple[Path, ...]
+    long_text: LongTextOptions
+    engine: EngineSettings
+    generation_config: str
+    override_generation_config: str | None
+    allowed: tuple[str, ...]
+    """Further methods that requests may ask for."""
+    threads: int | None
+    sharing: int = 1
+    """Engines that share the memory of a machine."""
+
+    def load(self) -> LoadedModel:
+        """Load it.
+
+        Raises:
+            ValueError: something cannot be loaded.
+            OSError: a file cannot be read.
+        """
+        set_threads(self.threads)
+        path = resolve_reference(self.model)
+        defaults = read_defaults(self.generation_config, path, self.override_generation_config)
+        setup = load_models(
+            self.model, self.dtype, self.device, self.selection, self.references, long_text=self.long_text
+        )
+        # The options of the command line are for the method that it named.
+        others = replace(setup, config=SpeculativeConfig())
+        cheap = {entry.name for entry in catalogue().values() if entry.family in CHEAP_FAMILIES}
+        default = self.selection.name
+        methods = Methods(
+            lambda name: (setup if name == default else others).method(name),
+            default,
+            cheap | {find(name).name for name in self.allowed},
+        )
+        methods.get(default)
+        runner, memory, engine = setup.model.runner(), available_memory(), self.engine
+        if engine.cache_bytes is None and runner.shares_prefixes and memory is not None:
+            engine = replace(engine, cache_bytes=int(memory * CACHE_SHARE / self.sharing))
+        if engine.disable_by_batch_size is None and runner.backend.device == "cpu":
+            engine = replace(engine, disable_by_batch_size=DRAFTING_REQUESTS_ON_CPU)
+        return LoadedModel(setup.model, methods, engine, system_fingerprint(path, runner.backend), defaults)

@@ -1,0 +1,119 @@
+"""`foretell bench soak` and `bench serve --identity` against a server that is right, and one that is not."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Server, running_server
+from typer.testing import CliRunner
+
+from foretell.bench.identity import check_identity, identity_table
+from foretell.bench.load_test import Server as Target
+from foretell.bench.load_test import Workload
+from foretell.bench.soak import Soak, SoakPlan, SoakReport, SoakSample, verdict
+from foretell.bench.soak_client import BusyError, KnownAnswers, SoakClient, SoakError, find_target
+from foretell.bench.soak_load import _KINDS, act
+from foretell.cli.bench import app
+from foretell.engine.request import Update
+
+PROMPTS = ("abc", "abcabc", "xyz")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server() as found:
+        yield found
+
+
+def test_every_kind_of_client_gets_what_it_should(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownAnswers()
+    client = SoakClient(find_target(server.url, "", 6), known, 1)
+    for name in (*_KINDS, *_KINDS, *["send nonsense"] * 20):
+        monkeypatch.setattr(client.rng, "choices", lambda names, *w, name=name, **k: [name] if w else list(names)[:3])
+        assert act(client) == name
+    server.wait_until_idle()
+    assert known.differences == 0
+
+
+def test_a_soak_passes_and_draws_a_curve(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "report"
+    command = ["soak", server.url, "--minutes", "0.03", "--clients", "4", "--max-growth", "9", "--output", str(path)]
+    result = CliRunner().invoke(app, [*command, "--max-new-tokens", "4"])
+    assert result.exit_code == 0, result.output
+    assert "\npassed: " in result.stdout and path.read_text() in result.stdout
+    assert result.stdout.count("\n| 0.0 |") > 5 and "| stream greedy |" in result.stdout
+
+
+def test_a_soak_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose engine gives other texts now and then, and forgets no row."""
+    with running_server() as server:
+        step, steps = type(server.engine).step, list[int]()
+
+        def wrong(self: Any) -> list[Update]:
+            steps.append(1)
+            return [replace(u, text=u.text + "x" * (len(steps) % 7 == 0)) for u in step(self)]
+
+        monkeypatch.setattr(type(server.engine), "step", wrong)
+        monkeypatch.setattr(type(server.engine._rows), "unowned", 2)
+        report = Soak(find_target(server.url, "", 6), SoakPlan(1.5, clients=4, samples=6, max_growth=9.0)).run()
+        monkeypatch.undo()
+    found = " ".join(report.problems())
+    assert report.differences > 0 and "answers differ" in found and "2 rows of the cache" in found
+    assert verdict(report).startswith("FAILED: ")
+
+
+def test_the_verdict_names_growth_files_errors_and_what_is_left() -> None:
+    def sample(i: int, **fields: float) -> SoakSample:
+        start = SoakSample(float(i), i, 1e9 + 1e7 * i, 1e6 * i, 10.0, 0.0, 0.0, 0.0)
+        return replace(start, **fields)  # type: ignore[arg-type]
+
+    report = SoakReport(SoakPlan(60), samples=[sample(i) for i in range(30)])
+    assert report.growth == pytest.approx((1e9 + 9e6 * 27) / (1e9 + 9e6 * 12) - 1, rel=0.01)
+    report.last = sample(30, files=40.0, waiting=1.0)
+    report.errors, report.engine_errors = ["stream greedy: x", "stream greedy: y"], 3.0
+    found = report.problems()
+    words = ("2 errors (2 in stream greedy)", "3 requests ended", "1 waiting", "10 at the start, 40", "grew by")
+    assert len(found) == len(words) and all(w in f for w, f in zip(words, found, strict=True)), found
+    steady = SoakReport(SoakPlan(60), samples=[sample(0)] * 30, last=sample(0))
+    assert not steady.problems() and verdict(steady).startswith("passed")
+
+
+def test_a_server_that_refuses_or_breaks_off_is_told_apart() -> None:
+    with running_server() as server:
+        client = SoakClient(find_target(server.url, "", 30), KnownAnswers(), 0)
+        server.service.admit_request = lambda: server.service.admit_tokens(1 << 60, 1 << 60)  # type: ignore[method-assign]
+        with pytest.raises(SoakError, match="status 200, found 400"):
+            client.post("/v1/completions", {"prompt": "x"})
+        server.signal()
+        with pytest.raises((BusyError, OSError)):
+            client.post("/v1/completions", {"prompt": "x"})
+    with pytest.raises(ValueError, match="start the server first"):
+        find_target("127.0.0.1:9", "", 8)
+
+
+def test_answers_under_load_are_compared_with_plain_ones(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload(PROMPTS, 12)
+    found = check_identity(Target("ours", server.url), workload, (1, 3))
+    assert [(r.concurrency, r.sampled, r.answers, r.share) for r in found] == [
+        (1, False, 3, 1.0), (1, True, 3, 1.0), (3, False, 3, 1.0), (3, True, 3, 1.0),
+    ]  # fmt: skip
+    assert identity_table(found).markdown().count("100.0%") == 4
+    # A target that answers otherwise where it may draft.
+    step = type(server.engine).step
+
+    def wrong(self: Any) -> list[Update]:
+        return [replace(u, text=u.text.upper() + "?" if u.drafted else u.text) for u in step(self)]
+
+    monkeypatch.setattr(type(server.engine), "step", wrong)
+    found = check_identity(Target("ours", server.url), Workload(("abcabcabc" * 4,), 40), (1,))
+    assert found[0].share < 1 and found[0].differences[0].text != found[0].differences[0].plain
+
+
+def test_the_command_checks_identity(server: Server, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    command = ["serve", f"ours={server.url}", "--identity", "--concurrency", "2", "--tasks", str(prompts)]
+    result = CliRunner().invoke(app, [*command, "--max-new-tokens", "8"])
+    assert result.exit_code == 0 and "| ours, 2 | 6 | 100.0% | 100.0% |" in result.output, result.output
