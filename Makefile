@@ -10,7 +10,7 @@ PACKAGES := $(wildcard packages/*)
 # Tests of single parts, which run again with the shapes and types of all calls checked.
 CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py)
 
-.PHONY: demo test lint aarch64 clean
+.PHONY: demo test lint aarch64 ray clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
@@ -27,6 +27,11 @@ lint: $(VENV)/.installed-dev
 # The kernels of aarch64, emulated; on Debian: apt install g++-aarch64-linux-gnu qemu-user
 aarch64: $(VENV)/.installed-dev
 	$(BIN)/pytest -rs tests/model/test_aarch64.py
+
+# Replicas by Ray Serve, with two processes of a tiny model; some minutes.
+ray: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --editable ".[ray]"
+	FORETELL_TEST_RAY=1 $(BIN)/pytest -rs tests/ray_serve
 
 $(VENV)/.installed: pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)

@@ -17,11 +17,12 @@ from scipy.stats import chisquare
 
 from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptance
 from foretell.catalogue import BUILT_IN, DEFAULT_METHOD, BuildContext, Entry, build
-from foretell.catalogue.speculators import embedding_and_head, require_draft_predictor, target_card
+from foretell.catalogue.speculators import embedding_and_head, read_speculator, require_draft_predictor, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, exponential_variates
 from foretell.core.tree import TokenTree, root_tree
-from foretell.draft import DraftModel, MixtureDrafter, Predictor, PromptLookup
+from foretell.draft import DraftModel, EarlyExitDrafter, MixtureDrafter, Predictor, PromptLookup
+from foretell.draft.early_exit import TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
@@ -35,6 +36,7 @@ from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, Trie, optimal_tree
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS
+from foretell.speculator.network.exits import Exits
 from foretell.testing import TINY, RandomWeights, letter_codec, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 
@@ -54,6 +56,7 @@ SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "blockwise": {"heads": 3, "inner": 24},
     "draft_model": {"model": replace(TINY, layers=1)},
     "eagle": {"kind": "eagle", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
+    "exits": {"layers": (1,)},
     "eagle3": {"kind": "eagle3", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
     "medusa": {"heads": 3},
     "mlp_speculator": {"stages": 3, "inner": 40},
@@ -134,6 +137,10 @@ class TinyCheckpoint(Checkpoint):
         raise NotImplementedError
 
 
+_OPTIONS: Mapping[str, Mapping[str, object]] = {"early_exit_lossy": {"exit_threshold": 0.02}}
+"""Options of methods that change nothing on a small random model with those of the catalogue."""
+
+
 def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> AnyMethod:
     """A method for a target, with small models and a trained speculator to draft with."""
     vocab = network.config.vocab
@@ -147,7 +154,7 @@ def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], train
         checkpoint=TinyCheckpoint(network) if entry.name == "mtp" else None,
         speculators=() if trained is None else (trained,),
     )
-    return entry.build(context)
+    return entry.build(context, _OPTIONS.get(entry.name))
 
 
 def _of_catalogue(entry: Entry) -> Variant:
@@ -178,6 +185,13 @@ def good_model(vocab: int) -> DraftModel:
 def trained_model(vocab: int) -> Predictor:
     """A drafter with random weights, over three quarters of the vocabulary."""
     return require_draft_predictor(BuildContext(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
+
+
+def exits(vocab: int) -> EarlyExitDrafter:
+    """The target's first layer with an exit of random weights, over three quarters of the vocabulary."""
+    found = read_speculator(BuildContext(vocab, target(vocab)), speculator("exits", vocab))
+    assert isinstance(found, Exits)
+    return EarlyExitDrafter(TrainedExits(found))
 
 
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -214,6 +228,8 @@ _BY_HAND = (
         lambda v: Method(small_model(v), optimal_tree(8, _RATES, draw=True), Rejection()),
         same_seed=False,
     ),
+    Variant("exit_chain", lambda v: Method(exits(v), Chain(4), Rejection()), same_seed=False),
+    Variant("exit_tree", lambda v: Method(exits(v), DynamicTree(3, 3, 7), Match())),
     Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
     Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=BranchingTree((2, 2))), same_seed=False),
     Variant("dynamic_match", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
@@ -367,9 +383,9 @@ class Phrases:
         """The allowed tokens."""
         return np.packbits([token in self._allowed(state) for token in range(VOCAB)], bitorder="little")
 
-    def forced(self, state: int) -> tuple[int, ...]:
-        """The tokens up to the next choice, and a wrong one, which verification finds."""
-        return ((), (7, 12, 2), (12, 2), ())[state % 4]
+    def forced(self, state: int) -> tuple[tuple[int, ...], ...]:
+        """The tokens up to the next choice, and different ones behind it, which verification tells apart."""
+        return ((), ((7, 12, 2), (7, 12, 4, 8)), ((12, 2),), ())[state % 4]
 
     def is_final(self, state: int) -> bool:
         """After eleven tokens."""

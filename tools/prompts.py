@@ -18,7 +18,8 @@ from typing import Annotated
 
 import typer
 
-from foretell.load import DEFAULT_MODEL, load
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.train.data.dataset import Dataset
 
 PERSON, PLACE, EVENT, THING = "18", "15", "11", "06"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from foretell.engine.request import Completion, Request, Update
     from foretell.engine.statistics import RequestStatistics
     from foretell.load import load
+    from foretell.plan import SkeletonPlan
     from foretell.structured.outputs import StructuredOutputs
 
 __version__ = version("foretell")
@@ -39,6 +40,7 @@ __all__ = [
     "Request",
     "RequestStatistics",
     "SamplingParams",
+    "SkeletonPlan",
     "SpeculativeConfig",
     "StructuredOutputs",
     "Update",
@@ -55,6 +57,7 @@ _MODULES = {
     "Request": "engine.request",
     "RequestStatistics": "engine.statistics",
     "SamplingParams": "core.sampling",
+    "SkeletonPlan": "plan",
     "SpeculativeConfig": "catalogue.config",
     "StructuredOutputs": "structured.outputs",
     "Update": "engine.request",

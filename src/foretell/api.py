@@ -22,6 +22,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
+from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator
 from foretell.structured.compiler import ConstraintCompiler
@@ -41,7 +42,7 @@ class Answer:
     drafter: str
     """What drafted, in a few words."""
     lossless: bool
-    """Whether the method keeps the target's distribution."""
+    """Whether the method keeps the target's distribution; a plan does not."""
     statistics: RequestStatistics
     backend: Backend
     """Implementation and precision of the target's passes."""
@@ -55,10 +56,16 @@ class Answer:
     """The stop string or the token of `stop_token_ids` that ended the answer."""
     error: str = ""
     """The error message, where `finish_reason` is `error`."""
+    plan: PlanReport | None = None
+    """How the answer of a plan came about; its `tokens` are those of all requests of the plan."""
 
     @staticmethod
-    def from_completion(completion: Completion, engine: Engine, method: AnyMethod | None = None) -> "Answer":
-        """The answer of a request that an engine has completed; `method`: the request's own, if it named one."""
+    def from_completion(
+        completion: Completion, engine: Engine, method: AnyMethod | None = None, plan: PlanReport | None = None
+    ) -> "Answer":
+        """The answer of a request that an engine has completed; `method`: the request's own, if it named one; `plan`:
+        the report of the plan that wrote it.
+        """
         method = method or engine.method
         return Answer(
             text=completion.text,
@@ -66,7 +73,7 @@ class Answer:
             finish_reason=completion.finish_reason,
             method=method.name,
             drafter=method.drafter_label or method.draft.label,
-            lossless=method.lossless,
+            lossless=method.lossless and plan is None,
             statistics=completion.statistics,
             backend=engine.runner.backend,
             logprobs=completion.logprobs,
@@ -75,6 +82,7 @@ class Answer:
             prompt_top_logprobs=completion.prompt_top_logprobs,
             stop_reason=completion.stop_reason,
             error="" if completion.error is None else describe_error(completion.error),
+            plan=plan,
         )
 
     @property
@@ -236,13 +244,13 @@ class Model:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.codec.chat(messages, allow_special_tokens)
 
-    def constraint(self, outputs: StructuredOutputs) -> TokenConstraint:
-        """The constraint that makes an answer of this model match `outputs`; equal ones are compiled once.
+    def constraint(self, outputs: StructuredOutputs, cache_salt: str = "") -> TokenConstraint:
+        """The constraint that makes an answer of this model match `outputs`; equal ones are compiled once per salt.
 
         Raises:
             ValueError: the extra `structured` is not installed, or the schema or grammar is invalid or too large.
         """
-        return self._constraints.compile(outputs)
+        return self._constraints.compile(outputs, cache_salt)
 
     @cached_property
     def _constraints(self) -> ConstraintCompiler:
@@ -318,14 +326,50 @@ class Model:
             max_drafts=max_drafts,
         )
 
+    def plan_run(
+        self,
+        prompt: str | Sequence[Message],
+        plan: Plan | str | Mapping[str, object],
+        sampling: SamplingParams | None = None,
+        **options: Any,
+    ) -> PlanRun:
+        """A run of a plan for a `PlanEngine`: `skeleton`, or an object with its type and options. `options`: those of
+        `request`.
+
+        Raises:
+            ValueError: there is no such plan, the request is invalid or asks for something that a plan cannot give, or
+                the model has no chat template.
+        """
+        if options.get("raw") or self.codec.chat_template is None:
+            raise ValueError("a plan asks the model in a conversation: leave out raw, and take a model with a template")
+        messages: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        special = bool(options.get("allow_special_tokens"))
+
+        def encode(turns: Sequence[Message], continued: bool) -> list[int]:
+            return self.codec.chat([*messages[:-1], *turns], special, continue_final_message=continued)
+
+        request = self.request(prompt, sampling, **options)
+        return parse_plan(plan).run(PlanTask(question_of(messages), request, self.codec, encode, self.config.context))
+
+    def plan_engine(self, method: AnyMethod | str = "autoregressive", rows: int = 16, **options: Any) -> PlanEngine:
+        """An engine for plans; `options`: those of `engine`."""
+        return PlanEngine(self.engine(method, rows, prefix_caching=True, **options))
+
     def stream(
         self,
         prompt: str | Sequence[Message],
         method: AnyMethod | str = "autoregressive",
         sampling: SamplingParams | None = None,
+        *,
+        plan: Plan | str | Mapping[str, object] | None = None,
         **options: Any,
     ) -> Iterator[Update]:
-        """Generate one answer and yield its updates, one per step. `options`: those of `request`."""
+        """Generate one answer and yield its updates, one per step. `plan`, `options`: see `generate`."""
+        if plan is not None:
+            planned = self.plan_engine(method)
+            planned.submit(self.plan_run(prompt, plan, sampling, **options))
+            yield from planned.run()
+            return
         engine = self.engine(method, rows=1)
         engine.submit(self.request(prompt, sampling, **options))
         yield from engine.run()
@@ -337,14 +381,23 @@ class Model:
         sampling: SamplingParams | None = None,
         *,
         rows: int = 16,
+        plan: Plan | str | Mapping[str, object] | None = None,
         **options: Any,
     ) -> list[Answer]:
         """Answer one prompt or several, at most `rows` at a time; answers come in the order of the prompts. `options`:
-        those of `request`.
+        those of `request`. `plan`: how the answers are put together from several requests, which is lossy; see
+        `plan_run`.
 
         A request that fails ends with `finish_reason` `error`; the others continue.
         """
         prompts = [prompts] if isinstance(prompts, str) else prompts
+        if plan is not None:
+            planned, runs = (
+                self.plan_engine(method, rows),
+                [self.plan_run(p, plan, sampling, **options) for p in prompts],
+            )
+            pairs = zip(planned.complete(runs), runs, strict=True)
+            return [Answer.from_completion(c, planned.engine, plan=run.report) for c, run in pairs]
         engine = self.engine(method, rows=rows)
         completions = engine.complete([self.request(p, sampling, **options) for p in prompts], raise_errors=False)
         return [Answer.from_completion(c, engine) for c in completions]

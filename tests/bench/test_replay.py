@@ -14,7 +14,7 @@ from foretell.bench.recording import RecordedAnswer, RecordedQuestion, Recording
 from foretell.bench.replay import ReplayRunner, method_replays, replay_all
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.load import load as load_model
-from foretell.load import resolve_reference
+from foretell.model.load.reference import resolve_reference
 from foretell.utils.store import RECORDS_FILE, RunStore
 
 HERE = Path(__file__).parent

@@ -20,7 +20,8 @@ from foretell.catalogue import (
     registry,
 )
 from foretell.catalogue.config import SpeculativeConfig
-from foretell.catalogue.options import EagleTreeOptions, MethodOptions
+from foretell.catalogue.options.base import MethodOptions
+from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.catalogue.registry import find
 from foretell.draft import CombinedRetriever, DraftModel, HybridDrafter
 from foretell.model.runner import DecoderRunner

@@ -39,7 +39,7 @@ NODE_STREAMS = [
     (Stream.DRAFT, 1),
     (Stream.DRAFT, 17),
 ]
-PINNED = [0.254629, 0.171477, 0.112755, 0.260577, 0.076932, 0.493423, 0.334483]
+PINNED = [0.254629, 0.171477, 0.112755, 0.260577, 0.076932, 0.493423, 0.334483, 0.679452]
 """First numbers of every stream at position 4 under seed 7."""
 settings_ = st.builds(
     dict[str, Any],

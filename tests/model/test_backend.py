@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from foretell.api import Model
-from foretell.load import _build_network, _build_streamed_network
 from foretell.model import kernels as native
 from foretell.model.decoder import SkipSet
 from foretell.model.kernels import NativeLinear, Precision
 from foretell.model.linear import Int8Linear, Linear, rotate_and_round
+from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.network import Network
 from foretell.model.offload import OffloadedDecoder
 from foretell.model.runner import DecoderRunner
@@ -40,8 +40,8 @@ def network(precision: Precision, kernels: bool, limit: int | None = None, confi
         if not kernels:
             patch.setenv("FORETELL_NATIVE", "0")
         if limit is None:
-            return _build_network(config, WithHead(), precision, CPU)
-        return _build_streamed_network(config, WithHead(), precision, CPU, limit)
+            return build_network(config, WithHead(), precision, CPU)
+        return build_streamed_network(config, WithHead(), precision, CPU, limit)
 
 
 def scores(network: Network, hidden_layers: tuple[int, ...] = ()) -> list[torch.Tensor]:

@@ -10,14 +10,10 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foretell.model.config import (
-    ARCHITECTURES,
-    ModelConfig,
-    from_gguf,
-    from_hf,
-    with_context,
-    with_rope_scaling,
-)
+from foretell.model.config import ModelConfig, with_context, with_rope_scaling
+from foretell.model.config_readers.architectures import ARCHITECTURES
+from foretell.model.config_readers.gguf import from_gguf
+from foretell.model.config_readers.hf import from_hf
 from foretell.model.rope import rope_tables
 
 SIZES: Mapping[str, Any] = {

@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from foretell.core.tree import tree_from_lists
-from foretell.model.config import from_hf
+from foretell.model.config_readers.hf import from_hf
 from foretell.model.decoder import Decoder
-from foretell.model.load.weights import SafetensorsWeights, build_decoder
+from foretell.model.load.build import build_decoder
+from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from helpers import LLAMA3, chain_tree, oracle_logits, random_tokens

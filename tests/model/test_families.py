@@ -23,16 +23,17 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.load import _build_network, _build_streamed_network
-from foretell.model.config import from_hf
+from foretell.model.config_readers.hf import from_hf
 from foretell.model.cuda_graph import GraphedDecoder
 from foretell.model.decoder import Decoder
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.load import packed_cache
+from foretell.model.load.build import build_decoder
 from foretell.model.load.native import finish_writing, load_native
-from foretell.model.load.weights import SafetensorsWeights, build_decoder
+from foretell.model.load.network import build_network, build_streamed_network
+from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.runner import DecoderRunner
 from foretell.shape import BranchingTree
 from helpers import all_logits, chain_tree, random_tokens
@@ -152,9 +153,9 @@ def test_packed_layers_are_read_from_the_cache_of_weights(
     )
     wanted = all_logits(native_of(name, "bfloat16"), text)
     for network in (
-        _build_network(config, weights, "bfloat16", cpu),
-        _build_network(config, weights, "bfloat16", cpu),
-        _build_streamed_network(config, weights, "bfloat16", cpu, 10**9),
+        build_network(config, weights, "bfloat16", cpu),
+        build_network(config, weights, "bfloat16", cpu),
+        build_streamed_network(config, weights, "bfloat16", cpu, 10**9),
     ):
         assert (all_logits(network, text) == wanted).all()
         finish_writing()

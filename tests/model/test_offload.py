@@ -15,7 +15,8 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model.decoder import Decoder, DecoderBlock, SkipSet
-from foretell.model.load.weights import SafetensorsWeights, build_block, build_without_blocks
+from foretell.model.load.build import build_block, build_without_blocks
+from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.network import Network
 from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
 from foretell.model.runner import DecoderRunner

@@ -17,15 +17,15 @@ from jaxtyping import Float
 
 from command import expect_error, run_foretell
 from foretell.bench.random_file import random_model_file
-from foretell.load import _build_network, _build_streamed_network
 from foretell.model import kernels as native
 from foretell.model.kernels import packed_file
 from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.load import packed_cache
+from foretell.model.load.build import build_decoder
 from foretell.model.load.native import finish_writing, weight_dtype
+from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.load.packed_cache import PackedWeightsFile, cache_entries, cache_folder, cache_limit
 from foretell.model.load.rounding import RoundedWeights
-from foretell.model.load.weights import build_decoder
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights
@@ -68,10 +68,10 @@ def model_file(folder: Path, name: str = "model.gguf") -> Path:
 
 def load(weights: RandomWeights, precision: Precision = "bfloat16", limit: int | None = None) -> Network:
     if limit is None:
-        network = _build_network(CONFIG, weights, precision, CPU)
+        network = build_network(CONFIG, weights, precision, CPU)
         finish_writing()
         return network
-    return _build_streamed_network(CONFIG, weights, precision, CPU, limit)
+    return build_streamed_network(CONFIG, weights, precision, CPU, limit)
 
 
 def scores(network: Network) -> torch.Tensor:
@@ -212,11 +212,13 @@ _PEAK = """
 import importlib, resource, sys
 from pathlib import Path
 load = importlib.import_module("foretell.load")
+native = importlib.import_module("foretell.model.load.native")
+kernels = importlib.import_module("foretell.model.kernels")
 config, weights, *_ = load.open_checkpoint(Path(sys.argv[1]))
-load.native.available()
+kernels.available()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
-print(peak() - before, load.load_native(config, weights, "int8").packed_bytes, peak() - before)
+print(peak() - before, native.load_native(config, weights, "int8").packed_bytes, peak() - before)
 """
 
 

@@ -23,7 +23,6 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.load import _build_network, _build_streamed_network
 from foretell.model.cache import LayeredCache
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
@@ -33,6 +32,7 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.layout import Layout
 from foretell.model.load import packed_cache
 from foretell.model.load.native import finish_writing
+from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.runner import DecoderRunner
 from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
 from foretell.model.state_store import LayerStates, StateStore
@@ -420,12 +420,12 @@ def test_packed_layers_are_read_from_the_cache_of_weights(
     monkeypatch.setattr(packed_cache, "WORTH_CACHING", 0)
     weights, config, cpu = FileWeights(model_file(tmp_path)), native(name)[0].config, torch.device("cpu")
     text = random_tokens(20)
-    wanted = all_logits(_build_network(config, weights, "bfloat16", cpu), text)
+    wanted = all_logits(build_network(config, weights, "bfloat16", cpu), text)
     finish_writing()
     weights.reads.clear()
     for network in (
-        _build_network(config, weights, "bfloat16", cpu),
-        _build_streamed_network(config, weights, "bfloat16", cpu, 10**9),
+        build_network(config, weights, "bfloat16", cpu),
+        build_streamed_network(config, weights, "bfloat16", cpu, 10**9),
     ):
         assert (all_logits(network, text) == wanted).all()
     assert not any("proj" in read for read in weights.reads)

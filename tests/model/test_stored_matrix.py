@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.load import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.stored_matrix import StoredMatrix
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import foretell
 from foretell.api import Model
-from foretell.load import DEFAULT_MODEL
+from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.speculator.checkpoint import WEIGHTS
 from foretell.speculator.installed import PACKAGE, PACKAGE_KINDS, PACKAGE_TARGET, find_all_installed
 

@@ -2,7 +2,7 @@
 
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import MethodOptions
+from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.registry import BUILT_IN, DEFAULT_METHOD, build, catalogue, find, installed_methods
 
 __all__ = [

@@ -5,15 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretell.accept import Acceptor, BlockVerification, Match, Rejection
-from foretell.catalogue.options import (
-    BeamOptions,
-    ChainOptions,
-    HybridOptions,
-    RejectionOptions,
-    TrieOptions,
-)
+from foretell.catalogue.options.shared import BeamOptions, ChainOptions, HybridOptions, RejectionOptions, TrieOptions
 from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetriever, TokenRecycling
 from foretell.model.compress import DecoderTransform
+from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network
@@ -106,13 +101,17 @@ def changed_copy(context: BuildContext, change: DecoderTransform, dtype: str | N
 
 
 def early_exit_draft(context: BuildContext, exit_layer: int | None) -> DraftModel:
-    """The target's first blocks as a draft model (LayerSkip, arXiv 2404.16710); by default a third of them.
+    """The target's first blocks as a draft model with a cache of its own; by default a third of them.
 
-    The draft shares the target's weights but not its cache, and the target's pass starts from the embeddings. So
-    accepted tokens pass through the shared blocks twice, which the paper's self-verification avoids.
+    Beside retrieval, and for models that cannot run some of their layers; `EarlyExitDrafter` shares the target's cache.
     """
     network = require_network(context, "cuts the target after some layers")
-    return DraftModel(DecoderRunner(network.first_layers(exit_layer or max(1, network.config.layers // 3))))
+    return DraftModel(DecoderRunner(network.first_layers(exit_layer or default_exit_layer(network.config))))
+
+
+def default_exit_layer(config: ModelConfig) -> int:
+    """A third of the layers."""
+    return max(1, config.layers // 3)
 
 
 def chain(options: ChainOptions) -> Shape[Predictor]:

@@ -7,8 +7,7 @@ from itertools import repeat
 from foretell.accept import BlockVerification, KSequentialSelection, Match, Rejection
 from foretell.catalogue.build_context import BuildContext, chain, dynamic_tree, rejection, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import (
-    ChainOptions,
+from foretell.catalogue.options.draft_model import (
     DraftModelOptions,
     DynamicTreeOptions,
     LLMCadOptions,
@@ -18,6 +17,7 @@ from foretell.catalogue.options import (
     SpecTrOptions,
     UniversalDraftOptions,
 )
+from foretell.catalogue.options.shared import ChainOptions
 from foretell.catalogue.speculators import (
     DRAFT_MODEL,
     require_draft_models,

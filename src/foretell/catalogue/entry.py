@@ -7,7 +7,8 @@ from typing import Any, Literal
 from foretell.accept import Acceptor
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.config import SpeculativeConfig
-from foretell.catalogue.options import FixedTreeOptions, MethodOptions, option_names
+from foretell.catalogue.options.base import MethodOptions, option_names
+from foretell.catalogue.options.shared import FixedTreeOptions
 from foretell.draft.base import Drafter, Retriever
 from foretell.engine.method import AnyMethod
 from foretell.shape import Shape, Trie

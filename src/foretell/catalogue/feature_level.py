@@ -3,7 +3,12 @@
 from foretell.accept import Acceptor, Match, Rejection
 from foretell.catalogue.build_context import BuildContext, cost_aware_tree, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import EagleOptions, EagleTreeOptions, FeatureTreeOptions, MLPSpeculatorOptions
+from foretell.catalogue.options.feature_level import (
+    EagleOptions,
+    EagleTreeOptions,
+    FeatureTreeOptions,
+    MLPSpeculatorOptions,
+)
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, Predictor
 from foretell.engine.method import AnyMethod, Method

@@ -3,7 +3,7 @@
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import BlockwiseOptions, MedusaOptions
+from foretell.catalogue.options.heads import BlockwiseOptions, MedusaOptions
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import HeadsDrafter
 from foretell.engine.method import AnyMethod, Method

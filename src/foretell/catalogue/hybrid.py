@@ -9,17 +9,12 @@ from foretell.catalogue.build_context import BuildContext, cost_aware_trie, earl
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.feature_level import eagle_method, mlp_speculator_method
 from foretell.catalogue.heads import heads_method
-from foretell.catalogue.options import (
-    ChainConfidence,
-    ChainLength,
-    EagleTreeOptions,
-    ExitLayer,
-    HybridModelOptions,
-    HybridOptions,
-    MedusaOptions,
-    MethodOptions,
-    MLPSpeculatorOptions,
-)
+from foretell.catalogue.options.base import MethodOptions
+from foretell.catalogue.options.feature_level import EagleTreeOptions, MLPSpeculatorOptions
+from foretell.catalogue.options.fields import ChainConfidence, ChainLength, ExitLayer
+from foretell.catalogue.options.heads import MedusaOptions
+from foretell.catalogue.options.hybrid import HybridModelOptions
+from foretell.catalogue.options.shared import HybridOptions
 from foretell.catalogue.retrieval import RETRIEVAL_LABEL, hybrid
 from foretell.catalogue.speculators import (
     DRAFT_MODEL,

@@ -1,18 +1,27 @@
 """Lossy methods: their output does not follow the target's distribution."""
 
-from foretell.accept import BiLDRollback, DistanceAcceptor, LenientRejection, TopKAcceptor, TypicalAcceptance
+from foretell.accept import (
+    AcceptExits,
+    BiLDRollback,
+    DistanceAcceptor,
+    LenientRejection,
+    TopKAcceptor,
+    TypicalAcceptance,
+)
 from foretell.catalogue.build_context import BuildContext, chain
 from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.exits import exit_answers
 from foretell.catalogue.heads import heads_tree, trained_heads
-from foretell.catalogue.options import (
+from foretell.catalogue.options.lossy import (
     BiLDOptions,
     BlockwiseLossyOptions,
+    EarlyExitOptions,
     LenienceOptions,
     MedusaTypicalOptions,
     TypicalOptions,
 )
 from foretell.catalogue.speculators import names_only_draft_models, require_draft_predictor
-from foretell.draft import DraftModel, HeadsDrafter
+from foretell.draft import DraftModel, EarlyExitDrafter, HeadsDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, FixedTree
 
@@ -36,6 +45,18 @@ def bild(context: BuildContext, options: BiLDOptions) -> AnyMethod:
     """A chain that ends where the draft model is unsure, rolled back to the first token that the target rejects."""
     shape = Chain(options.num_speculative_tokens, draw=False, fallback=options.fallback_threshold)
     return Method(require_draft_predictor(context), shape, BiLDRollback(options.rollback_threshold))
+
+
+def early_exit(context: BuildContext, options: EarlyExitOptions) -> AnyMethod:
+    """Answers of exits, and of all layers where no exit is sure."""
+    draft = exit_answers(context, options)
+    after = ", ".join(map(str, draft.heads.layers))
+    return Method(
+        draft,
+        Chain(options.num_speculative_tokens),
+        AcceptExits(exact_keys=options.missing_keys == "recompute"),
+        drafter_label=f"exits after {after} layers",
+    )
 
 
 def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyMethod:
@@ -105,6 +126,30 @@ ENTRIES = (
         builder=bild,
         options=BiLDOptions,
         needs="draft model",
+    ),
+    Entry(
+        name="early_exit_lossy",
+        family="lossy",
+        description=(
+            "Changes the output: tokens leave at the first exit that is sure of them, and are not verified; how much "
+            "changes is bounded by a calibration."
+        ),
+        when_to_use=(
+            "with deep models that are sure of many tokens long before their last layer, and with a calibration of "
+            "`foretell calibrate exits`."
+        ),
+        papers=(
+            Paper("Confident Adaptive Language Modeling", "2207.07061"),
+            Paper("Fast and Robust Early-Exiting Framework for Autoregressive Language Models", "2310.05424"),
+            Paper("EE-LLM: Large-Scale Training and Inference of Early-Exit Large Language Models", "2312.04916"),
+        ),
+        drafter=EarlyExitDrafter,
+        shape=Chain,
+        acceptor=AcceptExits,
+        builder=early_exit,
+        options=EarlyExitOptions,
+        speculator="exits",
+        drafts_with="exits of the target",
     ),
     Entry(
         name="medusa_lossy",

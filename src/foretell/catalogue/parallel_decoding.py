@@ -3,7 +3,7 @@
 from foretell.accept import Match, Rejection
 from foretell.catalogue.build_context import BuildContext, chain, rejection
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import (
+from foretell.catalogue.options.parallel_decoding import (
     GaussSeidelJacobiOptions,
     JacobiOptions,
     LookAheadEmbeddingsOptions,

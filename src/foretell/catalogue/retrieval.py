@@ -5,8 +5,7 @@ from pathlib import Path
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, cost_aware_trie, require_network, text_retrievers, trie
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import (
-    HybridOptions,
+from foretell.catalogue.options.retrieval import (
     LlmaOptions,
     NgramOptions,
     PhraseOptions,
@@ -15,6 +14,7 @@ from foretell.catalogue.options import (
     SamRecyclingOptions,
     SuffixOptions,
 )
+from foretell.catalogue.options.shared import HybridOptions
 from foretell.draft import (
     CombinedRetriever,
     DatastoreRetriever,

@@ -13,16 +13,19 @@ from foretell.catalogue.build_context import (
     require_network,
 )
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.options import (
+from foretell.catalogue.exits import draft_heads
+from foretell.catalogue.options.self_drafting import (
     LayerSkipOptions,
     PrunedDraftOptions,
     QuantisedDraftOptions,
     SelfSpeculativeOptions,
 )
-from foretell.draft import DraftModel
+from foretell.draft import DraftModel, EarlyExitDrafter
+from foretell.draft.early_exit import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.compress import fake_quantize, identity, magnitude_prune
 from foretell.model.influence import measure_influence
+from foretell.model.partial_pass import supports_spans
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
@@ -30,9 +33,20 @@ from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
     """LayerSkip: the target's first blocks draft."""
-    return Method(
-        early_exit_draft(context, options.exit_layer), chain(options), rejection(options, options.draft_sample_method)
-    )
+    network = require_network(context, "drafts with the target's first layers")
+    if not supports_spans(network.config):
+        return Method(
+            early_exit_draft(context, options.exit_layer),
+            chain(options),
+            rejection(options, options.draft_sample_method),
+        )
+    threshold = options.exit_threshold
+    heads = draft_heads(context, options.exit_layer, threshold is not None)
+    rule = None if threshold is None else ExitRule("softmax", (threshold,) * len(heads.layers))
+    draft = EarlyExitDrafter(heads, rule)
+    after = ", ".join(map(str, heads.layers))
+    label = f"exits after {after} of {network.config.layers} layers" if isinstance(heads, TrainedExits) else ""
+    return Method(draft, chain(options), rejection(options, options.draft_sample_method), drafter_label=label)
 
 
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:
@@ -107,10 +121,11 @@ ENTRIES = (
         family="self-drafting",
         description="The target's first blocks and its head draft a chain that ends where they are unsure.",
         when_to_use=(
-            "with checkpoints that were trained for early exit; others accept too few tokens of their first blocks."
+            "with checkpoints that were trained for early exit, or with exits of `foretell train exits`; of other "
+            "models' first blocks the last layer's head accepts too few tokens."
         ),
         papers=(Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),),
-        drafter=DraftModel,
+        drafter=EarlyExitDrafter,
         shape=Chain,
         acceptor=Rejection,
         builder=layer_skip,

@@ -40,6 +40,7 @@ COMMANDS: Sequence[Command] = (
     Command("quantize", "foretell.cli.quantize", "Write a model with few bits per weight (RTN, GPTQ, AWQ, HQQ)."),
     Command("evaluate", "foretell.cli.evaluate", "Compare a dtype with the model's exact numbers: KL and perplexity."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
+    Command("calibrate", "foretell.cli.calibrate", "Bound what a lossy method changes: thresholds of exits."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
     Command("cache", "foretell.cli.cache", "List or clear the packed weights that are kept for the next start."),
     Command("env", "foretell.cli.env", "Print processor, kernels, versions and paths: what a bug report needs."),

@@ -4,6 +4,7 @@ submitted when the one before it is answered.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foretell.api import Answer
 from foretell.cli.interrupt import Interrupt, run_until_interrupt
@@ -13,6 +14,7 @@ from foretell.cli.show import AnswerWriter
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Update
+from foretell.plan import Plan, PlanEngine, PlanRun
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class _ActiveRequest:
 
     line: int
     prompt: PromptSpec
+    run: PlanRun | None
+    """The run of the plan that answers it."""
     updates: list[Update] = field(default_factory=list)
 
 
@@ -37,7 +41,7 @@ class Batch:
     """Answers prompts with one engine, which decodes those that name no other method by its own.
 
     `logprobs`, `prompt_logprobs`: as in `Request`. `errors` collects the lines that the model cannot answer. `writer`
-    shows text as it comes (one prompt only).
+    shows text as it comes (one prompt only). `plan`: how each answer is put together.
     """
 
     def __init__(
@@ -47,8 +51,10 @@ class Batch:
         logprobs: int | None = None,
         writer: AnswerWriter | None = None,
         prompt_logprobs: int | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self._setup, self._engine, self._writer = setup, engine, writer
+        self._setup, self._engine, self._writer, self._plan = setup, engine, writer, plan
+        self._planned = None if plan is None else PlanEngine(engine)
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self._methods = {engine.method.name: engine.method}
         self._active: dict[int, _ActiveRequest] = {}
@@ -60,7 +66,7 @@ class Batch:
         for line, prompt in prompts:
             self._answered[line] = []
             self._submit(line, prompt)
-        for update in run_until_interrupt(self._engine, self._active.keys(), interrupt):
+        for update in run_until_interrupt(self._planned or self._engine, self._active.keys(), interrupt):
             request = self._active[update.request]
             request.updates.append(update)
             if self._writer is not None:
@@ -73,10 +79,9 @@ class Batch:
         yield from self._in_order()
 
     def _submit(self, line: int, prompt: PromptSpec) -> None:
-        try:
-            request = self._setup.model.request(
-                prompt.prompt,
-                prompt.sampling,
+        model, asked = (
+            self._setup.model,
+            dict[str, Any](
                 max_new_tokens=prompt.max_new_tokens,
                 stop=prompt.stop,
                 raw=prompt.raw,
@@ -84,11 +89,17 @@ class Batch:
                 prompt_logprobs=self._prompt_logprobs,
                 allow_special_tokens=prompt.allow_special_tokens,
                 **vars(prompt.options),
-                method=self._method(prompt),
                 max_drafts=prompt.max_drafts,
-            )
-            request = replace(request, priority=prompt.priority)
-            self._active[self._engine.submit(request)] = _ActiveRequest(line, prompt)
+            ),
+        )
+        try:
+            asked["method"] = self._method(prompt)
+            if self._plan is not None and self._planned is not None:
+                run = model.plan_run(prompt.prompt, self._plan, prompt.sampling, **asked)
+                self._active[self._planned.submit(run)] = _ActiveRequest(line, prompt, run)
+                return
+            request = replace(model.request(prompt.prompt, prompt.sampling, **asked), priority=prompt.priority)
+            self._active[self._engine.submit(request)] = _ActiveRequest(line, prompt, None)
         except ValueError as error:
             self.errors.append(LineError(line, str(error)))
 
@@ -102,7 +113,8 @@ class Batch:
 
     def _complete(self, request: _ActiveRequest) -> None:
         completion = Completion.of(request.updates)
-        answer = Answer.from_completion(completion, self._engine, self._method(request.prompt))
+        report = None if request.run is None else request.run.report
+        answer = Answer.from_completion(completion, self._engine, self._method(request.prompt), report)
         if answer.error:
             self.errors.append(LineError(request.line, answer.error))
         self._answered[request.line].append(AnsweredPrompt(request.line, request.prompt.title, answer))

@@ -16,13 +16,17 @@ from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
 from foretell.cli.prompts import read_all_prompts
 from foretell.cli.show import PROGRESS_INTERVAL
-from foretell.load import DEFAULT_MODEL, load
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL
+from foretell.plan.control_tokens import choose_control_tokens
 from foretell.retrieval.corpus import find_files, read_documents
 from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter
 from foretell.train.data.features import parse_hidden_layers
+from foretell.train.data.forks import forked_documents
 from foretell.train.data.generate import PromptSource, generate_answers, write_text_chunks
 from foretell.train.data.hidden_state_cache import HiddenStateCache
+from foretell.train.loop.job import check_data
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -108,6 +112,35 @@ def generate(
     made = Dataset.open(out)
     (out / "README.md").write_text(_card(made, sys.argv[1:]))
     typer.echo(_summary(made))
+
+
+@app.command()
+def fork(
+    path: Annotated[Path, typer.Argument(help="Folder of a set of answers.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the new set.")],
+    model: ModelReference = DEFAULT_MODEL,
+) -> None:
+    """Cut the answers of a data set at their lists, for `foretell train apar`.
+
+    An answer whose list has heads and details becomes a main text with forks, and a text per detail; other answers
+    stay.
+    """
+    data, target = Dataset.open(path), load(model)
+    check_data(data, target)
+    tokens = choose_control_tokens(target.codec, target.eos)
+    manifest = data.manifest.model_copy(update={"sources": (*data.manifest.sources, f"{path.name}, forked")})
+    number = forked = 0
+    with DatasetWriter(out, manifest) as writer:
+        for document in data:
+            records = forked_documents(document, number, target.codec, tokens, target.eos)
+            number, forked = number + len(records), forked + (len(records) > 1)
+            for record in records:
+                if record.number not in writer.known_numbers:
+                    writer.add(record)
+        writer.seal()
+    typer.echo(
+        f"{forked:,} of {len(data):,} answers have forks, {number - len(data):,} in all\n{_summary(Dataset.open(out))}"
+    )
 
 
 @app.command()

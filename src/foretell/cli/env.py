@@ -120,8 +120,8 @@ def _versions() -> Section:
 
 
 def _paths() -> Section:
-    from foretell.load import DEFAULT_MODEL, resolve_reference
     from foretell.model.kernels.build import cache_directory
+    from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
     from foretell.speculator.installed import find_all_installed
 
     found = find_all_installed()

@@ -7,7 +7,8 @@ import typer
 
 from foretell.cli import options
 from foretell.cli.setup import spinner
-from foretell.load import DEFAULT_MODEL, load
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.speculator.export import export as write
 from foretell.speculator.export import find_export, require_empty
 from foretell.speculator.formats.base import Verifier

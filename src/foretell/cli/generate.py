@@ -1,41 +1,25 @@
 """`foretell generate`: one answer that streams, or a file of prompts answered together."""
 
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretell.cli import options
+from foretell.cli.answer_output import OutputFormat, print_answer
 from foretell.cli.errors import print_error
 
 if TYPE_CHECKING:
     from foretell.api import Answer
-    from foretell.cli.batch import AnsweredPrompt
     from foretell.cli.prompts import LineError, PromptDefaults, PromptSpec
     from foretell.cli.setup import ModelSetup
+    from foretell.plan import Plan
     from foretell.structured.outputs import StructuredOutputs
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
-
-_TITLE_WIDTH = 60
-"""Characters of a prompt that are printed above its answer."""
-
-
-@dataclass(frozen=True)
-class OutputFormat:
-    """How answers are printed; `is_batch`: each with the number of its line."""
-
-    as_json: bool
-    stream: bool
-    logprobs: int | None
-    """Most probable tokens to print in the place of each token; None: no log-probabilities."""
-    is_batch: bool
-    prompt_logprobs: int | None = None
 
 
 @app.command()
@@ -84,6 +68,7 @@ def generate(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     target_memory_limit: options.MemoryLimit = None,
     speculative_config: options.SpeculativeJson = None,
+    plan: options.Plan = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -110,10 +95,13 @@ def generate(
         foretell generate --prompts prompts.jsonl --temperature 0.7 --json > answers.jsonl
 
         foretell generate "Describe a person." --json-schema person.json --method ngram
+
+        foretell generate "What are the benefits of regular sleep?" --plan skeleton
     """
     from foretell.cli.prompts import AnswerOptions, PromptDefaults
     from foretell.cli.setup import LongTextOptions, load_models, parse_method, read_text
     from foretell.core.sampling import SamplingParams
+    from foretell.plan import parse_plan
 
     sampling = SamplingParams(
         *(temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty),
@@ -132,6 +120,7 @@ def generate(
     )
     if max_new_tokens < 1 or rows < 1:
         raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
+    chosen_plan = None if plan is None else parse_plan(plan, "--plan")
     selection = parse_method(method, speculative_config, draft_model)
     defaults = PromptDefaults(
         sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens, answer_options
@@ -142,7 +131,7 @@ def generate(
     number = 0 if logprobs and top_logprobs is None else top_logprobs
     stream, is_batch = prompts is None and not as_json and not no_stream, prompts is not None
     output = OutputFormat(as_json, stream, number, is_batch, prompt_logprobs)
-    status = run(setup, selection.name, specs, rows, output)
+    status = run(setup, selection.name, specs, rows, output, chosen_plan)
     if status or bad:
         raise typer.Exit(status or 1)
 
@@ -201,20 +190,25 @@ def _read_prompts_file(
 
 
 def run(
-    setup: "ModelSetup", method: str, specs: "Sequence[tuple[int, PromptSpec]]", rows: int, output: OutputFormat
+    setup: "ModelSetup",
+    method: str,
+    specs: "Sequence[tuple[int, PromptSpec]]",
+    rows: int,
+    output: OutputFormat,
+    plan: "Plan | None" = None,
 ) -> int:
-    """Answer the prompts and print the answers; returns the exit status."""
+    """Answer the prompts and print the answers; returns the exit status. `plan`: how each answer is put together."""
     from foretell.cli.batch import Batch
     from foretell.cli.interrupt import Interrupt
     from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
     from foretell.engine.controller import Controller
 
-    rows = min(rows, len(specs))
+    rows = rows if plan is not None else min(rows, len(specs))
     # A method decodes a single request with its own estimates.
     controller = Controller() if rows > 1 else None
-    engine = setup.model.engine(setup.method(method), rows, controller=controller)
+    engine = setup.model.engine(setup.method(method), rows, plan is not None, controller=controller)
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
-    batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs)
+    batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs, plan)
     answers = list["Answer"]()
     started = time.perf_counter()
     with Interrupt() as interrupt:
@@ -231,60 +225,3 @@ def run(
         print_error("interrupted; what was generated until then is above")
         return 130
     return 1 if batch.errors else 0
-
-
-def print_answer(answered: "AnsweredPrompt", output: OutputFormat) -> None:
-    """Print a finished answer, unless it was streamed."""
-    if output.as_json:
-        print(json.dumps(answer_record(answered.answer, output), ensure_ascii=False), flush=True)
-    elif output.is_batch:
-        print(f"── {answered.line} ── {answered.title[:_TITLE_WIDTH]}\n{answered.answer.text}\n", flush=True)
-    elif not output.stream:
-        print(answered.answer.text, flush=True)
-
-
-def answer_record(answer: "Answer", output: OutputFormat) -> dict[str, object]:
-    """An answer as `--json` prints it; times in seconds."""
-    s = answer.statistics
-    out: dict[str, object] = {
-        "text": answer.text,
-        "tokens": list(answer.tokens),
-        "prompt_tokens": s.prompt_tokens,
-        "new_tokens": s.new_tokens,
-        "method": answer.method,
-        "drafter": answer.drafter,
-        "lossless": answer.lossless,
-        "exact": answer.exact,
-        "backend": answer.backend.to_dict(),
-        "target_passes": s.target_passes,
-        "tokens_per_pass": s.tokens_per_pass,
-        "accepted_per_position": list(s.accepted_per_position),
-        "prefill_seconds": s.prefill_seconds,
-        "decode_seconds": s.decode_seconds,
-        "draft_seconds": s.draft_seconds,
-        "verify_seconds": s.verify_seconds,
-        "tokens_per_second": s.tokens_per_second,
-        "finish_reason": answer.finish_reason,
-    }
-    if answer.error:
-        out["error"] = answer.error
-    if s.accepted_prediction_tokens or s.rejected_prediction_tokens:
-        out["accepted_prediction_tokens"] = s.accepted_prediction_tokens
-        out["rejected_prediction_tokens"] = s.rejected_prediction_tokens
-    if not answer.lossless:
-        out["fidelity_loss"] = {
-            "changed_share": s.fidelity.changed_share,
-            "total_variation": s.fidelity.mean_variation,
-            "kl_divergence": s.fidelity.mean_divergence,
-        }
-    if answer.stop_reason is not None:
-        out["stop_reason"] = answer.stop_reason
-    if output.logprobs is not None:
-        out["logprobs"] = list(answer.logprobs)
-    if output.logprobs:
-        out["top_logprobs"] = answer.top_logprobs
-    if output.prompt_logprobs is not None:
-        out["prompt_logprobs"] = [None, *answer.prompt_logprobs]
-    if output.prompt_logprobs:
-        out["prompt_top_logprobs"] = [None, *answer.prompt_top_logprobs]
-    return out

@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 from foretell.cli.prompt_progress import PromptProgress
 from foretell.engine.engine import Engine
 from foretell.engine.request import Update
+from foretell.plan import PlanEngine
 
 
 class Interrupt:
@@ -32,7 +33,9 @@ class Interrupt:
         self.requested = True
 
 
-def run_until_interrupt(engine: Engine, numbers: Collection[int], interrupt: Interrupt) -> Iterator[Update]:
+def run_until_interrupt(
+    engine: Engine | PlanEngine, numbers: Collection[int], interrupt: Interrupt
+) -> Iterator[Update]:
     """All updates of an engine. After Ctrl-C, cancel the requests `numbers` and yield their last updates.
 
     Requests may be submitted meanwhile; `numbers` is read after the last step. While a single prompt is read, a bar

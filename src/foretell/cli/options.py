@@ -79,6 +79,14 @@ Grammar = Annotated[Path | None, typer.Option(metavar="FILE", help="Answer by th
 AnyWhitespace = Annotated[
     bool, typer.Option("--any-whitespace", help="Allow blanks and line ends in JSON; otherwise it is compact.")
 ]
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|JSON",
+        help="Lossy: write the answer's parts side by side, for example skeleton, or "
+        '\'{"type": "skeleton", "max_points": 5}\'.',
+    ),
+]
 TopLogprobs = Annotated[
     int | None,
     typer.Option(metavar="N", min=0, help="The same with the N most probable tokens in each place (with --json)."),

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretell.engine.engine import Engine
+from foretell.plan import PlanEngine
 
 DELAY = 1.0
 """Seconds that a prompt is read before the bar appears."""
@@ -16,7 +17,7 @@ DELAY = 1.0
 class PromptProgress:
     """Shows on standard error, if that is a terminal, how much of the prompts an engine has read."""
 
-    def __init__(self, engine: Engine, enabled: bool = True) -> None:
+    def __init__(self, engine: Engine | PlanEngine, enabled: bool = True) -> None:
         self._engine, self._enabled = engine, enabled and sys.stderr.isatty()
         self._bar: Progress | None = None
         self._timer: Timer | None = None

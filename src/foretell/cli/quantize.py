@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
-from foretell.load import DEFAULT_MODEL, load, resolve_reference
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.quantize import METHODS
 from foretell.quantize.base import Quantizer
 from foretell.quantize.calibration import LENGTH, CalibrationText, generated_documents, split_text, text_documents

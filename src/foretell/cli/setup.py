@@ -25,13 +25,20 @@ def set_threads(threads: int | None) -> int:
         ValueError: fewer than one thread, or more than the machine has processors.
     """
     if threads is not None:
-        processors = os.cpu_count() or 1
-        if not 1 <= threads <= processors:
-            raise ValueError(
-                f"threads must lie between 1 and {processors} (this machine's processors), found {threads}"
-            )
-        torch.set_num_threads(threads)
+        torch.set_num_threads(check_threads(threads))
     return torch.get_num_threads()
+
+
+def check_threads(threads: int) -> int:
+    """The number of CPU threads, if the machine has as many processors.
+
+    Raises:
+        ValueError: it has not, or there is not one thread.
+    """
+    processors = os.cpu_count() or 1
+    if not 1 <= threads <= processors:
+        raise ValueError(f"threads must lie between 1 and {processors} (this machine's processors), found {threads}")
+    return threads
 
 
 @dataclass(frozen=True)

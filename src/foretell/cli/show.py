@@ -9,6 +9,7 @@ from rich.text import Text
 
 from foretell.api import Answer
 from foretell.engine.request import Update
+from foretell.plan import PlanReport
 from foretell.tokenizer.stream import Detokenizer
 
 DRAFTED_STYLE = "green"
@@ -75,7 +76,10 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
     line = Text.assemble((f"{rate:.1f} tokens/s", "bold"), f" · {mean:.2f} tokens per pass · {methods} · ", style="dim")
     if len(answers) > 1:
         line = Text(f"{len(answers)} answers · ", style="dim") + line
-    if all(a.lossless for a in answers):
+    plans = [a.plan for a in answers if a.plan is not None]
+    if plans:
+        line.append("LOSSY", "bold red not dim").append(f" · {_plan_summary(plans)}", "dim")
+    elif all(a.lossless for a in answers):
         line.append("lossless" if all(a.exact for a in answers) else "lossless up to rounding", "dim")
     else:
         line.append("LOSSY", "bold red not dim").append(f" · {_fidelity_loss(answers)}", "dim")
@@ -85,11 +89,22 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
 def _fidelity_loss(answers: Sequence[Answer]) -> str:
     """What a lossy method changed, per decided token."""
     losses = [a.statistics.fidelity for a in answers]
+    if not any(loss.tokens for loss in losses):
+        return "changes are not known here"
     tokens = max(1, sum(loss.tokens for loss in losses))
     changed = sum(loss.changed for loss in losses) / tokens
     variation = sum(loss.variation for loss in losses) / tokens
     divergence = sum(loss.divergence for loss in losses) / tokens
     return f"{changed:.0%} of tokens changed, total variation {variation:.3f}, KL {divergence:.3f} per token"
+
+
+def _plan_summary(plans: Sequence[PlanReport]) -> str:
+    """What plans did: one in words, several by their outcomes."""
+    if len(plans) > 1:
+        return f"plan {plans[0].type}, {sum(p.outcome == 'expanded' for p in plans)} of {len(plans)} answers expanded"
+    plan = plans[0]
+    how = f"{plan.parts} parts" if plan.outcome == "expanded" else f"answered plainly: {plan.reason}"
+    return f"plan {plan.type}, {how}, {plan.passes} passes"
 
 
 def print_status(line: Text) -> None:

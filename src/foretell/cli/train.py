@@ -5,17 +5,19 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperGroup
 
 from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import PROGRESS_INTERVAL
+from foretell.cli.train_exits import exits
 from foretell.load import load
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.job import feature_source, find_recipe, prepare
@@ -23,21 +25,51 @@ from foretell.train.loop.measure import Measurement
 from foretell.train.loop.model_card import write_card
 from foretell.train.loop.settings import DRAFT_VOCAB, DatasetWeight, TrainingSettings, option_name
 from foretell.train.loop.trainer import Trainer, TrainingCallback
+from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import explain
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-app = typer.Typer(pretty_exceptions_enable=False)
+_EXITS = "exits"
+
+
+class TrainGroup(TyperGroup):
+    """`foretell train exits` is a command of its own; any other `foretell train NAME` trains a speculator."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """No arguments at all mean `--help`."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that reads these arguments."""
+        if args[0] == _EXITS:
+            return super().resolve_command(ctx, args)
+        return "", self.get_command(ctx, _SPECULATOR), args
+
+
+_SPECULATOR, _HELP = "train", {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    cls=TrainGroup,
+    pretty_exceptions_enable=False,
+    # The group has no options of its own: `--help` is that of the command.
+    context_settings={"help_option_names": [], "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 _DEFAULTS = TrainingSettings(recipe="", model="", data=(), out="")
 """Defaults of options."""
 _BARRIER_SECONDS = 0.2
 """Time for another thread to free a barrier."""
 
 
-@app.command()
+@app.command(_SPECULATOR, context_settings=_HELP)
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="NAME", help="What to train: eagle3, mlp_speculator, medusa …")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="What to train: eagle3, mlp_speculator, medusa …; for exits see `foretell train exits --help`.",
+        ),
+    ],
     data: Annotated[
         list[str],
         typer.Option(
@@ -97,7 +129,7 @@ def train(
     ] = _DEFAULTS.seed,
     recipe_options: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Option of the recipe, as inner=1024; repeatable."),
+        typer.Option("--set", metavar="NAME=VALUE", help="Option of the recipe, as inner=1024; repeatable."),
     ] = None,
     init_from: Annotated[
         str,
@@ -128,10 +160,13 @@ def train(
         schedule=schedule, weight_decay=weight_decay, clip=clip, ema=ema, precision=precision, draft_vocab=draft_vocab,
         save_minutes=save_minutes, measure_every=measure_every, measure_prompts=measure_prompts,
         measure_tokens=measure_tokens, patience=patience, seed=seed,
-        options=dict(_parse_option(o) for o in recipe_options or ()), init_from=init_from, features=features,
-        cache_gib=cache_gib,
+        options=dict(split_assignment(o, "--set", "inner=1024") for o in recipe_options or ()), init_from=init_from,
+        features=features, cache_gib=cache_gib,
     )  # fmt: skip
     run(settings, shlex.join(["foretell", *sys.argv[1:]]))
+
+
+app.command(_EXITS, context_settings=_HELP)(exits)
 
 
 def run(settings: TrainingSettings, command: str) -> None:
@@ -156,7 +191,7 @@ def run(settings: TrainingSettings, command: str) -> None:
         write_card(trainer, command)
         Console(stderr=True).print(
             f"{settings.out}: {trainer.best:.3f} tokens per pass at step {trainer.best_step:,} of {trainer.step:,}; "
-            f"use it with --draft-model {settings.out}", highlight=False, soft_wrap=True,
+            f"use it with {job.recipe.usage(settings.out)}", highlight=False, soft_wrap=True,
         )  # fmt: skip
     # A process that exits before its process group is destroyed may abort others that still write.
     accelerator.wait_for_everyone()
@@ -197,13 +232,6 @@ def _parse_dataset(text: str) -> DatasetWeight:
         raise ValueError(
             f"--data {text}: write DIR=W, W being how often an epoch shows each document, as answers=0.5"
         ) from error
-
-
-def _parse_option(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ValueError(f"--set {text}: write KEY=VALUE, as inner=1024")
-    return key, value
 
 
 def _create_callback(quiet: bool) -> TrainingCallback:

@@ -9,7 +9,8 @@ from rich.console import Console
 from foretell.cli import options
 from foretell.cli.prompts import read_all_prompts
 from foretell.cli.setup import read_text
-from foretell.load import DEFAULT_MODEL, load
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.skip import SkipTrial, kept_weight_share
 from foretell.tune.skip import DraftingOptions, Objective, greedy_answers, tune_skip
 

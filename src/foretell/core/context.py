@@ -78,6 +78,8 @@ class Context:
     """Requests of other methods that decode in the same pass."""
     origins: DraftOrigins | None = None
     """Where the parts of a method record what they draft; None: no request asks."""
+    cache_salts: tuple[str, ...] = ()
+    """Per request: what drafters learn from it serves only requests of the same salt. Empty: all have the empty one."""
 
     @property
     def last_tokens(self) -> list[int]:
@@ -113,6 +115,7 @@ class Context:
             max_drafts=tuple(self.max_drafts[i] for i in indices) if self.max_drafts else (),
             other_rows=self.other_rows,
             origins=self.origins,
+            cache_salts=tuple(self.cache_salts[i] for i in indices) if self.cache_salts else (),
         )
 
 

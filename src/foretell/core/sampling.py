@@ -10,6 +10,7 @@ distribution. The target's token is chosen by the Gumbel-max trick, with a numbe
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from math import inf, isfinite, sqrt
 from numbers import Real
 
@@ -74,6 +75,12 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
 
+    @cached_property
+    def bias_tensors(self) -> tuple[Int[torch.Tensor, " n"], Float[torch.Tensor, " n"]]:
+        """The tokens of `logit_bias`, and their biases."""
+        tokens = torch.tensor([int(t) for t in self.logit_bias], dtype=torch.int64)
+        return tokens, torch.tensor([float(b) for b in self.logit_bias.values()], dtype=torch.float64)
+
     @property
     def depends_on_history(self) -> bool:
         """Whether penalties make the distribution depend on earlier tokens."""
@@ -125,6 +132,8 @@ class Stream(IntEnum):
     """Initial tokens in the window of lookahead decoding."""
     CHOICE = (1 << 30) + 2
     """Seeds of the second and further answers to one prompt."""
+    PLAN = (1 << 30) + 3
+    """Seeds of the requests of a plan."""
 
 
 DEPTHS_PER_STREAM = 1 << 10
@@ -194,8 +203,9 @@ def apply_penalties(
         count = np.bincount(history[prompt_length:], minlength=seen[-1] + 1)[seen]
         value -= np.where(count > 0, sampling.presence_penalty + sampling.frequency_penalty * count, 0.0)
         out[place] = torch.from_numpy(value).to(out)
-    for token, bias in sampling.logit_bias.items():
-        out[token] += bias
+    if sampling.logit_bias:
+        tokens, bias = sampling.bias_tensors
+        out[tokens.to(out.device)] += bias.to(out)
     return out
 
 

@@ -34,8 +34,10 @@ class TokenConstraint(Protocol):
             ValueError: it cannot be computed.
         """
 
-    def forced(self, state: Any) -> Sequence[int]:
-        """Tokens that are likely next because the constraint leaves no other text; they are only drafted."""
+    def forced(self, state: Any) -> Sequence[Sequence[int]]:
+        """Ways to write, in tokens, the text that the constraint leaves next, the likeliest first; they are only
+        drafted. Empty: it leaves several texts.
+        """
 
     def is_final(self, state: Any) -> bool:
         """Whether the text is complete and nothing but an end-of-sequence token may follow."""
@@ -148,15 +150,17 @@ class TokenRules:
             return False
         return self._states is None or self._states.at(generated, (*drafted, token)) is not None
 
-    def forced(self, generated: Int[np.ndarray, " t"], drafted: Sequence[int]) -> list[int]:
-        """Tokens that the constraint leaves next, cut before the first that another rule forbids."""
+    def forced(self, generated: Int[np.ndarray, " t"], drafted: Sequence[int]) -> list[list[int]]:
+        """Ways to write the text that the constraint leaves next, each cut before the first token that is forbidden."""
         if self._constraint is None or self._states is None:
             return []
-        state, out = self._states.at(generated, drafted), list[int]()
-        for token in () if state is None else self._constraint.forced(state):
-            if not self.allows(generated, (*drafted, *out), token):
-                break
-            out.append(token)
+        state, out = self._states.at(generated, drafted), list[list[int]]()
+        for tokens in () if state is None else self._constraint.forced(state):
+            allowed = 0
+            while allowed < len(tokens) and self.allows(generated, (*drafted, *tokens[:allowed]), tokens[allowed]):
+                allowed += 1
+            if allowed:
+                out.append(list(tokens[:allowed]))
         return out
 
     def is_complete(self, generated: Int[np.ndarray, " t"], following: Sequence[int] = ()) -> bool:

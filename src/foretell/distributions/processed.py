@@ -84,18 +84,39 @@ class ProcessedDistributions:
         tokens = sample(logits, rows, [self.sampling_params(row) for row, _ in nodes], keys)
         self._samples.update(zip(nodes, tokens, strict=True))
 
+    def is_known(self, row: int, node: int) -> bool:
+        """Whether there are logits after this node."""
+        return bool(self._logit_index[row, node] >= 0)
+
+    def log_ratio(self, row: int, node: int, first: int, second: int) -> float:
+        """The log of the ratio of two tokens' probabilities after this node, before the temperature."""
+        logits = self._processed(row, node)
+        return float(logits[first].double() - logits[second].double())
+
     def argmax(self, row: int, node: int) -> int:
         """The most probable token after this node."""
-        k = int(self._logit_index[row, node])
-        if not self._uses_raw_logits(row):
-            processed = self._processed(row, node)
-            best = int(processed.argmax())
-            if processed[best] == -torch.inf:
-                raise no_token_error()
-            return best
-        if self._argmax is None:
-            self._argmax = argmax(self._logits).tolist()
-        return self._argmax[k]
+        if self.sampling_params(row).uses_raw_logits:
+            if self._argmax is None:
+                self._argmax = argmax(self._logits).tolist()
+            best = self._argmax[int(self._logit_index[row, node])]
+            if self._allows(row, node, best):  # Then it is the best of the allowed tokens, too.
+                return best
+        processed = self._processed(row, node)
+        best = int(processed.argmax())
+        if processed[best] == -torch.inf:
+            raise no_token_error()
+        return best
+
+    def _allows(self, row: int, node: int, token: int) -> bool:
+        """Whether the rules of the request allow a token after this node; quicker than the mask of all tokens."""
+        rules = self._rules[row] if self._rules else None
+        if rules is None:
+            return True
+        return rules.allows(self._context.sequences[row].generated, self._drafted(row, node).tolist(), token)
+
+    def _drafted(self, row: int, node: int) -> Int[np.ndarray, " d"]:
+        """The drafts on the path to a node."""
+        return self._tree.token[row, self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]]
 
     def probabilities(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
         """The distribution after this node, float64; one-hot at temperature 0."""
@@ -128,7 +149,7 @@ class ProcessedDistributions:
         if self._uses_raw_logits(row):
             return logits
         sequence = self._context.sequences[row]
-        drafted = self._tree.token[row, self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]]
+        drafted = self._drafted(row, node)
         if not sampling.uses_raw_logits:
             history = np.concatenate([sequence.tokens, drafted])
             logits = apply_penalties(logits, history, sequence.prompt_length, sampling)

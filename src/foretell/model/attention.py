@@ -77,9 +77,13 @@ class CachedAttention(AttentionBackend):
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "t he"]:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
+        self.write(layer, k, v)
+        return self.attend_shared(layer, q, sinks)
+
+    def write(self, layer: int, k: Float[torch.Tensor, "t g e"], v: Float[torch.Tensor, "t g e"]) -> None:
+        """Write the new keys and values of a layer to the cache."""
         store, index = self._store(layer)
         store.write(index, self._padded.row, self._padded.slot, k, v)
-        return self.attend_shared(layer, q, sinks)
 
     def attend_shared(
         self, layer: int, q: Float[torch.Tensor, "t h e"], sinks: Float[torch.Tensor, " h"] | None = None

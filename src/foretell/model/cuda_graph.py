@@ -95,6 +95,10 @@ class GraphedDecoder(NetworkWrapper):
         padded_index = find_padded_index(index, layout.token_count).to(x.device)
         return BlockOutput(tuple(state[padded_index] for state in static.out))
 
+    def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
+        """Write keys and values alone; not captured."""
+        self._decoder.write_keys(x, layout, cache, blocks)
+
     def _run(
         self, x: Float[torch.Tensor, "t d"], padded: PaddedLayout, cache: Cache, blocks: BlockRange
     ) -> tuple[Float[torch.Tensor, "t d"], ...]:

@@ -398,6 +398,19 @@ class Decoder(nn.Module):
         assert isinstance(block, DecoderBlock)
         return block
 
+    def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
+        """Write the keys and values of blocks whose input is `x`, all of them; see `Network.write_keys`."""
+        c, padded = self.config, PaddedLayout.from_layout(layout, self.device)
+        attention = CachedAttention(cache, padded, c, layout)
+        full = rope_angles(self.rope_tables, padded.position)
+        local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
+        for i in range(blocks.first, blocks.last):
+            if i not in self.skip.attention:
+                block = self.block(i)
+                angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
+                _, k, v = block.project(block.attention_norm(x), c.sizes_of(i), angles)
+                attention.write(i, k, v)
+
     def run_padded(
         self,
         x: Float[torch.Tensor, "t d"],

@@ -50,6 +50,11 @@ class Network(OuterNetwork, Protocol):
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; new keys and values are written to `cache`."""
 
+    def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
+        """Write the keys and values that each block of a range would write if its input were `x` (state copying: CALM,
+        arXiv 2207.07061). For networks of which `foretell.model.partial_pass.check_spans` holds.
+        """
+
     def first_layers(self, layers: int) -> "Network":
         """The first `layers` blocks with the same norm and head, sharing all weights."""
 

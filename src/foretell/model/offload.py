@@ -96,6 +96,15 @@ class OffloadedDecoder(NetworkWrapper, Generic[B]):
         """Run a range of blocks; blocks that are not resident are in memory one at a time."""
         return run_blocks(x, blocks, self.store.get, self._outer.block_forward(layout, cache))
 
+    def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
+        """Run the blocks and keep the keys and values alone: reading a block takes longer than running it.
+
+        The input of every block is `x`, so the output of each is dropped.
+        """
+        forward = self._outer.block_forward(layout, cache)
+        for i in range(blocks.first, blocks.last):
+            forward(self.store.get(i), i, x)
+
     def first_layers(self, layers: int) -> "OffloadedDecoder[B]":
         """The first `layers` blocks with the same norm and head, from the same store."""
         if not 1 <= layers <= self.config.layers:

@@ -24,6 +24,10 @@ class ReducedVocabulary(NetworkWrapper):
         """Run a range of blocks."""
         return self._network.run(x, layout, cache, blocks)
 
+    def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
+        """Write the keys and values of blocks alone."""
+        self._network.write_keys(x, layout, cache, blocks)
+
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits over the whole vocabulary."""
         logits = self._network.logits(x)

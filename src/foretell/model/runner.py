@@ -15,6 +15,7 @@ from foretell.model.kernels import DynamicTrees
 from foretell.model.kernels.dynamic_tree import Noise
 from foretell.model.layout import Layout, index_marked
 from foretell.model.network import DynamicTreeNetwork, Network, TreeNetwork
+from foretell.model.partial_pass import PartialPass
 
 
 class Runner(ABC):
@@ -67,6 +68,15 @@ class Runner(ABC):
         """
         return None
 
+    def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
+        """A pass over a tree that runs its first layers now; the next `forward` goes on from there where its tree has
+        the same nodes.
+
+        Raises:
+            ValueError: this runner, or this model, cannot run some of its layers.
+        """
+        raise ValueError(f"early exit needs a model of the own decoder; {type(self).__name__} runs all layers at once")
+
     @abstractmethod
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree, in order, as the row's next tokens; forget its other nodes."""
@@ -86,6 +96,11 @@ class Runner(ABC):
             ValueError: this runner cannot.
         """
         raise ValueError(f"the cache of {type(self).__name__} cannot be limited")
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key-value cache; 0: unknown."""
+        return 0
 
     @property
     def free_tokens(self) -> int | None:
@@ -115,6 +130,8 @@ class DecoderRunner(Runner):
         self.vocab, self.context = network.config.vocab, network.config.context
         self._length: list[int] = []
         self._tree_network = network if isinstance(network, TreeNetwork) and network.forwards_trees else None
+        self._begun: list[PartialPass] = []
+        """Passes that have run their first layers since the last `forward`."""
 
     @property
     def backend(self) -> Backend:
@@ -139,6 +156,11 @@ class DecoderRunner(Runner):
         active = tree.active if active is None else active
         length = [self._length[row] for row in rows]
         self.cache.begin(rows, length, tree.prefix_length.tolist(), tree.nodes)
+        begun, self._begun = self._begun, []
+        if begun and tree.probe_embeddings is None:
+            continued = self._resume(rows, tree, begun, active if scored is None else scored & active)
+            if continued.depth.any() and min(hidden_layers, default=self.network.config.layers) >= continued.layers:
+                return self._finish(continued, active, scored, hidden_layers)
         if self._tree_network is not None and tree.probe_embeddings is None:
             marked = active if scored is None else scored
             return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, tuple(hidden_layers))
@@ -158,15 +180,64 @@ class DecoderRunner(Runner):
         layout, index = Layout.from_tree(tree, rows, np.array(length), active)
         x = self._embed(tree.token[active], tree.probe_embeddings)
         states, expert_counts = self._hidden_states(x, layout, hidden_layers)
+        return self._output(states, index, active, scored, hidden_layers, expert_counts)
+
+    def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
+        """A pass that runs its first layers now; see `Runner.begin_pass`."""
+        self._reserve(rows, tree.nodes)
+        self._begun = [p for p in self._begun if not set(p.rows) & set(rows)]
+        self._begun.append(
+            PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
+        )
+        return self._begun[-1]
+
+    def _resume(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        begun: Sequence[PartialPass],
+        scored: Bool[np.ndarray, "b n"],
+    ) -> PartialPass:
+        """The pass over a tree, as far as others have run it."""
+        found = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
+        for part in begun:
+            found.adopt(part, scored)
+        return found
+
+    def _finish(
+        self,
+        begun: PartialPass,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"] | None,
+        hidden_layers: Sequence[int],
+    ) -> ModelOutput:
+        """Run the layers that are left."""
+        found = begun.advance(active & ~begun.filled, begun.layers)
+        scored = active if scored is None else scored
+        states = {begun.layers: found.states}
+        if begun.layers + 1 in hidden_layers:
+            states[begun.layers + 1] = self.network.final_norm(found.states)
+        return self._output(states, found.index, active & ~begun.filled, scored, hidden_layers, begun.expert_counts)
+
+    def _output(
+        self,
+        states: dict[int, Float[torch.Tensor, "t d"]],
+        index: Int[np.ndarray, "b n"],
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"] | None,
+        hidden_layers: Sequence[int],
+        expert_counts: tuple[int, ...],
+    ) -> ModelOutput:
+        """Logits of the scored nodes from the last block's outputs, by `index`."""
         logit_index, layers = index, self.network.config.layers
         head_input = states.get(layers + 1, states[layers])
         if scored is not None and scored is not active:
             wanted = active & scored
             logit_index = index_marked(wanted)
-            head_input = head_input[torch.from_numpy(index[wanted]).to(x.device)]
+            head_input = head_input[torch.from_numpy(index[wanted]).to(head_input.device)]
         if layers + 1 not in states:
             head_input = self.network.final_norm(head_input)
-        logits = self.network.logits(head_input) if len(head_input) else x.new_zeros(0, self.vocab)
+        logits = self.network.logits(head_input) if len(head_input) else head_input.new_zeros(0, self.vocab)
         hidden = tuple(states[layer] for layer in hidden_layers)
         return ModelOutput(logits, logit_index, hidden, index, experts=expert_counts)
 
@@ -235,6 +306,7 @@ class DecoderRunner(Runner):
     @torch.inference_mode()
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
+        self._forget_begun(row)
         self.cache.keep(row, self._length[row], path)
         self._length[row] += len(path)
 
@@ -242,8 +314,12 @@ class DecoderRunner(Runner):
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on; see `Runner.truncate`."""
         if row < len(self._length):
+            self._forget_begun(row)
             self._length[row] = self.restorable(row, length)
             self.cache.truncate(row, int(self._length[row]))
+
+    def _forget_begun(self, row: int) -> None:
+        self._begun = [p for p in self._begun if row not in p.rows]
 
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""
@@ -252,6 +328,11 @@ class DecoderRunner(Runner):
     def limit_cache(self, nbytes: int) -> None:
         """Limit the memory of the cache; see `Runner.limit_cache`."""
         self.cache.limit(nbytes)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key-value cache."""
+        return self.cache.nbytes
 
     @property
     def free_tokens(self) -> int | None:

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 
 from foretell.distributions.divergence import forward_kl
 from foretell.model.config import ModelConfig
-from foretell.model.load.weights import Weights, build_block, build_without_blocks
+from foretell.model.load.build import build_block, build_without_blocks
+from foretell.model.load.weights import Weights
 from foretell.quantize.calibration import model_rope_tables, run_block
 
 Tensor = torch.Tensor

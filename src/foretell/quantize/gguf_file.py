@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.weights import gguf_place
+from foretell.model.load.gguf_weights import gguf_place
 from foretell.model.stored_matrix import BLOCKS, Kind
 from foretell.quantize.gguf_grids import GGUFGrid
 from foretell.quantize.gguf_metadata import copy_metadata, write_metadata

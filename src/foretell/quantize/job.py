@@ -13,8 +13,9 @@ from jaxtyping import Float
 from foretell.load import open_checkpoint
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import DecoderBlock
+from foretell.model.load.build import build_block
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.weights import Weights, build_block
+from foretell.model.load.weights import Weights
 from foretell.quantize.base import InputStatistics, Quantizer, Role, linears
 from foretell.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
 from foretell.quantize.directory import QuantizedDirectory

@@ -77,7 +77,12 @@ def grow_chains(draft: Predictor, context: Context, limits: Sequence[ChainLimits
     active = list(range(len(limits)))
     while active := [row for row in active if builder.can_expand(row, int(builder.frontier[row, 0]))]:
         distributions, parents = builder.expand(draft), builder.frontier[:, 0].tolist()
-        active = [row for row in active if _is_confident(distributions, row, parents[row], limits[row].fallback)]
+        active = [
+            row
+            for row in active
+            if distributions.is_known(row, parents[row])
+            and _is_confident(distributions, row, parents[row], limits[row].fallback)
+        ]
         expand_level(builder, distributions, [(0,)], draw, active)
         node = builder.tree.nodes - 1
         active = [

@@ -2,6 +2,7 @@
 leaves next are drafted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,9 +89,13 @@ class _RowTree:
             self._add_below(leaf)
 
     def _add_below(self, node: int) -> None:
+        most = max(0, min(_MOST_FORCED, self._most_depth - len(self._paths[node])))
+        for tokens in self._rules.forced(self._generated, self._paths[node]):
+            self._add_path(node, tokens[:most])
+
+    def _add_path(self, node: int, tokens: Sequence[int]) -> None:
         path = self._paths[node]
-        most = min(_MOST_FORCED, self._most_depth - len(path))
-        for token in self._rules.forced(self._generated, path)[: max(0, most)]:
+        for token in tokens:
             path = (*path, token)
             child = self._children.get((node, token))
             if child is None:

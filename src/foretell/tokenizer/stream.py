@@ -67,7 +67,7 @@ class StopStrings:
             shown, self._held = self._held[: start + length * self._include], ""
             return shown, stop
         held_back = max(
-            (k for s in self._stops for k in range(1, len(s)) if self._held.endswith(s[:k])),
+            (k for s in self._stops for k in range(1, min(len(s), len(self._held) + 1)) if self._held.endswith(s[:k])),
             default=0,
         )
         end = len(self._held) - held_back

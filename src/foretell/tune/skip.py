@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from foretell.accept import Match
-from foretell.catalogue.options import SelfSpeculativeOptions
+from foretell.catalogue.options.self_drafting import SelfSpeculativeOptions
 from foretell.core.tree import root_tree
 from foretell.draft import DraftModel, NoDrafter
 from foretell.engine.engine import Engine

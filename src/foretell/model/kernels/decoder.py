@@ -251,6 +251,10 @@ class NativeDecoder:
         states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts, layer_inputs=inputs)
         return BlockOutput(states, tuple(expert_counts))
 
+    def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
+        """Write the keys and values of blocks whose input is `x`, all of them; see `Network.write_keys`."""
+        self.stack.keys_only.run(x, layout, cache, *blocks[:2])
+
     def _layer_inputs(self, layout: Layout) -> Float[torch.Tensor, "t lw"] | None:
         """The per-layer inputs of the tokens of a pass."""
         if self.layer_inputs is None:

@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Collection, Sequence
 from ctypes import c_int32
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -222,6 +223,7 @@ class NativeStack:
         """A stack of packed blocks with the rotary tables of this one."""
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
+        other.__dict__.pop("keys_only", None)
         other._set_blocks(blocks)
         return other
 
@@ -332,6 +334,15 @@ class NativeStack:
         other._skipped = attention, mlp
         return other
 
+    @cached_property
+    def keys_only(self) -> "NativeStack":
+        """The blocks reduced to storing the keys and values of their input, which stays as it is."""
+        layers = type(self.layers).from_buffer_copy(self.layers)
+        for layer in layers:
+            layer.attention, layer.mlp, layer.scale = structures.KEYS_ONLY * bool(layer.attention), 0, 0
+            layer.input_gate = structures.Weight()
+        return self._sharing(layers)
+
     def first_layers(self, layers: int) -> "NativeStack":
         """The first `layers` blocks, sharing the packed weights; the cache needs at least as many layers."""
         if not 1 <= layers <= len(self.layers):
@@ -341,6 +352,7 @@ class NativeStack:
     def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
+        other.__dict__.pop("keys_only", None)
         other.layers = layers
         return other
 

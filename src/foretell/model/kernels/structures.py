@@ -17,7 +17,7 @@ OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 SCORINGS = ("softmax", "sigmoid")
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
 PANEL = 32
 """Outputs that are packed together."""
@@ -26,6 +26,8 @@ LANES = 16
 MAX_HEAD_DIM = 576
 MAX_GROUP = 16
 """Query heads per key-value head."""
+KEYS_ONLY = 2
+"""Value of `Layer.attention`: keys and values are stored, and nothing is attended to."""
 
 
 class Weight(ctypes.Structure):

@@ -11,8 +11,10 @@ from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.load.block_names import block_names
+from foretell.model.load.build import build_block, build_decoder, build_without_blocks
 from foretell.model.load.mtp import load_mtp
-from foretell.model.load.weights import Weights, block_names, build_block, build_decoder, build_without_blocks
+from foretell.model.load.weights import Weights
 from foretell.model.mtp import MTPLayer
 from foretell.model.network import Network
 

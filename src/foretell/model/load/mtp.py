@@ -12,8 +12,9 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.linear import Int8Linear, Linear, quantize_int8
+from foretell.model.load.build import build_block
 from foretell.model.load.native import read_block
-from foretell.model.load.weights import Storage, Weights, build_block
+from foretell.model.load.weights import Storage, Weights
 from foretell.model.mtp import MTPLayer
 from foretell.model.network import Network
 from foretell.model.stored_matrix import Matrix, StoredMatrix

@@ -22,6 +22,8 @@ from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedFileError, PackedPart, PackedReader
 from foretell.model.kernels.stack import BlockWeights, LayerInputWeights, NativeStack, PackedBlock, plan_block
 from foretell.model.kernels.structures import Precision
+from foretell.model.load.block_names import BlockNames, block_names
+from foretell.model.load.build import build_block
 from foretell.model.load.experts import read_expert_layer, read_gated
 from foretell.model.load.layer_parts import (
     LAYER_INPUTS_NORM,
@@ -32,7 +34,7 @@ from foretell.model.load.layer_parts import (
     layer_scale,
 )
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
-from foretell.model.load.weights import BlockNames, Weights, block_names, build_block
+from foretell.model.load.weights import Weights
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 
 _EMBEDDING = "model.embed_tokens.weight"

@@ -15,7 +15,8 @@ from jaxtyping import Bool
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model.backend import Backend
-from foretell.model.config import ModelConfig, eos_token_ids
+from foretell.model.config import ModelConfig
+from foretell.model.config_readers.values import eos_token_ids
 from foretell.model.layout import index_marked
 from foretell.model.linear import widen
 from foretell.model.runner import Runner

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from foretell.model.config import ModelConfig, RopeConfig, from_hf
+from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.config_readers.hf import from_hf
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, is_copy, target_info, target_rows

@@ -2,19 +2,23 @@
 
 from collections.abc import Mapping
 
+from foretell.speculator.network.apar import AparAdapters, AparConfig
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig
+from foretell.speculator.network.exits import Exits, ExitsConfig
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 
 NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
+    "apar": (AparConfig, AparAdapters),
     "blockwise": (BlockwiseConfig, Blockwise),
     "draft_model": (DraftModelConfig, DraftNetwork),
     "eagle": (EagleConfig, Eagle1),
     "eagle3": (EagleConfig, Eagle3),
+    "exits": (ExitsConfig, Exits),
     "medusa": (MedusaConfig, Medusa),
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
     "pass": (LookAheadConfig, LookAheadEmbeddings),

@@ -18,7 +18,8 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.linear import Linear
-from foretell.model.load.weights import Weights, build_block
+from foretell.model.load.build import build_block
+from foretell.model.load.weights import Weights
 from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
 from foretell.model.rope import rope_tables

@@ -221,7 +221,9 @@ class Trainer:
             recipe.module.load_state_dict(state)
             method, runner = recipe.method(recipe.network), recipe.target_runner() or job.model.runner()
             with torch.inference_mode():
-                measurement = measure(runner, method, job.prompts, job.settings.measure_tokens, job.model.eos)
+                measurement = measure(
+                    *(runner, method, job.prompts, job.settings.measure_tokens, job.model.eos), recipe.measured_plan
+                )
             self.last_measurement, value = measurement, measurement.tokens_per_pass
             if value > self.best:
                 recipe.save(self.out)

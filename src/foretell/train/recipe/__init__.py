@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from foretell.train.recipe.apar import AparRecipe
 from foretell.train.recipe.base import Recipe
 from foretell.train.recipe.blockwise import BlockwiseRecipe
 from foretell.train.recipe.draft_model import DraftModelRecipe
@@ -11,6 +12,7 @@ from foretell.train.recipe.medusa import MedusaRecipe
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
 RECIPES: Mapping[str, type[Recipe]] = {
+    "apar": AparRecipe,
     "blockwise": BlockwiseRecipe,
     "draft_model": DraftModelRecipe,
     "eagle": Eagle1Recipe,

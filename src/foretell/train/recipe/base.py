@@ -20,6 +20,7 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network
 from foretell.model.runner import Runner
+from foretell.plan import Plan
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.tokenizer.codec import TextCodec
@@ -118,6 +119,15 @@ class Loss:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """A plan to measure with, and the codec and the context of the model that it decodes."""
+
+    plan: Plan
+    codec: TextCodec
+    context: int
+
+
 class Recipe(ABC):
     """Training of one kind of speculator. A new recipe is a file in this folder and a line in `RECIPES`."""
 
@@ -140,12 +150,21 @@ class Recipe(ABC):
         """The module that the trainer optimises and checkpoints: the network, or a module around it."""
         return self.network
 
+    def usage(self, out: str) -> str:
+        """The options that use what is in the folder `out`."""
+        return f"--draft-model {out}"
+
     def save(self, folder: Path) -> None:
         """Write the network as a speculator folder."""
         save(folder, self.network, self.config)
 
     def target_runner(self) -> Runner | None:
         """The modified target to measure on, with a new KV cache; None: the recipe does not modify the target."""
+        return None
+
+    @property
+    def measured_plan(self) -> MeasuredPlan | None:
+        """The plan whose tokens per pass are measured; None: those of the method alone."""
         return None
 
     @property

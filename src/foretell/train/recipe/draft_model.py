@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from foretell.accept import Match
-from foretell.catalogue.options import ChainOptions
+from foretell.catalogue.options.shared import ChainOptions
 from foretell.distributions.divergence import divergences
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method

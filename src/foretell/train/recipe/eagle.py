@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.feature_level import eagle_method
-from foretell.catalogue.options import EagleTreeOptions
+from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.engine.method import AnyMethod
 from foretell.model.config import RopeConfig
 from foretell.speculator.network.base import Speculator

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.heads import heads_method
-from foretell.catalogue.options import MedusaOptions
+from foretell.catalogue.options.heads import MedusaOptions
 from foretell.engine.method import AnyMethod
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import PathCounts

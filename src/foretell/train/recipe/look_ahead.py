@@ -6,7 +6,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from foretell.catalogue.options import LookAheadEmbeddingsOptions
+from foretell.catalogue.options.parallel_decoding import LookAheadEmbeddingsOptions
 from foretell.catalogue.parallel_decoding import parallel_method
 from foretell.engine.method import AnyMethod
 from foretell.model.decoder import Decoder

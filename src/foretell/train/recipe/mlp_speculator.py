@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.feature_level import mlp_speculator_method
-from foretell.catalogue.options import MLPSpeculatorOptions as DraftingOptions
+from foretell.catalogue.options.feature_level import MLPSpeculatorOptions as DraftingOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig

@@ -120,6 +120,7 @@ class Attention {
         visibility_(visibility),
         cache_(cache, model.cache_heads, model.head_dim),
         words_(model.head_dim / C::kDepth),
+        row_size_(row_place(model.head_dim)),
         group_(model.heads / model.kv_heads),
         tile_tokens_(kMaxQueries / group_),
         tile_queries_(tile_tokens_ * group_),
@@ -128,7 +129,7 @@ class Attention {
         chunks_((visibility.longest() + kChunk - 1) / kChunk),
         splits_text_(chunks_ > 1 && team.threads > 1 &&
                      (int)tiles_.all().size() * model.kv_heads < kUnitsPerThread * team.threads),
-        queries_(buffer<uint32_t>((size_t)visibility.layout().count * model.heads * words_)),
+        queries_(buffer<uint32_t>((size_t)visibility.layout().count * model.heads * row_size_)),
         scratch_size_(scratch_size()),
         scratch_(buffer<float>(team.threads * scratch_size_)),
         partials_(buffer<float>(splits_text_ ? (size_t)visibility.layout().count * model.heads * chunks_ *
@@ -136,12 +137,12 @@ class Attention {
                                              : 0)) {}
 
   // Norms and rotates queries and keys, writes keys and values to the cache, and keeps the queries for `attend`.
-  void rotate_and_store(const Layer& layer, int index, const float* qkv, const Team& team) const {
+  void rotate_and_store(const Layer& layer, int index, const float* qkv, const Team& team, int first_head = 0) const {
     if (team.thread == 0) next_unit_.store(0, std::memory_order_relaxed);
-    const int all = m_.heads + 2 * m_.cache_heads, heads = layer.reads_keys ? m_.heads : all;
+    const int all = m_.heads + 2 * m_.cache_heads, heads = (layer.reads_keys ? m_.heads : all) - first_head;
     const auto [from, to] = team.share(visibility_.layout().count * heads);
     for (int i = from; i < to; ++i) {
-      const int token = i / heads, head = i % heads;
+      const int token = i / heads, head = first_head + i % heads;
       rotate_and_store_head(layer, index, token, head, qkv + ((size_t)token * all + head) * m_.head_dim, team);
     }
   }
@@ -175,6 +176,10 @@ class Attention {
   }
 
  private:
+  using Format = RowFormat<C>;
+  // Where number i of a row of queries or weights lies, in words of 4 bytes.
+  static size_t row_place(int i) { return (size_t)(i / C::kDepth) * Format::kWordSize; }
+
   static constexpr bool kInTiles = kHasTiles && std::is_same_v<C, Bfloat16>;  // with AMX's tiles
   static constexpr int kAligned = (kInTiles ? kTileWords : kLanes / C::kDepth) * C::kDepth;  // keys
   static constexpr int kChunk = 256;        // keys
@@ -213,7 +218,7 @@ class Attention {
   // are contiguous.
   size_t place(int token, int kv) const { return ((size_t)kv * visibility_.layout().count + token) * group_; }
   int queries_of(const TokenTile& tile) const { return (tile.last - tile.first) * group_; }
-  const uint32_t* queries_at(size_t place) const { return queries_.get() + place * words_; }
+  const uint32_t* queries_at(size_t place) const { return queries_.get() + place * row_size_; }
 
   // Of the queries from a place on, over a chunk, where the text is split.
   Partials chunk_partials(size_t place, int chunk) const {
@@ -243,7 +248,7 @@ class Attention {
       for (int i = 0; i < dim; ++i) x[i] *= layer.query_scale[layout.position[token]];
     cache_.rotate(x);
     if (head < m_.heads) {
-      C::pack(x, dim, queries_.get() + (place(token, head / group_) + head % group_) * words_);
+      Format::pack(x, dim, queries_.get() + (place(token, head / group_) + head % group_) * row_size_);
       return;
     }
     const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.cache_heads);
@@ -384,7 +389,7 @@ class Attention {
     const int queries = queries_of(tile);
     const char* ahead = cache_.values_at(at, slot);
     const uint32_t* keys = cache_.key_words(at, slot, groups, words_of(team), ahead);
-    const Rows rows = {queries_at(place(tile.first, kv)), (size_t)words_};
+    const Rows rows = {queries_at(place(tile.first, kv)), row_size_};
     const size_t apart = (size_t)words_ * kLanes;
     if (cache_.scales_values()) ahead = nullptr;
     if constexpr (kInTiles) {
@@ -422,7 +427,7 @@ class Attention {
 
   // Sets words of weights of keys from .. to - 1 to 0.
   static void clear_weights(float* weights, int from, int to) {
-    std::memset((uint32_t*)weights + from / C::kDepth, 0, 4 * (size_t)(to - from) / C::kDepth);
+    std::memset((uint32_t*)weights + row_place(from), 0, 4 * (row_place(to) - row_place(from)));
   }
 
   // Replaces scores by words of weights, e^(score - highest) times what the values must be multiplied with; 0 from key
@@ -450,7 +455,7 @@ class Attention {
       const Float weight = exponential((load<Float>(scores + i) - top) * scale);
       total += weight;
       store(e, cache_.scales_values() ? weight * value_scales(at, token, chunk * kChunk + i) : weight);
-      C::pack(e, kLanes, (uint32_t*)scores + i / C::kDepth);
+      Format::pack(e, kLanes, (uint32_t*)scores + row_place(i));
     }
     if (kInTiles) clear_weights(scores, round_up(range.to, kLanes), kChunk);
     *partial.total = sum(total);
@@ -534,14 +539,15 @@ class Attention {
     int key = from;
     do {
       const int keys = contiguous_keys(values, key, end);
-      for (int q = 0; q < count; ++q) weights[q] = queries[q].weights + key / C::kDepth;
+      for (int q = 0; q < count; ++q) weights[q] = queries[q].weights + row_place(key);
       for (int first = 0; first < m_.head_dim; first += kTileVectors * kLanes) {
         const int vectors = std::min(kTileVectors, (m_.head_dim - first) / kLanes);
         float* mixed[kTileQueries];
         for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
         const Columns columns = {words_from(values, key) + first, (size_t)m_.head_dim, kLanes};
-        const char* ahead = prefetch && !first ? values.ahead[key / kCacheBlock] : nullptr;
-        column_product<C>(count, vectors)(columns, keys / C::kDepth, weights, key > from, mixed, ahead);
+        const int words = keys / C::kDepth;
+        const char* ahead = prefetch ? values.ahead[key / kCacheBlock] + (size_t)4 * first * words : nullptr;
+        column_product<C>(count, vectors)(columns, words, weights, key > from, mixed, ahead);
       }
       key += keys;
     } while (key < end);
@@ -562,7 +568,7 @@ class Attention {
       const Word value = cache_.value_word(at, slots, first);
       for (int q = 0; q < count; ++q) {
         float* sum = queries[q].mixed + first;
-        store(sum, C::step(load<Float>(sum), value, splat(queries[q].weights[i])));
+        store(sum, Format::step(load<Float>(sum), value, queries[q].weights + row_place(i * C::kDepth)));
       }
     }
   }
@@ -632,7 +638,9 @@ class Attention {
   const Model& m_;
   const Visibility& visibility_;
   const CacheLayout<C> cache_;
-  const int words_, group_, tile_tokens_, tile_queries_;
+  const int words_;
+  const size_t row_size_;  // of a query, in words of 4 bytes
+  const int group_, tile_tokens_, tile_queries_;
   const int step_words_;  // words that one of AMX's instructions sums
   const TokenTiles tiles_;
   const int chunks_;

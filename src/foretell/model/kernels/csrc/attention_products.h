@@ -16,8 +16,34 @@ struct Columns {
   size_t step, apart;  // in words
 };
 
+// How rows are kept: as words, or, where the processor does not multiply bfloat16 numbers, as the float32 numbers that
+// these are, so that they are widened once.
+template <class C>
+struct RowFormat {
+  static constexpr bool kWidened = std::is_same_v<C, Bfloat16> && !kMultipliesBfloat16 && !kHasTiles;
+  static constexpr int kWordSize = kWidened ? C::kDepth : 1;  // of 4 bytes each
+
+  // n numbers, a multiple of 16, into a row.
+  static void pack(const float* x, int n, uint32_t* row) {
+    if constexpr (kWidened)
+      for (int i = 0; i < n; i += kLanes) store(row + i, C::rounded(load<Float>(x + i)));
+    else
+      C::pack(x, n, row);
+  }
+
+  // sum + the products of a column's word with one of a row, the upper numbers first.
+  static Float step(Float sum, Word column, const uint32_t* row) {
+    if constexpr (kWidened) {
+      sum = fma((Float)(column & splat(0xFFFF0000u)), (Float)splat(row[1]), sum);
+      return fma((Float)(column << 16), (Float)splat(row[0]), sum);
+    } else {
+      return C::step(sum, column, splat(*row));
+    }
+  }
+};
+
 // Vectors of columns, and rows, whose sums fit in registers.
-constexpr int kTileVectors = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
+constexpr int kTileVectors = kAccumulators >= 24 ? 4 : 1;
 constexpr int kTileQueries = kAccumulators / kTileVectors;
 
 // Products of Q rows of some words with V vectors, summed from the first word to the last: out[q] receives 16 * V
@@ -26,25 +52,47 @@ constexpr int kTileQueries = kAccumulators / kTileVectors;
 template <class C, int Q, int V>
 void multiply_columns(const Columns& columns, int words, const uint32_t* const* rows, bool adds, float* const* out,
                       const char* ahead) {
+  using Format = RowFormat<C>;
   const size_t step = columns.step, apart = columns.apart;
-  Float sums[Q][V] = {};
-  if (adds)
-    for (int q = 0; q < Q; ++q)
-      for (int v = 0; v < V; ++v) sums[q][v] = load<Float>(out[q] + v * kLanes);
+  Float sums[Q][V];
+  const uint32_t* row[Q];
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; ++q) {
+    row[q] = rows[q];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[q][v] = adds ? load<Float>(out[q] + v * kLanes) : Float{};
+  }
   for (int w = 0; w < words; ++w) {
-    Word column[V];
     if (ahead)
       for (int v = 0; v < V; ++v) __builtin_prefetch(ahead + 64 * ((size_t)w * V + v), 0, 2);
+    Word column[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) column[v] = load<Word>(columns.words + (size_t)w * step + v * apart);
+    if constexpr (Format::kWidened) {
+#pragma GCC unroll 2
+      for (int number = C::kDepth; number-- > 0;) {  // one after the other: registers hold one number of the columns
+        Float numbers[V];
 #pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-      const Word x = splat(rows[q][w]);
+        for (int v = 0; v < V; ++v) numbers[v] = (Float)(number ? column[v] & splat(0xFFFF0000u) : column[v] << 16);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[q][v] = C::step(sums[q][v], column[v], x);
+        for (int q = 0; q < Q; ++q) {
+          const Float x = (Float)splat(row[q][(size_t)w * C::kDepth + number]);
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v) sums[q][v] = fma(numbers[v], x, sums[q][v]);
+        }
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int q = 0; q < Q; ++q) {
+        const Word x = splat(row[q][w]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) sums[q][v] = C::step(sums[q][v], column[v], x);
+      }
     }
   }
+#pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) store(out[q] + v * kLanes, sums[q][v]);
 }
 

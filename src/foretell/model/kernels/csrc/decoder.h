@@ -51,7 +51,9 @@ class ForwardPass {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
-      if (layers_[i].attention)
+      if (layers_[i].attention == kKeysOnly)
+        write_keys(i, team);
+      else if (layers_[i].attention)
         layers_[i].state ? mix(i, team) : layers_[i].latent ? attend_latent(i, team) : attend(i, team);
       const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
       finish(layers_[i], team);
@@ -82,6 +84,21 @@ class ForwardPass {
       attention_.attend(layer, layer.store, inner_.get(), team);
     team.barrier();
     add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, after_attention(i), team, !gated);
+  }
+
+  // Stores the keys and values of the stream, which stays as it is. Queries are left out where they are products of
+  // their own.
+  void write_keys(int i, const Team& team) const {
+    const Layer& layer = layers_[i];
+    const int queries = m_.heads * m_.head_dim;
+    const bool apart = layer.qkv.next && layer.qkv.out == queries;
+    const Weight& keys = apart ? *layer.qkv.next : layer.qkv;
+    const int width = apart ? qkv_width_ - queries : qkv_width_;
+    operands_.multiply(keys, x_, keys.in, layer.attention_norm, m_.eps,
+                       {qkv_.get() + (apart ? queries : 0), qkv_width_, width, Epilogue::kStore, 0, 0}, nullptr, team);
+    team.barrier();
+    attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
+    team.barrier();
   }
 
   // Attention, multiplied by the sigmoid of its gates.

@@ -9,7 +9,7 @@ extern "C" {
 constexpr int kMaxHeadDim = 576;
 constexpr int kMaxGroup = 16;  // query heads per key-value head
 
-constexpr int kAbiVersion = 1;  // raised when the meaning of a field changes but its layout does not
+constexpr int kAbiVersion = 2;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
 enum Kind : int32_t {
@@ -32,6 +32,7 @@ enum Kind : int32_t {
 enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
 // kRelu2: relu(up)^2, without a gate.
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };
+constexpr int32_t kKeysOnly = 2;
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 struct Weight {           // one packed linear layer
@@ -111,7 +112,7 @@ struct Layer {
   const Experts* experts;  // null: the layer is dense
   const float *cos, *sin;                                              // [context, rotary_dim / 2]
   int32_t window;                                                      // 0: full attention
-  int32_t attention, mlp;                                              // 0: this sub-layer is skipped
+  int32_t attention, mlp;    // 0: this sub-layer is skipped; attention kKeysOnly: it stores keys and values only
   int32_t chunked;           // 1: the window of a token begins at a multiple of its size
   int32_t reads_keys;        // 1: keys and values of the store are those of an earlier layer; qkv gives queries only
   const float* v_norm;       // [head_dim]; or null

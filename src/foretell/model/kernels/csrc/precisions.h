@@ -28,21 +28,24 @@ struct Bfloat16 {
   static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
   static Word place(Word w, int i) { return i ? w << 16 : w; }
   static Word from_int8(const int8_t* x) {
-    const Float low = to_float(load_bytes<int8_t>(x)), high = to_float(load_bytes<int8_t>(x + kLanes));
 #if FORETELL_BF16
+    const Float low = to_float(load_bytes<int8_t>(x)), high = to_float(load_bytes<int8_t>(x + kLanes));
     return (Word)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 #else
-    float numbers[2 * kLanes];
-    uint32_t words[kLanes];
-    store(numbers, low), store(numbers + kLanes, high);
-    pack(numbers, 2 * kLanes, words);
-    return load<Word>(words);
+    Int low, high;  // whose floats are bfloat16 numbers
+    load_byte_pairs(x, low, high);
+    return (Word)to_float(low) >> 16 | ((Word)to_float(high) & splat(0xFFFF0000u));
 #endif
   }
   static uint32_t round(float x) {  // to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  }
+  // The same, as float32 numbers.
+  static Float rounded(Float x) {
+    const Word bits = (Word)x;
+    return (Float)((bits + splat(0x7FFFu) + ((bits >> 16) & splat(1u))) & splat(0xFFFF0000u));
   }
   static void pack(const float* x, int n, uint32_t* words) {
     int i = 0;
@@ -61,12 +64,7 @@ struct Bfloat16 {
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
     return (Word)_mm512_permutexvar_epi16((__m512i)kOrder, (__m512i)both);
 #else
-    Word rounded[2];
-    for (int d = 0; d < 2; ++d) {
-      const Word bits = (Word)numbers[d];
-      rounded[d] = (bits + splat(0x7FFFu) + ((bits >> 16) & splat(1u))) >> 16;
-    }
-    return rounded[0] | rounded[1] << 16;
+    return (Word)rounded(numbers[0]) >> 16 | (Word)rounded(numbers[1]);
 #endif
   }
 };

@@ -359,6 +359,14 @@ inline Int dot_u7s8(Int acc, Word w, Word x) {
 #endif
 }
 
+// Whether the processor multiplies bfloat16 numbers; else they are multiplied as the float32 numbers that they are.
+constexpr bool kMultipliesBfloat16 =
+#if FORETELL_BF16 || (FORETELL_NEON && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+    true;
+#else
+    false;
+#endif
+
 // acc + the product of the odd (upper) bfloat16 numbers, then + that of the even ones, each sum rounded: what AVX-512's
 // dpbf16 computes, but for denormal numbers, which it takes for zero. Not Arm's bfdot, which rounds otherwise.
 inline Float dot_bfloat16(Float acc, Word w, Word x) {
@@ -416,6 +424,24 @@ inline Float load_halves(const void* p) {
   for (int i = 0; i < kLanes; ++i) lane[i] = half_to_float(half[i]);
   return load<Float>(lane);
 #endif
+}
+
+// The lower and the upper byte of 16 signed pairs of bytes, as integers.
+inline void load_byte_pairs(const void* p, Int& low, Int& high) {
+#if FORETELL_AVX512
+  const Int both = (Int)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif FORETELL_AVX2
+  Int both;
+  for (int i = 0; i < kParts; ++i)
+    both.part[i] = (IntPart)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + i));
+#else
+  uint16_t pairs[kLanes];
+  int32_t lane[kLanes];
+  std::memcpy(pairs, p, sizeof pairs);
+  for (int i = 0; i < kLanes; ++i) lane[i] = pairs[i];
+  const Int both = load<Int>(lane);
+#endif
+  low = both << 24 >> 24, high = both << 16 >> 24;
 }
 
 // 16 bytes, uint8_t or int8_t, as integers.

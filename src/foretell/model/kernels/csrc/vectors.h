@@ -81,7 +81,7 @@ inline Int rounded_integer(Float x) {
 inline Int round_product(Float x, float factor) { return rounded_integer(fma(x, splat(factor), splat(kRounder))); }
 
 // e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores vanish.
-inline Float exponential(Float x) {
+__attribute__((always_inline)) inline Float exponential(Float x) {
   const Float clipped = smaller(larger(x, splat(-87.0f)), splat(88.0f));
   const Float rounded = fma(clipped, splat(1.44269504f), splat(kRounder));
   const Float n = rounded - splat(kRounder);

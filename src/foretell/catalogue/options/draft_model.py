@@ -1,0 +1,113 @@
+"""Options of the methods that draft with a draft model."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from foretell.catalogue.options.base import MethodOptions
+from foretell.catalogue.options.fields import (
+    ChainConfidence,
+    ChainLength,
+    Depth,
+    Rates,
+    TreeNodes,
+    TreeSampling,
+    aliases,
+)
+from foretell.catalogue.options.shared import BeamOptions, ChainOptions, FixedTreeOptions, RejectionOptions
+
+_RATES_OF_RANKS = [0.6, 0.15, 0.07, 0.04, 0.025, 0.02, 0.015, 0.01]
+"""Acceptance rate per rank of a draft model where none was measured."""
+
+
+class DraftModelOptions(ChainOptions, RejectionOptions):
+    """A chain of a draft model with rejection sampling."""
+
+
+class UniversalDraftOptions(MethodOptions):
+    """A draft model with another tokenizer."""
+
+    num_speculative_tokens: Annotated[
+        int, Field(ge=1, le=256, description="Most draft tokens, in tokens of the draft model.")
+    ] = 6
+    confidence_threshold: ChainConfidence = 0.3
+
+
+class LLMCadOptions(MethodOptions):
+    """LLMCad's tree."""
+
+    num_draft_tokens: TreeNodes = 16
+    confidence_threshold: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description=(
+                "Drafting ends where the best path has a smaller probability; halved after a step in which every draft "
+                "was right, raised after any other."
+            ),
+        ),
+    ] = 0.01
+
+
+class SpecInferOptions(MethodOptions):
+    """A tree with fixed branching."""
+
+    num_draft_tokens: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=256,
+            description="Most nodes of the tree, whose levels branch by 2, 2, 1, 1 and so on.",
+            validation_alias=aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
+        ),
+    ] = 10
+
+
+class SpecTrOptions(MethodOptions):
+    """Independent chains."""
+
+    eagle_topk: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Independent chains (k).",
+            validation_alias=aliases("eagle_topk", "speculative_eagle_topk"),
+        ),
+    ] = 4
+    num_steps: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=256,
+            description="Tokens of each chain.",
+            validation_alias=aliases("num_steps", "num_speculative_tokens", "speculative_num_steps"),
+        ),
+    ] = 4
+
+
+class SequoiaOptions(FixedTreeOptions):
+    """The optimal fixed tree for its number of nodes."""
+
+    num_draft_tokens: TreeNodes = 16
+    num_steps: Depth = 6
+    acceptance: Rates = _RATES_OF_RANKS
+    draft_sample_method: TreeSampling = "greedy"
+
+
+class DynamicTreeOptions(BeamOptions):
+    """A dynamic tree of a draft model."""
+
+    num_steps: Depth = 5
+
+
+class OnlineOptions(MethodOptions):
+    """A draft model that keeps learning."""
+
+    num_speculative_tokens: ChainLength = 5
+    confidence_threshold: ChainConfidence = 0.0
+    online_update_interval: Annotated[
+        int, Field(ge=0, description="Requests between two optimiser steps; 0: no learning.")
+    ] = 8
+    online_buffer: Annotated[int, Field(ge=1, description="Most corrections kept to learn from.")] = 2048
+    online_learning_rate: Annotated[float, Field(gt=0, description="Learning rate of AdamW, constant.")] = 1e-4

@@ -1,0 +1,90 @@
+"""Options of the feature-level drafters."""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from foretell.catalogue.options.fields import Depth, NodeConfidence, TreeSampling, aliases
+from foretell.catalogue.options.shared import BeamOptions, FixedTreeOptions
+
+
+class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
+    """A tree of a feature-level drafter."""
+
+    num_draft_tokens: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1024,
+            description=(
+                "Most nodes of the draft tree. Unset, and confidence_threshold as well: as many as pay on this "
+                "machine, at most 64; a fixed tree has 12."
+            ),
+            validation_alias=aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
+        ),
+    ] = 12
+    confidence_threshold: NodeConfidence = 0.07
+    draft_sample_method: TreeSampling = "greedy"
+
+    _sampled_chain_options: ClassVar[tuple[str, ...]] = ("confidence_threshold",)
+    """Options that a sampled chain reads and a sampled tree does not."""
+
+    @model_validator(mode="after")
+    def _fixed_or_dynamic(self) -> Self:
+        if self.acceptance is not None:
+            self._reject("acceptance asks for a fixed tree", "eagle_topk", "confidence_threshold")
+        elif self.draft_sample_method == "probabilistic" and self.eagle_topk != 1:
+            self._reject(
+                "only a chain (eagle_topk 1) or a fixed tree can be sampled", "eagle_topk", *self._sampled_chain_options
+            )
+        return self
+
+
+class MLPSpeculatorOptions(FeatureTreeOptions):
+    """A tree of an MLP speculator; sampled drafts form a chain unless the tree is fixed."""
+
+    _sampled_chain_options = ()
+
+    num_steps: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Most levels of the tree. Unset: one for each stage.",
+            validation_alias=aliases("num_steps", "speculative_num_steps"),
+        ),
+    ] = None
+
+
+class EagleTreeOptions(FeatureTreeOptions):
+    """EAGLE-2's and EAGLE-3's tree."""
+
+    num_steps: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description=(
+                "Most levels of the tree. Unset: 8; where num_draft_tokens is set, 5 and one more for every 30 nodes."
+            ),
+            validation_alias=aliases("num_steps", "speculative_num_steps"),
+        ),
+    ] = None
+
+
+class EagleOptions(FixedTreeOptions):
+    """EAGLE-1's fixed tree."""
+
+    num_draft_tokens: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1024,
+            description="Nodes of the optimal fixed tree. Unset: the paper's tree of 25 nodes.",
+            validation_alias=aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
+        ),
+    ] = None
+    eagle_topk: Annotated[
+        Literal[1] | None,
+        Field(description="1: a chain.", validation_alias=aliases("eagle_topk", "speculative_eagle_topk")),
+    ] = None
+    num_steps: Depth = 5
+    draft_sample_method: TreeSampling = "greedy"

@@ -1,0 +1,125 @@
+"""Options of the lossy methods."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from foretell.catalogue.options.base import MethodOptions
+from foretell.catalogue.options.fields import ChainLength, TypicalDelta, TypicalEpsilon
+from foretell.catalogue.options.heads import MedusaOptions
+from foretell.catalogue.options.shared import ChainOptions
+
+
+class LenienceOptions(ChainOptions):
+    """Rejection sampling with lenience."""
+
+    lenience: Annotated[
+        float,
+        Field(gt=0, le=1, description="Factor on the draft's probability in the rejection test; 1: the exact test."),
+    ] = 0.5
+
+
+class TypicalOptions(ChainOptions):
+    """Typical acceptance of a chain."""
+
+    posterior_threshold: TypicalEpsilon = 0.09
+    posterior_alpha: TypicalDelta = None
+
+
+class MedusaTypicalOptions(MedusaOptions):
+    """Typical acceptance of the tree of heads."""
+
+    posterior_threshold: TypicalEpsilon = 0.09
+    posterior_alpha: TypicalDelta = None
+
+
+class BlockwiseLossyOptions(MethodOptions):
+    """The approximate criteria of blockwise parallel decoding."""
+
+    num_speculative_tokens: ChainLength = 5
+    accept_top_k: Annotated[
+        int, Field(ge=1, description="Drafts among this number of most probable tokens of the target are accepted.")
+    ] = 2
+    accept_distance: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="In place of accept_top_k: drafts with a token id this close to the best token's are accepted.",
+        ),
+    ] = None
+    minimum_block: Annotated[int, Field(ge=1, description="Least number of tokens per pass.")] = 1
+
+    @model_validator(mode="after")
+    def _one_criterion(self) -> Self:
+        if self.is_set("accept_top_k") and self.accept_distance is not None:
+            raise ValueError("accept_top_k and accept_distance are two criteria; give one of them")
+        return self
+
+
+class EarlyExitOptions(MethodOptions):
+    """Answers of exits."""
+
+    num_speculative_tokens: Annotated[
+        int, Field(ge=1, le=256, description="Most tokens that leave early before one runs all layers.")
+    ] = 8
+    calibration: Annotated[
+        str | None,
+        Field(description="File of `foretell calibrate exits` with exits and thresholds. Unset: `exit_threshold`."),
+    ] = None
+    exit_layers: Annotated[
+        tuple[int, ...] | None, Field(description="Exits after so many layers. Unset: all that were fitted.")
+    ] = None
+    exit_threshold: Annotated[
+        float,
+        Field(ge=0, le=1, description="A token leaves at the first exit whose confidence is greater; 1: none does."),
+    ] = 0.9
+    exit_confidence: Annotated[
+        Literal["softmax", "state", "classifier"],
+        Field(
+            description=(
+                "softmax: difference of the two largest probabilities; state: cosine of the outputs of the last two "
+                "layers; classifier: a trained one."
+            )
+        ),
+    ] = "softmax"
+    exit_decay: Annotated[
+        float,
+        Field(ge=0, description="The threshold l falls over the answer: 0.9 l + 0.1 exp(-exit_decay * t / 256)."),
+    ] = 0.0
+    missing_keys: Annotated[
+        Literal["recompute", "copy"],
+        Field(
+            description=(
+                "Keys and values of the layers that a token did not run: computed with the next token that runs them "
+                "(recompute), or made of the state at its exit (copy)."
+            )
+        ),
+    ] = "recompute"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        unread = [n for n in ("exit_layers", "exit_threshold", "exit_confidence", "exit_decay") if self.is_set(n)]
+        if self.calibration is not None and unread:
+            raise ValueError(f"calibration names exits and thresholds, so {' and '.join(unread)} would not be read")
+        return self
+
+
+class BiLDOptions(MethodOptions):
+    """Big Little Decoder."""
+
+    num_speculative_tokens: ChainLength = 10
+    fallback_threshold: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="The chain ends where the most probable token of the draft model has a smaller probability.",
+        ),
+    ] = 0.6
+    rollback_threshold: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="Drafts whose negative log-probability under the target is at most this (nats) are accepted.",
+        ),
+    ] = 5.0

@@ -1,0 +1,68 @@
+"""Options of the methods that retrieve continuations."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from foretell.catalogue.options.fields import LongestMatch, ShortestMatch, TrieConfidence, TrieNodes
+from foretell.catalogue.options.shared import TrieOptions
+
+
+class NgramOptions(TrieOptions):
+    """Prompt lookup."""
+
+    num_speculative_tokens: TrieNodes = 10
+    prompt_lookup_max: LongestMatch = 3
+    prompt_lookup_min: ShortestMatch = 1
+
+
+class LlmaOptions(NgramOptions):
+    """LLMA: prompt lookup in references."""
+
+    num_speculative_tokens: TrieNodes = 15
+    confidence_threshold: TrieConfidence = 0.0
+    prompt_lookup_max: LongestMatch = 5
+
+
+class SuffixOptions(TrieOptions):
+    """The longest suffix match."""
+
+    prompt_lookup_min: ShortestMatch = 1
+
+
+class RecyclingOptions(TrieOptions):
+    """Token recycling."""
+
+    confidence_threshold: TrieConfidence = 0.06
+
+
+class SamRecyclingOptions(TrieOptions):
+    """Suffix matches and token recycling."""
+
+    num_speculative_tokens: TrieNodes = 7
+
+
+class PhraseOptions(TrieOptions):
+    """Phrase retrieval by hidden state."""
+
+    num_speculative_tokens: TrieNodes = 16
+    confidence_threshold: TrieConfidence = 0.04
+
+
+class RestOptions(PhraseOptions):
+    """REST: a datastore."""
+
+    datastore: Annotated[
+        str | None,
+        Field(
+            description="Directory written by `foretell datastore build`. Unset: the --reference documents are indexed."
+        ),
+    ] = None
+    prompt_lookup_max: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Longest match that is looked up, in tokens. Unset: the depth of the datastore, 16 by default.",
+        ),
+    ] = None
+    prompt_lookup_min: ShortestMatch = 2

@@ -1,0 +1,83 @@
+"""Options of the methods that draft with a cheaper version of the target."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from foretell.catalogue.options.draft_model import DraftModelOptions
+from foretell.catalogue.options.fields import ChainConfidence, ChainLength, DraftSampling, ExitLayer
+from foretell.catalogue.options.shared import RejectionOptions
+
+
+class SelfDraftOptions(DraftModelOptions):
+    """A chain of a cheaper version of the target."""
+
+    num_speculative_tokens: ChainLength = 4
+    confidence_threshold: ChainConfidence = 0.4
+
+
+class LayerSkipOptions(SelfDraftOptions):
+    """The target's first blocks."""
+
+    exit_layer: ExitLayer = None
+    exit_threshold: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            description=(
+                "With fitted exits: a token is drafted by the first exit whose two largest probabilities differ by "
+                "more than this, at the latest by the one after `exit_layer`. Unset: by that one."
+            ),
+        ),
+    ] = None
+
+
+class SelfSpeculativeOptions(RejectionOptions):
+    """The target without some sub-layers."""
+
+    num_speculative_tokens: ChainLength = 8
+    confidence_threshold: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description=(
+                "A chain ends with the first token to which the drafter gives a smaller probability; adjusted per "
+                "request towards an acceptance rate of 0.9."
+            ),
+        ),
+    ] = 0.8
+    draft_sample_method: DraftSampling = "probabilistic"
+    skip_set: Annotated[
+        str | None,
+        Field(
+            description=(
+                "File written by `foretell tune skip` with the sub-layers to leave out. Unset: the attention of every "
+                "second middle block."
+            )
+        ),
+    ] = None
+
+
+class QuantisedDraftOptions(SelfDraftOptions):
+    """The quantised target."""
+
+    quantization_bits: Annotated[
+        int, Field(ge=2, le=8, description="Bits of the draft's weights; fewer than 8 are simulated.")
+    ] = 8
+    quantization_group: Annotated[
+        int, Field(ge=0, description="Input columns that share a scale in a simulated quantisation; 0: all.")
+    ] = 64
+
+
+class PrunedDraftOptions(SelfDraftOptions):
+    """The target without some blocks."""
+
+    pruned_layers: Annotated[
+        int | None,
+        Field(ge=0, description="Blocks to leave out, least influential first. Unset: a quarter of them."),
+    ] = None
+    sparsity: Annotated[
+        float, Field(ge=0, le=1, description="Share of the drafter's weights that are set to zero.")
+    ] = 0.0

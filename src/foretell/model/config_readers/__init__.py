@@ -1,0 +1,1 @@
+"""Readers of model configurations: Hugging Face `config.json` files and GGUF metadata."""

@@ -1,0 +1,128 @@
+"""Matrices of quantised checkpoints, unpacked.
+
+A matrix is given in the nearest storage type that holds its numbers exactly, or widened to floats. A weight is the
+exact product `scale * (level - zero)`; engines that dequantise in 16 bits round it.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, UInt8
+
+from foretell.model.stored_matrix import StoredMatrix
+
+Tensor = torch.Tensor
+_GROUP = 32
+"""Inputs per scale of the storage types."""
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+
+
+class QuantizedMatrix(ABC):
+    """A quantised matrix, unpacked."""
+
+    @abstractmethod
+    def widen(self) -> Float[Tensor, "o i"]:
+        """The numbers in float32."""
+
+    @abstractmethod
+    def stored(self) -> StoredMatrix | str:
+        """The matrix in the storage type that holds the same numbers; or why there is none."""
+
+
+@dataclass(frozen=True)
+class IntegerMatrix(QuantizedMatrix):
+    """`scale * (level - zero)` with a scale and a zero point per output and group of inputs."""
+
+    bits: int
+    level: UInt8[Tensor, "o i"]
+    scale: Float[Tensor, "o g"]
+    zero: Int[Tensor, "o g"]
+    group_of: Int[Tensor, " i"]
+    """The group of every input."""
+
+    def widen(self) -> Float[Tensor, "o i"]:
+        """The numbers in float32: exact for scales of 16 bits."""
+        centred = self.level.to(torch.int16) - self.zero.to(torch.int16)[:, self.group_of]
+        return self.scale.float()[:, self.group_of] * centred
+
+    def stored(self) -> StoredMatrix | str:
+        """Q4_0 or Q4_Z up to 4 bits, else Q8_0."""
+        outputs, inputs = self.level.shape
+        if inputs % _GROUP:
+            return f"{inputs} inputs are no multiple of {_GROUP}"
+        groups = self.group_of.view(-1, _GROUP)
+        if not bool((groups == groups[:, :1]).all()):
+            return f"{_GROUP} consecutive inputs have several scales"
+        scale = self.scale[:, groups[:, 0]].contiguous()
+        half = scale.half()
+        if not torch.equal(half.float(), scale.float()):
+            return "float16 does not hold its scales"
+        zero, levels = self.zero[:, groups[:, 0]], self.level.view(outputs, -1, _GROUP)
+        if self.bits > 4:
+            return _q8_0(levels.to(torch.int16) - zero[..., None].to(torch.int16), half)
+        shift = 8 - zero.flatten()[0]
+        if bool((zero + shift == 8).all()) and 0 <= shift <= 16 - (1 << self.bits):
+            return _pack("Q4_0", (half,), _nibbles(levels + shift.to(torch.uint8)))
+        return _pack("Q4_Z", (half, zero.half()), _nibbles(levels))
+
+
+def _q8_0(centred: Int[Tensor, "o n 32"], scale: Float[Tensor, "o n"]) -> StoredMatrix | str:
+    if int(centred.min()) < -128 or int(centred.max()) > 127:
+        return "its levels less their zero points are no int8"
+    return _pack("Q8_0", (scale,), centred.to(torch.int8).view(torch.uint8))
+
+
+def _nibbles(levels: UInt8[Tensor, "o n 32"]) -> UInt8[Tensor, "o n 16"]:
+    """Two levels per byte, in the order of Q4_0: levels 0 to 15 in the low halves."""
+    return levels[..., :16] | levels[..., 16:] << 4
+
+
+def _pack(kind: str, heads: tuple[Tensor, ...], levels: UInt8[Tensor, "o n b"]) -> StoredMatrix:
+    """Blocks of 16-bit numbers, then the bytes of the levels."""
+    parts = [h.contiguous().view(torch.uint8).view(*h.shape, 2) for h in heads]
+    data = torch.cat([*parts, levels], -1)
+    return StoredMatrix(kind, data.shape[1] * _GROUP, data.flatten(1))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Float8Matrix(QuantizedMatrix):
+    """`scale * value` with float8 values and a scale per block of outputs and inputs."""
+
+    value: Float[Tensor, "o i"]
+    scale: Float[Tensor, "a b"]
+    block: tuple[int, int]
+
+    def widen(self) -> Float[Tensor, "o i"]:
+        """The products in float32."""
+        (rows, columns), scale = self.block, self.scale.float()
+        wide = scale.repeat_interleave(columns, 1)[:, : self.value.shape[1]]
+        return self.value.float() * wide.repeat_interleave(rows, 0)[: self.value.shape[0]]
+
+    def stored(self) -> StoredMatrix | str:
+        """No storage type holds float8."""
+        return "no storage type holds float8"
+
+
+@dataclass(frozen=True)
+class MXFP4Matrix(QuantizedMatrix):
+    """E2M1 values with an exponent per 32 inputs (OCP microscaling formats, arXiv 2310.10537)."""
+
+    blocks: UInt8[Tensor, "o n 16"]
+    """Values 2k and 2k + 1 in the low and high half of byte k."""
+    exponent: UInt8[Tensor, "o n"]
+
+    def _values(self) -> UInt8[Tensor, "o n 32"]:
+        return torch.stack((self.blocks & 15, self.blocks >> 4), -1).flatten(2)
+
+    def widen(self) -> Float[Tensor, "o i"]:
+        """The numbers in float32, all of which bfloat16 holds too."""
+        table = torch.tensor([*_MXFP4_VALUES, *(-v for v in _MXFP4_VALUES)])
+        scale = torch.ldexp(torch.ones(self.exponent.shape), self.exponent.int() - _E8M0_BIAS)
+        return (table[self._values().int()] * scale[..., None]).flatten(1)
+
+    def stored(self) -> StoredMatrix:
+        """MXFP4 in the order of GGUF."""
+        data = torch.cat([self.exponent[..., None], _nibbles(self._values())], -1)
+        return StoredMatrix("MXFP4", data.shape[1] * _GROUP, data.flatten(1))
