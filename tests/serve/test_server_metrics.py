@@ -158,7 +158,8 @@ def test_expected_and_obtained_gains_are_measured(server: Server) -> None:
 def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
     """Passes of one second each; drafts give three tokens where two were expected."""
     tables = MetricTables(())
-    metrics, engine = StepMetrics(tables, (NAME, "0")), SimpleNamespace(controller=None, last_step=None)
+    metrics = StepMetrics(tables, (NAME, "0"))
+    engine = SimpleNamespace(controller=None, switch=None, last_step=None)
     plain = StepCounts(requests=1, read=1, reads_prompt=False, new=1, expected=1.0)
     drafted = StepCounts(1, 4, False, drafted=3, accepted=2, new=3, expected=2.0)
     prompt = StepCounts(1, 64, True, new=1)

@@ -1,10 +1,9 @@
 """Drafting with EAGLE: from the target's hidden states up to the root, and from the layer's own outputs below it."""
 
 from collections import deque
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import Predictor, TopTokens
+from foretell.draft.target_states import ObservedStep, PrefixState, TargetStates, concatenate_states
 from foretell.model.kernels import DynamicTrees
 from foretell.model.layout import Layout
 from foretell.model.mtp import MTPLayer
@@ -26,102 +26,6 @@ the prompt (96 new tokens).
 """
 _HELD_STEPS = 32
 """Last steps that are held while the method does not draft; what came before is left out when it drafts again."""
-
-
-class _TargetStates(NamedTuple):
-    """The target's hidden states at some positions, as rows of those of a whole pass, so that they are not copied."""
-
-    hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
-    place: Int[np.ndarray, " t"]
-    """Row of every position."""
-
-
-def _concatenate(parts: Sequence[_TargetStates]) -> _TargetStates:
-    if len(parts) == 1:
-        return parts[0]
-    shared = parts[0].hidden_states
-    if all(p.hidden_states is shared for p in parts):
-        return _TargetStates(shared, np.concatenate([p.place for p in parts]))
-    gathered = [
-        [hidden_states[torch.from_numpy(p.place).to(hidden_states.device)] for hidden_states in p.hidden_states]
-        for p in parts
-    ]
-    return _TargetStates(
-        tuple(map(torch.cat, zip(*gathered, strict=True))), np.arange(sum(len(p.place) for p in parts))
-    )
-
-
-@dataclass
-class _PrefixState:
-    """State of one request: how many positions the layer has read, from position `start` on, and the target's states at
-    the positions after.
-    """
-
-    start: int = 0
-    length: int = 0
-    pending: list[_TargetStates] = field(default_factory=list)
-    """Those of several passes, not copied until they are read."""
-
-    @property
-    def pending_count(self) -> int:
-        """Number of positions to be read."""
-        return sum(len(part.place) for part in self.pending)
-
-    @property
-    def end(self) -> int:
-        """The first position that is not known."""
-        return self.start + self.length + self.pending_count
-
-    def truncate(self, end: int) -> None:
-        """Drop the positions from `end` on, which is not before the first one."""
-        self.pending = self._first(max(0, end - self.start - self.length))
-        self.length = min(self.length, end - self.start)
-
-    def take(self, count: int) -> _TargetStates:
-        """Remove and return the states of the next `count` positions, which count as read."""
-        taken, left = self._first(count), self.pending[:]
-        for part in taken:
-            rest = left.pop(0).place[len(part.place) :]
-            if len(rest):
-                left.insert(0, _TargetStates(part.hidden_states, rest))
-        self.pending = left
-        self.length += count
-        return _concatenate(taken)
-
-    def latest(self, passes: int) -> "_PrefixState":
-        """The pending positions of the last passes alone."""
-        kept = self.pending[-passes:]
-        return _PrefixState(self.end - sum(len(part.place) for part in kept), 0, kept)
-
-    def _first(self, count: int) -> list[_TargetStates]:
-        """The first `count` pending positions."""
-        parts = list[_TargetStates]()
-        for hidden_states, place in self.pending:
-            if count > 0:
-                parts.append(_TargetStates(hidden_states, place[:count]))
-                count -= len(place)
-        return parts
-
-
-class _ObservedStep(NamedTuple):
-    """What the drafter needs of a step; logits are not held."""
-
-    rows: tuple[int, ...]
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    """Tokens of the sequences after the step."""
-    paths: tuple[tuple[int, ...], ...]
-    hidden_index: Int[np.ndarray, "b n"]
-    hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
-
-    @staticmethod
-    def of(step: StepResult) -> "_ObservedStep":
-        """From the step's result."""
-        lengths, output = tuple(text.length for text in step.context.sequences), step.output
-        return _ObservedStep(
-            *(step.context.rows, step.start_positions, lengths, step.paths),
-            *(output.hidden_index, output.hidden_states),
-        )
 
 
 class EagleDrafter(Predictor):
@@ -144,13 +48,13 @@ class EagleDrafter(Predictor):
         self._max_pending = max(max_pending, 1)
         self._cache = network.new_cache(network.device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
-        self._prefixes: dict[int, _PrefixState] = {}
-        self._proposed: dict[int, tuple[int, list[_TargetStates]]] = {}
+        self._prefixes: dict[int, PrefixState] = {}
+        self._proposed: dict[int, tuple[int, list[TargetStates]]] = {}
         """Length and pending states of each row before this step's proposal: a step that fails proposes again."""
-        self._held = deque[_ObservedStep](maxlen=_HELD_STEPS)
+        self._held = deque[ObservedStep](maxlen=_HELD_STEPS)
         """Steps without drafting."""
         self._released: dict[int, int] = {}
-        """How many of the held steps came before the last release of a row."""
+        """How many of the held steps do not count for a row: it was released, or they were taken in."""
         self._waits = False
         """Whether the last step was one of these."""
         self._nodes = _DraftedNodes(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -173,10 +77,12 @@ class EagleDrafter(Predictor):
         if self._waits:
             if len(self._held) == _HELD_STEPS:
                 self._released = {row: count - 1 for row, count in self._released.items() if count > 1}
-            self._held.append(_ObservedStep.of(step))
+            self._held.append(ObservedStep.of(step))
             return
         self._add_held()
-        self._add(_ObservedStep.of(step))
+        observed = ObservedStep.of(step)
+        for i in range(len(observed.rows)):
+            self._add(observed, i)
         long = [
             (row, text)
             for row, text in zip(step.context.rows, step.context.sequences, strict=True)
@@ -190,30 +96,36 @@ class EagleDrafter(Predictor):
     def _add_held(self) -> None:
         """Take in the steps without drafting."""
         if self._held:
-            for i, step in enumerate(self._held):
-                self._add(step, {row for row, count in self._released.items() if i < count})
             for row in {row for step in self._held for row in step.rows}:
-                known = self._prefixes.get(row)
-                if known is not None and len(known.pending) > 2 * _HELD_STEPS:  # they hold the states of whole passes
-                    self._forget(row)
-                    self._prefixes[row] = known.latest(_HELD_STEPS)
+                self._add_held_row(row)
             self._held.clear()
             self._released.clear()
 
-    def _add(self, step: _ObservedStep, ignored: Container[int] = ()) -> None:
-        """Add the states of a step to those that are pending, but for the rows that are `ignored`."""
-        for i, row in enumerate(step.rows):
-            if row in ignored:
-                continue
-            start, known = step.starts[i], self._prefixes.get(row)
-            if known is None or known.end != start or step.lengths[i] > self.max_context:
-                self._forget(row)
-                if step.lengths[i] > self.max_context:
-                    continue
-                known = self._prefixes[row] = _PrefixState(start)
-            places = step.hidden_index[i, list(step.paths[i])][: step.lengths[i] - 1 - start]
-            if len(places):
-                known.pending.append(_TargetStates(step.hidden_states, places))
+    def _add_held_row(self, row: int) -> None:
+        """Take in what they have of one row."""
+        first = self._released.get(row, 0)
+        for step in list(self._held)[first:]:
+            if row in step.rows:
+                self._add(step, step.rows.index(row))
+        if self._held:
+            self._released[row] = len(self._held)
+        known = self._prefixes.get(row)
+        if known is not None and len(known.pending) > 2 * _HELD_STEPS:  # they hold the states of whole passes
+            self._forget(row)
+            self._prefixes[row] = known.latest(_HELD_STEPS)
+
+    def _add(self, step: ObservedStep, i: int) -> None:
+        """Add the states of request `i` of a step to those that are pending."""
+        row, start = step.rows[i], step.starts[i]
+        known = self._prefixes.get(row)
+        if known is None or known.end != start or step.lengths[i] > self.max_context:
+            self._forget(row)
+            if step.lengths[i] > self.max_context:
+                return
+            known = self._prefixes[row] = PrefixState(start)
+        places = step.hidden_index[i, list(step.paths[i])][: step.lengths[i] - 1 - start]
+        if len(places):
+            known.pending.append(TargetStates(step.hidden_states, places))
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
@@ -229,7 +141,7 @@ class EagleDrafter(Predictor):
         """Keep the positions of the shared tokens, if all from some position on are known; otherwise begin near their
         end.
         """
-        self._add_held()
+        self._add_held_row(row)
         known = self._prefixes.get(row)
         if known is None or not known.start <= length <= known.end:
             return self._begin_near(row, length)
@@ -241,14 +153,14 @@ class EagleDrafter(Predictor):
         """Forget a row, and let the target read the last tokens of a prefix again."""
         self.release(row)
         start = length if self._waits else max(0, length - _READ_AGAIN)
-        self._prefixes[row] = _PrefixState(start)
+        self._prefixes[row] = PrefixState(start)
         return start
 
     def copy_row(self, source: int, target: int, length: int) -> int:
         """Copy the positions of the shared tokens, if all from some position on are known; otherwise begin near their
         end.
         """
-        self._add_held()
+        self._add_held_row(source)
         self.release(target)
         known = self._prefixes.get(source)
         if known is None or not known.start <= length <= known.end:
@@ -331,11 +243,11 @@ class EagleDrafter(Predictor):
 
     def _take_pending(
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
-    ) -> tuple[Int[np.ndarray, " t"], _TargetStates]:
+    ) -> tuple[Int[np.ndarray, " t"], TargetStates]:
         """The tokens and the target's states of the next positions of some rows, which count as read."""
         first = [self._prefixes[row].start + self._prefixes[row].length for row in rows]
         token = [t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)]
-        states = _concatenate([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
+        states = concatenate_states([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
         return token[0] if len(token) == 1 else np.concatenate(token), states
 
     @torch.inference_mode()

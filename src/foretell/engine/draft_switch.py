@@ -39,7 +39,7 @@ _OFF, _ON = 0.99, 1.02
 """Gains below which drafting is switched off, and from which on it is switched on."""
 _MOST_GROWTH = 8
 """Most times by which the least interval grows with the number of trials."""
-_FINE = 4.0
+_FINE = 2.0
 """Loads per factor of two."""
 _FRESH = 64
 """Steps after which others are too old to be compared with, and a trial that is not over is given up."""
