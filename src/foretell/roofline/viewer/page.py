@@ -11,7 +11,8 @@ from foretell.roofline.viewer.data import payload
 
 SCRIPTS = (
     "offload.js", "passes.js", "engine.js", "methods.js", "variants.js", "arrivals.js", "charts.js", "graph.js",
-    "navigation.js", "glossary.js", "state.js", "form.js", "panels.js", "ranking.js", "sweeps.js", "actions.js", "app.js",
+    "navigation.js", "glossary.js", "state.js", "form.js", "panels.js", "ranking.js", "sweeps.js", "actions.js",
+    "app.js",
 )  # fmt: skip
 
 
