@@ -30,7 +30,8 @@ def labels(canvas: Canvas) -> list[Text]:
     found = list[Text]()
     for ax in canvas.axes:
         found += [t for t in ax.texts if t.get_text()]
-        found += ax.get_legend().get_texts() if ax.get_legend() else []
+        legend = ax.get_legend()
+        found += legend.get_texts() if legend else []
         for axis in (ax.xaxis, ax.yaxis):
             low, high = sorted(axis.get_view_interval())
             found += [

@@ -52,10 +52,13 @@ const Graph = (() => {
     g.append(
       make("rect", { class: "box", x, y, width: W, height: H, rx: 7 }),
       make("rect", { class: "edge", x, y: y + 5, width: 3.5, height: H - 10, rx: 1.7 }),
-      make("text", { class: "name", x: x + pad, y: y + 15 }, line.op[0]),
     );
     const isWide = size.lines === 1,
-      texts = isWide ? [figures.join(" · ")] : ratio ? [figures[0]] : figures;
+      // Of letters 7.2 wide on average, those of a long name are set narrower where the node is narrow.
+      squeezed = !isWide && line.op[0].length * 7.2 > W - pad - 4 ? { textLength: W - pad - 5 } : {},
+      fitted = { ...squeezed, lengthAdjust: "spacingAndGlyphs" };
+    g.append(make("text", { class: "name", x: x + pad, y: y + 15, ...fitted }, line.op[0]));
+    const texts = isWide ? [figures.join(" · ")] : ratio ? [figures[0]] : figures;
     texts.forEach((text, i) => g.append(make("text", { class: "figures", x: x + pad, y: y + 29.5 + 14 * i }, text)));
     const width = Math.max(1, (W - 2 * pad) * share);
     g.append(make("rect", { class: "share", x: x + pad, y: y + H - 6, width, height: 3, rx: 1.5 }));

@@ -85,7 +85,9 @@ const Ranking = (engine, methods, variants, state, changed) => {
       usable = list.filter((g) => !g.unavailable),
       most = Math.max(...usable.map((g) => (g.nodes > 1 ? g.range[1] : 1)), 1.5) * 1.02,
       name = nameOf(list);
-    $("#methods .advice").textContent = advice(list[0]);
+    const outside = [state.now.offloadWeights, state.now.offloadKv].some((part) => Number(part) > 0);
+    $("#methods .advice").textContent =
+      advice(list[0]) + (outside ? " Methods, cheaper passes and arrivals are predicted without offloading." : "");
     const focused = document.activeElement.dataset.method;
     $(".bars").replaceChildren(...list.map((g) => bar(g, most, g.name === name)));
     if (focused) $(`[data-method="${focused}"]`).focus({ preventScroll: true });
