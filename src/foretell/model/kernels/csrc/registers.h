@@ -504,7 +504,8 @@ inline void expand_halves(Word v, const uint32_t* masks, Word& a, Word& b) {
   a = (Word)_mm512_maskz_mov_epi16(first, whole);
   b = (Word)_mm512_maskz_mov_epi16(second, chosen);
 #elif FORETELL_AVX2
-  const __m256i bit = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
+  const __m256i bit =
+      _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
   for (int i = 0; i < kParts; ++i) {
     const __m256i whole = (__m256i)v.part[i];
     const auto halves = [&](uint32_t mask) {
