@@ -493,9 +493,9 @@ inline Word lookup_bytes(const uint8_t* table, Word codes) {
 #endif
 }
 
-// Two vectors of half words from one. Bit 2 l + h of a mask belongs to half h of lane l. `a` has the halves of `v` whose
-// bits are set in the first mask, else zeros; `b` likewise those of the second, but a half that both have comes from
-// the other half of its lane.
+// Two vectors of half words from one. Bit 2 l + h of a mask belongs to half h of lane l. `a` has the halves of `v`
+// whose bits are set in the first mask, else zeros; `b` likewise those of the second, but a half that both have comes
+// from the other half of its lane.
 inline void expand_halves(Word v, const uint32_t* masks, Word& a, Word& b) {
 #if FORETELL_AVX512
   const __m512i whole = (__m512i)v, turned = _mm512_rol_epi32(whole, 16);
