@@ -14,11 +14,12 @@ from typing import Any
 import httpx2
 import jsonschema
 
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _FORMATS = {
     "date-time": r"\d{4}-\d{2}-\d{2}[Tt]\d{2}:\d{2}:\d{2}(\.\d+)?([Zz]|[+-]\d{2}:\d{2})",
     "time": r"\d{2}:\d{2}:\d{2}(\.\d+)?([Zz]|[+-]\d{2}:\d{2})",
     "duration": r"P(?=.)(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+S)?)?)",
-    "hostname": r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*",
+    "hostname": rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*",
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[!-~]*",
 }
 """Formats that jsonschema does not check without further packages."""

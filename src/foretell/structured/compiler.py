@@ -223,9 +223,7 @@ def _invalid(outputs: StructuredOutputs, message: str, refuse: Callable[[Structu
     if outputs.kind == "json":
         schema = outputs.schema
         places = [f"{word} at {where}" for word, where in keyword_places(schema) if f'"{word}"' in reason]
-        places = places or find_faults(
-            schema, reason, lambda changed: _reason(refuse(replace(outputs, json=changed)))
-        )
+        places = places or find_faults(schema, reason, lambda changed: _reason(refuse(replace(outputs, json=changed))))
     named = f" ({', '.join(places[:_SHOWN])})" if places else ""
     return ValueError(f"the {outputs.kind} cannot be used: {reason}{named}")
 

@@ -33,9 +33,7 @@ def keyword_places(schema: object, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 class _Search:
-    def __init__(
-        self, schema: Mapping[str, Any], reason: str, refuse: Callable[[Mapping[str, Any]], str]
-    ) -> None:
+    def __init__(self, schema: Mapping[str, Any], reason: str, refuse: Callable[[Mapping[str, Any]], str]) -> None:
         self._schema, self._reason, self._refuse = schema, reason, refuse
         self._trials, self._end = _MOST_TRIALS, time.monotonic() + _SECONDS
 
