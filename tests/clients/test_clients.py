@@ -244,9 +244,9 @@ def test_lm_evaluation_harness_reads_the_model_s_log_probabilities(url: str, off
         text = model().generate(prompt, raw=True, max_new_tokens=12, stop="\n")[0].text
         assert samples("own_text")[number]["resps"][0][0] == text
         rolling = samples("own_perplexity")[number]["resps"][0]
-        # Before the first token stands the tokenizer's prefix token.
+        # The harness puts the token of the beginning before the text.
         assert float(rolling[0] if isinstance(rolling, list) else rolling) == pytest.approx(
-            log_likelihood("<|im_end|>", question["question"]), abs=1e-4
+            log_likelihood("<|im_start|>", question["question"]), abs=1e-4
         )
 
 
