@@ -10,9 +10,11 @@ Precision = Literal["float32", "bfloat16", "int8", "int8-activations"]
 """Arithmetic of a network; see `foretell.model.backend.ARITHMETIC`."""
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int8-activations")
 PANEL_KINDS = (
-    "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z"
+    "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z",
+    "BF16_2:4",
 )  # fmt: skip
-"""How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
+"""How packed weights are stored: `int8` is rotated and has groups of 192 inputs, `BF16_2:4` holds two of four
+inputs, the others are as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
@@ -182,7 +184,7 @@ class Layout(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),
         *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots", "layer_inputs")),
-        ("input_width", c_int32),
+        *(("input_width", c_int32), ("queries", c_void_p)),
     )
 
 
@@ -254,6 +256,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
     "foretell_cache_move": (None, (_I, POINTER(Cache), _I, _I, _I, _I, POINTER(_I), _I, _I)),
+    "foretell_cache_copy": (None, (_I, POINTER(Cache), _I, _P, _I, POINTER(Cache), _I, _I, _I, _I, _I)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""
