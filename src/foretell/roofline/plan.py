@@ -8,6 +8,7 @@ from foretell.roofline.acceptance import AcceptanceByRank
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.cost import scalar
 from foretell.roofline.drafter_cost import DrafterCost, default_draft_model, drafter_cost
+from foretell.roofline.family_acceptance import profile_for_target
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.method_profiles import MethodProfile, method_profiles, profile_for_draft
 from foretell.roofline.speculation import MAX_NODES, DraftShape, MethodEstimate, estimate_method
@@ -65,9 +66,12 @@ def cost_of_profile(
 def profiles_for(
     target: AnalyzedModel, profiles: Mapping[str, MethodProfile], draft_model: AnalyzedModel | None
 ) -> dict[str, MethodProfile]:
-    """The methods with the acceptance published for the draft model that each would use."""
+    """The methods with the acceptance published for the target, or for the draft model that each would use."""
     draft = draft_model.name if draft_model else default_draft_model(target.name) or ""
-    return {name: profile_for_draft(profile, draft) for name, profile in profiles.items()}
+    return {
+        name: profile_for_target(profile_for_draft(profile, draft), target.name, draft)
+        for name, profile in profiles.items()
+    }
 
 
 def drafter_costs(

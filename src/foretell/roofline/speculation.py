@@ -20,10 +20,6 @@ MAX_NODES, MAX_DEPTH = 256, 12
 """Largest tree considered, root included, and its depth."""
 MAX_CHAIN = 4 * MAX_DEPTH
 """Longest chain considered, in drafted tokens."""
-ACCEPTED_SPREAD = 0.2
-"""Relative spread of the accepted tokens over tasks and models: all greedy rows of arXiv 2401.15077, table 1, lie
-within it of their mean (2.61 to 3.52 accepted tokens, mean 3.06).
-"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class MethodEstimate:
     batch: int
     bytes_per_token: float
     ops_per_token: float
-    accepted_spread: float = ACCEPTED_SPREAD
+    accepted_spread: float = 0.0
     runtime_error: float = 0.0
 
     @property
@@ -147,7 +143,7 @@ def estimate_method(
         profile, n, depth, tokens, float(pass_seconds[n - 1]), seconds, float(pass_seconds[0]), workload.batch,
         (_at(target.bytes, n) + draft_bytes) / tokens / workload.batch,
         (_at(target.ops, n) + draft_ops) / tokens / workload.batch,
-        0.0 if shape is not None and shape.tokens is not None else ACCEPTED_SPREAD, hardware.runtime.error,
+        0.0 if shape is not None and shape.tokens is not None else profile.spread, hardware.runtime.error,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph
 from foretell.roofline.plan import cost_of_profile, profiles_for
 from foretell.roofline.runtime import DEFAULT_RUNTIME, Runtime, known_runtimes
-from foretell.roofline.speculation import ACCEPTED_SPREAD, MAX_DEPTH, MAX_NODES
+from foretell.roofline.speculation import MAX_DEPTH, MAX_NODES
 from foretell.roofline.workload import FUSIONS, LIMITS, STAGES
 
 FORMATS = ("16", "fp8", "8", "6", "4", "4g128", "fp4", "3", "2", "2g32z", "1")
@@ -76,6 +76,11 @@ def model_data(model: AnalyzedModel, source: str, groups: GroupTable) -> dict[st
     return {
         "source": source, "heads": c.heads, "graphs": graphs,
         "drafts": {name: draft_data(profile, model, groups) for name, profile in method_profiles().items()},
+        "acceptance": {
+            name: method_data(own)
+            for name, own in profiles_for(model, method_profiles(), None).items()
+            if own is not method_profiles()[name]
+        },
     }  # fmt: skip
 
 
@@ -87,9 +92,7 @@ def draft_data(profile: MethodProfile, model: AnalyzedModel, groups: GroupTable)
         return {"unavailable": str(error)}
     if draft is None:
         return None
-    own = profiles_for(model, {profile.name: profile}, None)[profile.name]
-    given = {} if own is profile else {"acceptance": method_data(own)}
-    return given | {
+    return {
         "graph": groups.graph_data(draft.graph),
         "per": draft.per,
         "weights": draft.weights.name if draft.weights else None,
@@ -119,6 +122,7 @@ def method_data(method: MethodProfile) -> dict[str, Any]:
         "decay": method.acceptance.decay,
         "nodes": method.nodes, "tokens": method.tokens, "basis": method.basis, "source": method.acceptance.source,
         "maxDepth": method.max_depth, "largest": method.largest,
+        "spread": method.spread,
     }  # fmt: skip
 
 
@@ -140,7 +144,7 @@ def payload(devices: Mapping[str, Hardware], extra: Sequence[AnalyzedModel] = ()
         "widerClasses": {name: list(classes) for name, classes in WIDER_CLASSES.items()},
         "methods": {name: method_data(m) for name, m in method_profiles().items()},
         "runtimes": {name: runtime_data(r) for name, r in known_runtimes().items()},
-        "firstRuntime": DEFAULT_RUNTIME, "acceptedSpread": ACCEPTED_SPREAD,
+        "firstRuntime": DEFAULT_RUNTIME,
         "sharedRouting": SHARED_ROUTING,
         "stages": list(STAGES), "fusions": list(FUSIONS), "limits": LIMITS,
         "maxNodes": MAX_NODES, "maxDepth": MAX_DEPTH,

@@ -72,7 +72,7 @@ const Methods = (engine) => {
 
   function best(name, model, h, s, target) {
     const draft = model.drafts[name],
-      m = { ...data.methods[name], ...(draft && draft.acceptance) },
+      m = { ...data.methods[name], ...model.acceptance[name] },
       maxNodes = Math.min(data.maxNodes, m.largest ? m.largest[0] : data.maxNodes),
       step = h.runtime.step_overhead;
     if (draft && draft.unavailable) return { name, unavailable: draft.unavailable };
@@ -103,7 +103,7 @@ const Methods = (engine) => {
     const plain = target[1][9],
       pass = target[chosen.nodes][9],
       speedup = (chosen.tokens * plain) / (pass + chosen.draft),
-      ofTokens = (data.acceptedSpread * (chosen.tokens - 1)) / chosen.tokens,
+      ofTokens = (m.spread * (chosen.tokens - 1)) / chosen.tokens,
       relative = chosen.nodes === 1 ? 0 : Math.hypot(ofTokens, h.runtime.error);
     return {
       name,
