@@ -17,11 +17,11 @@ from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
 from foretell.roofline.fit_runtime import refit
 from foretell.roofline.formats import parse_format
-from foretell.roofline.hardware import known_hardware, memory_tier, read_hardware_file, user_hardware_file
+from foretell.roofline.hardware import known_hardware, read_hardware_file, user_hardware_file
 from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.model_variants import model_variants
-from foretell.roofline.offload import Offload, apply_offload
+from foretell.roofline.offload import apply_offload
 from foretell.roofline.paper.figures import FIGURES, figure
 from foretell.roofline.paper.table1 import table1
 from foretell.roofline.plan import cost_of_profile, profiles_for, rank_methods
@@ -83,6 +83,16 @@ FusionName = Annotated[
 Devices = Annotated[int, typer.Option("--devices", help="Devices that share every layer (tensor parallelism).")]
 Axes = Annotated[
     list[str] | None, typer.Option("--sweep", help="batch=1:256, context=128:65536*2, weights=16,8,4; repeatable.")
+]
+OffloadParts = Annotated[
+    str | None,
+    typer.Option(
+        "--offload", help="Parts in memory outside the device, as weights=1,kv=0.5; auto: the weights that do not fit."
+    ),
+]
+OffloadTier = Annotated[str, typer.Option("--tier", help="Memory tier of --offload: ddr, ddr-server, nvme.")]
+OffloadCompute = Annotated[
+    str, typer.Option("--offload-compute", help="Where offloaded data are computed: device or host.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
@@ -150,13 +160,9 @@ def analyze(
     devices: Devices = 1,
     square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
     axes: Axes = None,
-    offload: Annotated[
-        str | None, typer.Option(help="Parts in memory outside the device, as weights=1,kv=0.5.")
-    ] = None,
-    tier_name: Annotated[str, typer.Option("--tier", help="Memory tier of --offload: ddr, ddr-server, nvme.")] = "ddr",
-    compute: Annotated[
-        str, typer.Option("--offload-compute", help="Where offloaded data are computed: device or host.")
-    ] = "device",
+    offload: OffloadParts = None,
+    tier: OffloadTier = "ddr",
+    compute: OffloadCompute = "device",
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
@@ -174,9 +180,9 @@ def analyze(
         print_records(records, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
         return
     analysis, result = analyse(target, device, workload), None
-    if offload is not None:
-        placement = Offload(memory_tier(tier_name), *cli_inputs.parse_offload(offload), compute)
-        result = apply_offload(analysis, placement, known_hardware(hardware_file))
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
+    if placed is not None:
+        result = apply_offload(analysis, placed)
     if as_json:
         typer.echo(
             json.dumps(report.analysis_record(analysis) | ({"offload": vars(result)} if result else {}), indent=1)
@@ -227,6 +233,9 @@ def plan_command(
     ] = False,
     share: Annotated[float, typer.Option(help="Layers run by early exit and layer skipping.")] = 0.5,
     density: Annotated[float, typer.Option(help="Feed-forward needed per token under contextual sparsity.")] = 0.2,
+    offload: OffloadParts = None,
+    tier: OffloadTier = "ddr",
+    compute: OffloadCompute = "device",
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
@@ -240,13 +249,15 @@ def plan_command(
         kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
         head=parse_format(head) if head else None,
     )  # fmt: skip
+    analysis = analyse(target, device, workload)
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
     if curve:
-        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model)
+        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model, placed)
         title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
         print_records(records, as_json, as_csv, title)
         return
-    plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape)
-    variants = model_variants(target, device, workload, share, density)
+    plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape, placed)
+    variants = [] if placed else model_variants(target, device, workload, share, density)
     if as_json:
         typer.echo(json.dumps(report.plan_record(plan, variants), indent=1))
     elif as_csv:
@@ -255,10 +266,10 @@ def plan_command(
         out = console()
         ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
         cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
-        out.print(f"[bold]{plan.advice}[/]", "", ranking, "", cheaper)
+        out.print(f"[bold]{plan.advice}[/]", "", ranking, *(["", cheaper] if variants else []))
         for name, reason in plan.unavailable.items():
             typer.echo(f"unavailable: {name}: {reason}")
-    exit_with_error(report.memory_warning(analyse(target, device, workload)))
+    exit_with_error(report.memory_warning(analysis, apply_offload(analysis, placed) if placed else None))
 
 
 @app.command("table1")

@@ -11,7 +11,7 @@ from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, known_hardware, memory_tier
 from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import find_model
-from foretell.roofline.offload import Offload, apply_offload, share_outside
+from foretell.roofline.offload import Offload, apply_offload, place_offload, share_outside
 from foretell.roofline.plan import cost_of_profile
 from foretell.roofline.published_rows import PublishedRow, published_groups, published_rows
 from foretell.roofline.runtime import Runtime, find_runtime
@@ -52,8 +52,8 @@ def _hardware() -> Mapping[str, Hardware]:
 def _offloaded_seconds(model: AnalyzedModel, hardware: Hardware, workload: Workload) -> float:
     """Time of a pass whose weights come from the host as far as they do not fit."""
     analysis = analyse(model, hardware, workload)
-    placement = Offload(memory_tier("ddr"), share_outside(scalar(analysis.memory.weights), hardware), 0.0, "device")
-    return apply_offload(analysis, placement, _hardware()).seconds
+    offload = Offload(memory_tier("ddr"), share_outside(scalar(analysis.memory.weights), hardware), 0.0, "device")
+    return apply_offload(analysis, place_offload(offload, hardware, _hardware())).seconds
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def draft_data(profile: MethodProfile, model: AnalyzedModel, groups: GroupTable)
         "per": draft.per,
         "weights": draft.weights.name if draft.weights else None,
         "kv": draft.kv.name if draft.kv else None,
+        "cached": draft.cached,
     }
 
 

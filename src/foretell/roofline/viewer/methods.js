@@ -76,7 +76,7 @@ const Methods = (engine) => {
       maxNodes = Math.min(data.maxNodes, m.largest ? m.largest[0] : data.maxNodes),
       step = h.runtime.step_overhead;
     if (draft && draft.unavailable) return { name, unavailable: draft.unavailable };
-    const asked = { ...s, fusion: "flash" };
+    const asked = { ...s, fusion: "flash", context: Math.min(s.context, draft?.cached ?? s.context) };
     const widest = draft && draft.per === "step" ? 1 : maxNodes;
     const table =
       draft && verificationCosts(draft.graph, h, asked, draft.weights || s.weights, draft.kv || s.kv, widest);
