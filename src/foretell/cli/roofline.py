@@ -12,13 +12,15 @@ from rich.progress import Progress
 from typer.core import TyperGroup
 
 from foretell.cli.errors import print_error, report_errors
+from foretell.cli.roofline_measured import read_measured
 from foretell.roofline import calibrate, cli_inputs, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
 from foretell.roofline.fit_runtime import refit
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import known_hardware, read_hardware_file, user_hardware_file
-from foretell.roofline.method_profiles import find_method
+from foretell.roofline.measured import compare_measured
+from foretell.roofline.method_profiles import find_method, with_draft_vocab
 from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.model_variants import model_variants
 from foretell.roofline.offload import apply_offload
@@ -94,6 +96,9 @@ OffloadTier = Annotated[str, typer.Option("--tier", help="Memory tier of --offlo
 OffloadCompute = Annotated[
     str, typer.Option("--offload-compute", help="Where offloaded data are computed: device or host.")
 ]
+DraftVocab = Annotated[
+    int | None, typer.Option(help="Tokens that drafters of one layer score, in place of those of the published ones.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
@@ -120,6 +125,8 @@ def check_output_options(as_json: bool, as_csv: bool) -> None:
         raise ValueError("--json and --csv were given; leave out one of them")
 
 
+CALIBRATED = "this-machine"
+"""Name of the hardware entry that `calibrate` writes."""
 _PIPED_WIDTH = 160
 """Width of tables where neither a terminal nor COLUMNS sets one."""
 
@@ -219,6 +226,10 @@ def plan_command(
         float | None, typer.Option(help="Acceptance probability of the first choice, for every method.")
     ] = None,
     acceptance: Annotated[Path | None, typer.Option(help="JSON file of measured acceptance by method.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Results of `foretell bench run`: methods with the acceptance measured there.")
+    ] = None,
+    draft_vocab: DraftVocab = None,
     nodes: Annotated[int, typer.Option(help="Largest tree, root included.")] = MAX_NODES,
     tokens: Annotated[int | None, typer.Option(help="A chain of so many drafted tokens, in place of the best.")] = None,
     tree: Annotated[
@@ -243,7 +254,10 @@ def plan_command(
     check_output_options(as_json, as_csv)
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
-    profiles, shape = cli_inputs.select_methods(method, accept, acceptance), cli_inputs.parse_shape(tokens, tree, tau)
+    given = {m.name: m.profile() for m in reversed(read_measured(measured)[1]) if m.shape} if measured else None
+    chosen = cli_inputs.select_methods(method, accept, acceptance, given)
+    profiles = {name: with_draft_vocab(profile, draft_vocab) for name, profile in chosen.items()}
+    shape = cli_inputs.parse_shape(tokens, tree, tau)
     workload = Workload(
         "decode", batch, context, weights=parse_format(weights), activations=parse_format(activations),
         kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
@@ -449,9 +463,45 @@ def published_command(
         )
 
 
+@app.command("compare")
+def compare_command(
+    results: Annotated[Path, typer.Argument(help="Results of `foretell bench run`, or their folder.")],
+    hardware: Annotated[
+        str, typer.Option("--hardware", "-H", help="The machine of the run; `foretell roofline calibrate` adds it.")
+    ] = CALIBRATED,
+    hardware_file: DeviceFile = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    model: Annotated[str | None, typer.Option(help="Target, in place of the run's: as for plan.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
+    draft_vocab: DraftVocab = None,
+    context: Context = 256,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Compare the speed-ups of a benchmark with those predicted from its tokens per pass."""
+    check_output_options(as_json, as_csv)
+    run, methods = read_measured(results)
+    if hardware == CALIBRATED and hardware not in known_hardware(hardware_file):
+        raise ValueError("this machine is not calibrated: run `foretell roofline calibrate` first, or name a device")
+    device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
+    target, draft_model = (AnalyzedModel(*find_model(m)) if m else None for m in (model or run.settings.model, draft))
+    assert target is not None
+    formats = [parse_format(m.weights) for m in methods]
+    workloads = [Workload("decode", 1, context, weights=f, activations=f, fusion="full") for f in formats]
+    rows, left_out = compare_measured(methods, target, device, workloads, draft_model, draft_vocab)
+    title = f"{target.name} on {device.title}: measured and predicted speed-up"
+    print_records([report.measured_record(row) for row in rows], as_json, as_csv, title)
+    for name, reason in left_out.items():
+        typer.echo(f"left out: {name}: {reason}", err=True)
+    if rows and not as_json and not as_csv:
+        errors = sorted(abs(row.error) for row in rows)
+        typer.echo(f"median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}, of {len(rows)} methods")
+    exit_with_error(None if rows else "nothing could be compared")
+
+
 @app.command("calibrate")
 def calibrate_command(
-    name: Annotated[str, typer.Option(help="Name of the new hardware entry.")] = "this-machine",
+    name: Annotated[str, typer.Option(help="Name of the new hardware entry.")] = CALIBRATED,
     dtype: Annotated[
         list[str] | None, typer.Option(help="bfloat16, int8 or float32; repeatable. Default: bfloat16 and int8.")
     ] = None,

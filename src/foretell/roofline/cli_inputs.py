@@ -123,14 +123,27 @@ def select_offload(
     return place_offload(Offload(memory_tier(tier), weights, kv, compute), device, known_hardware(file))
 
 
-def select_methods(names: Sequence[str] | None, accept: float | None, file: Path | None) -> Mapping[str, MethodProfile]:
+def select_methods(
+    names: Sequence[str] | None,
+    accept: float | None,
+    file: Path | None,
+    measured: Mapping[str, MethodProfile] | None = None,
+) -> Mapping[str, MethodProfile]:
     """The named methods, all by default, with acceptance from the literature, from one number, or from a file.
 
-    The file is a JSON object from methods to {"ranks": [...], "decay": 1, "source": "..."}.
+    The file is a JSON object from methods to {"ranks": [...], "decay": 1, "by_depth": [], "source": "..."}.
+    `measured`: profiles of a run, which are then all methods by default.
 
     Raises:
-        ValueError: an unknown method, or a file of another form.
+        ValueError: an unknown method, one that was not measured, a file of another form, or two sources of acceptance.
     """
+    if sum(x is not None for x in (accept, file, measured)) > 1:
+        raise ValueError("acceptance comes from one of --accept, --acceptance and --measured; leave out the others")
+    if measured is not None:
+        wanted = [find_method(name).name for name in names or measured]
+        if missing := [name for name in wanted if name not in measured]:
+            raise ValueError(f"{missing[0]} was not measured; the run has {', '.join(measured)}")
+        return {name: measured[name] for name in wanted}
     chosen = {m.name: m for m in map(find_method, names or ())} or dict(method_profiles())
     if accept is not None:
         given = {n: geometric_acceptance(accept, "given", m.shape == "chain") for n, m in chosen.items()}
@@ -142,11 +155,12 @@ def select_methods(names: Sequence[str] | None, accept: float | None, file: Path
     )
     for name in profiles.raw:
         method, entry = find_method(name), profiles.fields(name)
-        measured = AcceptanceByRank(
-            entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0)
-        )
+        found = AcceptanceByRank(
+            entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0),
+            entry.numbers("by_depth") if "by_depth" in entry.raw else (),
+        )  # fmt: skip
         if method.name in chosen:
-            chosen[method.name] = with_acceptance(method, measured, "measured")
+            chosen[method.name] = with_acceptance(method, found, "measured")
     return chosen
 
 

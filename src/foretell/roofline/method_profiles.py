@@ -116,6 +116,19 @@ def with_acceptance(profile: MethodProfile, acceptance: AcceptanceByRank, basis:
     return replace(profile, acceptance=replace(acceptance, ranks=ranks), basis=basis, largest=None)
 
 
+def with_draft_vocab(profile: MethodProfile, vocab: int | None) -> MethodProfile:
+    """The profile with another vocabulary of its drafter, where that is a layer (0: all tokens); None: unchanged.
+
+    Raises:
+        ValueError: fewer than 0 tokens.
+    """
+    if vocab is None or profile.draft != "layer":
+        return profile
+    if vocab < 0:
+        raise ValueError(f"a draft vocabulary has 0 (all) or more tokens, found {vocab}")
+    return replace(profile, vocab=vocab)
+
+
 def profile_for_draft(profile: MethodProfile, draft_model: str) -> MethodProfile:
     """The profile with the acceptance published for a particular draft model, where there is one."""
     raw = _drafts().get(draft_model)
