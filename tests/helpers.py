@@ -137,7 +137,11 @@ class TinyCheckpoint(Checkpoint):
         raise NotImplementedError
 
 
-_OPTIONS: Mapping[str, Mapping[str, object]] = {"early_exit_lossy": {"exit_threshold": 0.02}}
+_OPTIONS: Mapping[str, Mapping[str, object]] = {
+    "early_exit_lossy": {"exit_threshold": 0.02},
+    "sparse_kv_draft": {"cache_budget": 8, "cache_refresh": 3},
+    "triforce": {"cache_budget": 8, "cache_refresh": 3},
+}
 """Options of methods that change nothing on a small random model with those of the catalogue."""
 
 

@@ -19,6 +19,7 @@ ORDER = [
         "model.backend",
         "model.block_table",
         "model.cache",
+        "model.cache_policy",
         "model.config",
         "model.config_readers",
         "model.embedding_and_head",
@@ -47,6 +48,7 @@ ORDER = [
     ("distributions", "retrieval", "structured"),
     ("model.decoder",),
     (
+        "model.compact_runner",
         "model.compress",
         "model.cuda_graph",
         "model.kernels.decoder",

@@ -147,7 +147,7 @@ def chain(count: int, length: int, row: int = 0) -> Layout:
 
 
 def concatenate(parts: Sequence[Layout]) -> Layout:
-    names = [field.name for field in fields(Layout) if field.name != "token"]
+    names = [field.name for field in fields(Layout) if field.name not in ("token", "queries")]
     return Layout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 

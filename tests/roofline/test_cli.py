@@ -302,7 +302,7 @@ def test_every_method_of_the_catalogue_has_a_profile() -> None:
     from foretell.catalogue import catalogue as runnable
 
     assert set(profile_of_method()) - analysis_only_methods() == set(runnable()) - {"autoregressive"}
-    assert analysis_only_methods() == {"nested_draft", "sparse_kv_draft", "triforce"}
+    assert analysis_only_methods() == {"nested_draft"}
     assert find_method("block_verification") == replace(find_method("draft_model"), name="block_verification")
     rows = json.loads(run_cli("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
     assert [r["method"] for r in rows] == ["block_verification", "autoregressive"]

@@ -14,6 +14,7 @@ from foretell.catalogue import (
     parallel_decoding,
     retrieval,
     self_drafting,
+    sparse_cache,
 )
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.config import SpeculativeConfig
@@ -43,6 +44,7 @@ BUILT_IN: tuple[Entry, ...] = (
     *retrieval.ENTRIES,
     *draft_model.ENTRIES,
     *self_drafting.ENTRIES,
+    *sparse_cache.ENTRIES,
     *heads.ENTRIES,
     *feature_level.ENTRIES,
     *parallel_decoding.ENTRIES,

@@ -19,6 +19,7 @@ from foretell.draft.parallel_sampling import ParallelDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
+from foretell.draft.sparse_cache import SparseCacheDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Predictor",
     "PromptLookup",
     "Retriever",
+    "SparseCacheDrafter",
     "SuffixRetriever",
     "TokenRecycling",
 ]

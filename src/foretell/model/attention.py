@@ -91,6 +91,8 @@ class CachedAttention(AttentionBackend):
         """Attend to the slots that the layout makes visible."""
         c, padded, (store, index) = self._config, self._padded, self._store(layer)
         q = scale_queries(q, padded.position, c.query_scaling_of(layer)).to(store.dtype)
+        if self._layout is not None and self._layout.queries is not None:
+            self._layout.queries[layer] = q
         mask = padded.window_mask(c.window_of(layer), c.chunked)
         return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks)
 

@@ -67,7 +67,8 @@ class GraphedDecoder(NetworkWrapper):
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; passes over all blocks and few tokens are replayed."""
-        if layout.token_count > _MAX_TOKENS or (blocks.first, blocks.last) != (0, self.config.layers):
+        partial = (blocks.first, blocks.last) != (0, self.config.layers)
+        if layout.token_count > _MAX_TOKENS or partial or layout.queries is not None:
             return self._decoder.run(x, layout, cache, blocks)
         stores = cache.stores if isinstance(cache, LayeredCache) else (cache,)
         caches = [store for store in stores if isinstance(store, KVCache)]

@@ -141,19 +141,25 @@ class KVCache(Cache):
         self, layer: int, rows: Int[torch.Tensor, " b"], slots: int
     ) -> tuple[Float[torch.Tensor, "b h s d"], Float[torch.Tensor, "b h s d"]]:
         """Keys and values of the first slots of some rows."""
+        return self.read_keys(layer, rows, slots), self._read(self.v, self.v_scale, layer, rows, slots)
+
+    def read_keys(self, layer: int, rows: Int[torch.Tensor, " b"], slots: int) -> Float[torch.Tensor, "b h s d"]:
+        """Keys of the first slots of some rows."""
+        return self._read(self.k, self.k_scale, layer, rows, slots)
+
+    def _read(
+        self, part: torch.Tensor, scales: torch.Tensor | None, layer: int, rows: Int[torch.Tensor, " b"], slots: int
+    ) -> Float[torch.Tensor, "b h s d"]:
         blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()  # what no query sees may come from any
 
-        def gather(part: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = part[layer].index_select(1, blocks)
+        def gather(numbers: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = numbers[layer].index_select(1, blocks)
             return found.view(len(found), len(rows), -1, *found.shape[3:]).transpose(0, 1)[:, :, :slots]
 
-        def read(part: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-            if scales is None:
-                return gather(part)
-            out: torch.Tensor = rotate_blocks(gather(part) * gather(scales)[..., None]).to(self.dtype)
-            return out
-
-        return read(self.k, self.k_scale), read(self.v, self.v_scale)
+        if scales is None:
+            return gather(part)
+        out: torch.Tensor = rotate_blocks(gather(part) * gather(scales)[..., None]).to(self.dtype)
+        return out
 
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
         """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
@@ -168,6 +174,23 @@ class KVCache(Cache):
         write = self._places(row, range(target + skip, target + len(source)))
         for part in self._movable:
             part[:, :, write[0], write[1]] = part[:, :, read[0], read[1]]
+
+    def copy_slots(
+        self, source: "KVCache", source_row: int, slots: Int[np.ndarray, "l h n"], row: int, target: int
+    ) -> None:
+        """Copy slots of a row of another cache of the same kind, other ones for every layer and head, to
+        `target, target+1, …` of a row of this one, which has room for them.
+
+        Within one row of one cache, the slots of a head ascend, and none is copied to a later one.
+        """
+        layers, heads, count = slots.shape
+        index = torch.from_numpy(np.array(slots)).long().to(self.k.device)
+        read = source.table[source_row].long()[index // BLOCK_SLOTS], index % BLOCK_SLOTS
+        places = torch.arange(target, target + count, device=self.k.device)
+        write = self.table[row].long()[places // BLOCK_SLOTS], places % BLOCK_SLOTS
+        layer, head = torch.arange(layers, device=index.device)[:, None, None], torch.arange(heads, device=index.device)
+        for part, other in zip(self._parts(), source._parts(), strict=True):
+            part[layer, head[:, None], *write] = other[layer, head[:, None], *read]
 
     def _places(self, row: int, slots: Sequence[int]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
         """The block of each of these slots of a row, and the slot in the block."""

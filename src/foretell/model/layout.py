@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from foretell.core.tree import TokenTree
 
@@ -27,6 +27,10 @@ class Layout:
     """From the root down; padded with -1 at the end."""
     token: Int[torch.Tensor, " t"] | None = None
     """The tokens' ids, for models with per-layer inputs."""
+    queries: Float[torch.Tensor, "l t h e"] | None = None
+    """Receives the queries of every layer as attention multiplies them with the keys, before `ModelConfig.scale`; for
+    models whose layers have the same sizes.
+    """
 
     @property
     def token_count(self) -> int:

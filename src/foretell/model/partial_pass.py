@@ -26,7 +26,7 @@ def check_spans(config: ModelConfig) -> None:
     Raises:
         ValueError: the model has recurrent states, latent attention, shared keys and values, or per-layer inputs.
     """
-    found = _further_state(config)
+    found = further_state(config)
     if found:
         raise ValueError(
             f"early exit needs layers with keys and values of their own, and this model ({config.architecture}) has "
@@ -36,10 +36,10 @@ def check_spans(config: ModelConfig) -> None:
 
 def supports_spans(config: ModelConfig) -> bool:
     """Whether `check_spans` holds."""
-    return not _further_state(config)
+    return not further_state(config)
 
 
-def _further_state(config: ModelConfig) -> str:
+def further_state(config: ModelConfig) -> str:
     """What the layers keep of a token, or read, beside its own keys and values; empty: nothing."""
     what = {
         "recurrent states": config.state is not None,

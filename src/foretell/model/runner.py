@@ -177,10 +177,16 @@ class DecoderRunner(Runner):
         hidden_layers: Sequence[int],
     ) -> ModelOutput:
         """`forward` by the parts of the network."""
-        layout, index = Layout.from_tree(tree, rows, np.array(length), active)
+        layout, index = self._layout(tree, rows, length, active)
         x = self._embed(tree.token[active], tree.probe_embeddings)
         states, expert_counts = self._hidden_states(x, layout, hidden_layers)
         return self._output(states, index, active, scored, hidden_layers, expert_counts)
+
+    def _layout(
+        self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: Bool[np.ndarray, "b n"]
+    ) -> tuple[Layout, Int[np.ndarray, "b n"]]:
+        """The layout of the active nodes after the first `length` slots of their rows, and each node's index in it."""
+        return Layout.from_tree(tree, rows, np.array(length), active)
 
     def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
         """A pass that runs its first layers now; see `Runner.begin_pass`."""

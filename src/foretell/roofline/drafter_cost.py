@@ -12,7 +12,7 @@ from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear
 
-DraftKind = Literal["none", "model", "layers", "nested", "quantised", "cache", "heads", "layer"]
+DraftKind = Literal["none", "model", "layers", "nested", "quantised", "sparse", "heads", "layer"]
 
 DRAFT_MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-68m": ("llama-2-", "vicuna-"),
@@ -37,7 +37,7 @@ class DrafterCost:
 
     per: it runs once per `level` of the tree, over the nodes expanded there, or once per `step`, over the last token of
     each sequence. added_parameters: weights in addition to the target's. weights, kv: number formats where they differ
-    from the target's. cached: most cached tokens that it reads of a sequence; None: all.
+    from the target's.
     """
 
     graph: OpGraph
@@ -45,7 +45,6 @@ class DrafterCost:
     added_parameters: float
     weights: NumberFormat | None = None
     kv: NumberFormat | None = None
-    cached: int | None = None
 
 
 def default_draft_model(name: str) -> str | None:
@@ -70,6 +69,14 @@ def nested_feed_forward(model: AnalyzedModel, share: float) -> AnalyzedModel:
     return AnalyzedModel(f"{model.name}, {share:g} of its feed-forward", replace(c, ffn=width, experts=experts))
 
 
+def over_fewer_keys(model: AnalyzedModel, keys: int) -> AnalyzedModel:
+    """The model attending to so many cached keys, or as many as its windows hold (MagicDec, arXiv 2408.11049)."""
+    c = model.config
+    window = min(c.window, keys) if c.window else keys
+    every = tuple(range(c.layers))
+    return AnalyzedModel(f"{model.name}, over {keys} keys", replace(c, window=window, window_layers=every))
+
+
 def drafter_cost(
     kind: DraftKind,
     target: AnalyzedModel,
@@ -77,12 +84,12 @@ def drafter_cost(
     share: float = 0.25,
     heads: int = 5,
     vocab: int = 0,
-    budget: int = 0,
+    keys: int = 0,
 ) -> DrafterCost | None:
     """The cost of a kind of drafter for a target; None: drafting costs no forward pass.
 
-    vocab: of a `layer` drafter that scores only the most frequent tokens of the target (EAGLE-3); 0: all. budget:
-    cached tokens that a `cache` drafter reads.
+    vocab: of a `layer` drafter that scores only the most frequent tokens of the target (EAGLE-3); 0: all. keys: that a
+    `sparse` drafter attends to.
 
     Raises:
         ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
@@ -103,8 +110,8 @@ def drafter_cost(
         return DrafterCost(first_layers(target, share).graph(fusion, False), "level", 0.0)
     if kind == "nested":
         return DrafterCost(nested_feed_forward(target, share).graph(fusion, False), "level", 0.0)
-    if kind == "cache":
-        return DrafterCost(target.graph(fusion, False), "level", 0.0, cached=budget)
+    if kind == "sparse":
+        return DrafterCost(over_fewer_keys(target, keys).graph(fusion, False), "level", 0.0)
     if kind == "quantised":
         graph = target.graph(fusion, False)
         return DrafterCost(graph, "level", graph.parameters, parse_format("4g128"), parse_format("4g128"))

@@ -33,7 +33,7 @@ class MethodProfile:
     depth: int = 0
     tokens: float = 0.0
     vocab: int = 0
-    budget: int = 0
+    keys: int = 0
     largest: tuple[int, int] | None = None
     """Nodes (root included) and depth of the tree whose acceptance was measured; a larger one is not predicted."""
     spread: float = ACCEPTED_SPREAD
@@ -104,7 +104,7 @@ def _profile(name: str, raw: Mapping[str, Any]) -> MethodProfile:
     return MethodProfile(
         name, raw["title"], raw["draft"], raw["shape"], acceptance, raw["basis"],
         largest=(raw["nodes"], raw["depth"]) if fitted else None,
-        **{key: raw[key] for key in ("share", "heads", "nodes", "depth", "tokens", "vocab", "budget") if key in raw},
+        **{key: raw[key] for key in ("share", "heads", "nodes", "depth", "tokens", "vocab", "keys") if key in raw},
     )  # fmt: skip
 
 

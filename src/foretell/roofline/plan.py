@@ -62,7 +62,7 @@ def cost_of_profile(
     Raises:
         ValueError: a draft model is needed and none is given or known, or its vocabulary differs.
     """
-    return drafter_cost(profile.draft, target, draft_model, profile.share, profile.heads, profile.vocab, profile.budget)
+    return drafter_cost(profile.draft, target, draft_model, profile.share, profile.heads, profile.vocab, profile.keys)
 
 
 def profiles_for(

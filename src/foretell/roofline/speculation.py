@@ -167,10 +167,7 @@ def _drafting_cost(
     """Cost of one drafter pass for each number of tokens per sequence in `widths`."""
     if drafter is None:
         return CostBreakdown(seconds=np.zeros_like(widths))
-    cached = workload.context if drafter.cached is None else min(workload.context, drafter.cached)
-    draft_workload = replace(
-        workload, weights=drafter.weights or workload.weights, kv=drafter.kv or workload.kv, context=cached
-    )
+    draft_workload = replace(workload, weights=drafter.weights or workload.weights, kv=drafter.kv or workload.kv)
     if drafter.per == "step":
         widths = widths[:1]
     shared = offload if not drafter.added_parameters else None

@@ -318,7 +318,7 @@ class NativeStack:
         """
         if invalid < 0:
             return
-        columns = {f.name: getattr(layout, f.name) for f in fields(layout)}
+        columns = {f.name: getattr(layout, f.name) for f in fields(layout) if f.name != "queries"}
         where = ", ".join(f"{name} {column[invalid]}" for name, column in columns.items() if column is not None)
         raise ValueError(
             f"token {invalid} of the layout has no visible slot or lies outside the blocks of its row, the "
@@ -498,6 +498,12 @@ class NativeStack:
             check_tensor(column, torch.int32, "the layout", t)
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         struct = structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
+        if layout.queries is not None:
+            if not self.uniform:
+                raise ValueError("queries are recorded of models whose layers have the same sizes only")
+            shape = self.config.layers, t, self.config.heads, self.config.head_dim
+            check_tensor(layout.queries, torch.float32, "the queries", *shape)
+            struct.queries = layout.queries.data_ptr()
         if self.config.layer_inputs is not None:
             if layer_inputs is None:
                 raise ValueError("the per-layer inputs of the tokens are missing")

@@ -182,7 +182,7 @@ class Layout(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),
         *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots", "layer_inputs")),
-        ("input_width", c_int32),
+        *(("input_width", c_int32), ("queries", c_void_p)),
     )
 
 
@@ -254,6 +254,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     "foretell_sample": (None, (_P, _P, POINTER(Sampling), _P, _I, _I, _I)),
     "foretell_kept_tokens": (_I, (_P, POINTER(Sampling), _P, _P, _I, _I)),
     "foretell_cache_move": (None, (_I, POINTER(Cache), _I, _I, _I, _I, POINTER(_I), _I, _I)),
+    "foretell_cache_copy": (None, (_I, POINTER(Cache), _I, _P, _I, POINTER(Cache), _I, _I, _I, _I, _I)),
     "foretell_instructions": (c_char_p, ()),
 }
 """Result and arguments of every function of csrc/kernels.cpp."""

@@ -246,6 +246,9 @@ class Attention {
     }
     if (head < m_.heads && layer.query_scale)
       for (int i = 0; i < dim; ++i) x[i] *= layer.query_scale[layout.position[token]];
+    if (head < m_.heads && layout.queries)
+      std::memcpy(layout.queries + (((size_t)index * layout.count + token) * m_.heads + head) * dim, x,
+                  4 * (size_t)dim);
     cache_.rotate(x);
     if (head < m_.heads) {
       Format::pack(x, dim, queries_.get() + (place(token, head / group_) + head % group_) * row_size_);

@@ -111,22 +111,24 @@ class CacheLayout {
       for (int i = 0; i < dim_; ++i) ((uint16_t*)at.values)[first + (size_t)i * 2] = ((const uint16_t*)words)[i];
   }
 
-  // Copies a slot of a head; source and target may be the same slot.
-  void copy(const CacheHead& at, int source_slot, int target_slot) const {
-    const size_t source = at.place(source_slot), target = at.place(target_slot);
+  // Copies a slot of a head, `from` that of a cache of the same kind; source and target may be the same slot.
+  void copy(const CacheHead& from, int source_slot, const CacheHead& at, int target_slot) const {
+    const size_t source = from.place(source_slot), target = at.place(target_slot);
     const auto key = [&](size_t place) {
-      return at.keys + (place / kLanes * words_ * kLanes + place % kLanes) * C::kDepth * number_bytes_;
+      return (place / kLanes * words_ * kLanes + place % kLanes) * C::kDepth * number_bytes_;
     };
     const int word_bytes = C::kDepth * number_bytes_, step = kLanes * word_bytes;
-    for (int w = 0; w < words_; ++w) std::memcpy(key(target) + w * step, key(source) + w * step, (size_t)word_bytes);
+    for (int w = 0; w < words_; ++w)
+      std::memcpy(at.keys + key(target) + w * step, from.keys + key(source) + w * step, (size_t)word_bytes);
     const auto value = [&](size_t place) {
-      return at.values + (place / C::kDepth * dim_ * C::kDepth + place % C::kDepth) * number_bytes_;
+      return (place / C::kDepth * dim_ * C::kDepth + place % C::kDepth) * number_bytes_;
     };
     for (int i = 0; i < dim_; ++i)
-      std::memcpy(value(target) + i * word_bytes, value(source) + i * word_bytes, (size_t)number_bytes_);
+      std::memcpy(at.values + value(target) + i * word_bytes, from.values + value(source) + i * word_bytes,
+                  (size_t)number_bytes_);
     if (!is_int8_) return;
-    at.key_scales[target] = at.key_scales[source];
-    at.value_scales[target] = at.value_scales[source];
+    at.key_scales[target] = from.key_scales[source];
+    at.value_scales[target] = from.value_scales[source];
   }
 
   // Words of scratch memory that reading so many keys or values at once needs.
@@ -203,8 +205,22 @@ class CacheLayout {
 template <class C>
 void move_slots(const CacheLayout<C>& cache, int layers, int kv_heads, int row, const int32_t* source, int count,
                 int target) {
-  for (int i = 0; i < layers * kv_heads; ++i)
-    for (int j = 0; j < count; ++j) cache.copy(cache.head(i / kv_heads, row, i % kv_heads), source[j], target + j);
+  for (int i = 0; i < layers * kv_heads; ++i) {
+    const CacheHead head = cache.head(i / kv_heads, row, i % kv_heads);
+    for (int j = 0; j < count; ++j) cache.copy(head, source[j], head, target + j);
+  }
+}
+
+// Copies slots of a row of one cache, other ones for every layer and head, [layers, kv_heads, count], to target,
+// target + 1, ... of a row of another.
+template <class C>
+void copy_slots(const CacheLayout<C>& from, int from_row, const int32_t* source, int count, const CacheLayout<C>& to,
+                int to_row, int target, int layers, int kv_heads) {
+  for (int i = 0; i < layers * kv_heads; ++i) {
+    const CacheHead head = from.head(i / kv_heads, from_row, i % kv_heads),
+                    other = to.head(i / kv_heads, to_row, i % kv_heads);
+    for (int j = 0; j < count; ++j) to.copy(head, source[(size_t)i * count + j], other, target + j);
+  }
 }
 
 }  // namespace

@@ -189,6 +189,7 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
   const int32_t* extra_slots;  // [count, max_extra_slots], -1 past the end of a token's list
   const float* layer_inputs;   // [count, input_width], per-layer inputs of all layers; or null
   int32_t input_width;
+  float* queries;  // [layers, count, heads, head_dim], receives the queries that attention multiplies; or null
 };
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py

@@ -267,6 +267,20 @@ void foretell_cache_move(int32_t kind, const Cache* cache, int32_t layers, int32
     move_slots(CacheLayout<Bfloat16>(*cache, kv_heads, head_dim), layers, kv_heads, row, source, count, target);
 }
 
+// Copies slots of a row of one cache to target, target + 1, ... of a row of another one of the same kind. source
+// [layers, kv_heads, count]. Within one row of one cache the slots of a head ascend, and none is copied to a later one.
+void foretell_cache_copy(int32_t kind, const Cache* from, int32_t from_row, const int32_t* source, int32_t count,
+                         const Cache* to, int32_t to_row, int32_t target, int32_t layers, int32_t kv_heads,
+                         int32_t head_dim) {
+  const auto copy = [&](const auto& of, const auto& other) {
+    copy_slots(of, from_row, source, count, other, to_row, target, layers, kv_heads);
+  };
+  if (kind == kFloat32)
+    copy(CacheLayout<Float32>(*from, kv_heads, head_dim), CacheLayout<Float32>(*to, kv_heads, head_dim));
+  else
+    copy(CacheLayout<Bfloat16>(*from, kv_heads, head_dim), CacheLayout<Bfloat16>(*to, kv_heads, head_dim));
+}
+
 // Vector instructions that the kernels were compiled for.
 const char* foretell_instructions() { return kInstructions; }
 
@@ -328,7 +342,8 @@ const char* foretell_abi() {
       F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
-      F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width));
+      F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width),
+      F(Layout, queries));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, table), F(Cache, blocks),
@@ -358,6 +373,7 @@ const char* foretell_abi() {
     S(foretell_sample);
     S(foretell_kept_tokens);
     S(foretell_cache_move);
+    S(foretell_cache_copy);
     S(foretell_instructions);
 #undef S
     return out;

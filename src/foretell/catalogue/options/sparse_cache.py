@@ -1,0 +1,44 @@
+"""Options of the methods that draft with the target over a part of its cache."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from foretell.catalogue.options.base import MethodOptions
+from foretell.catalogue.options.fields import ChainConfidence, ChainLength
+
+CacheBudget = Annotated[int, Field(ge=8, description="Keys per layer and head that a draft attends to.")]
+CacheRefresh = Annotated[
+    int, Field(ge=1, description="Tokens after which keys are selected anew; until then new ones are added.")
+]
+
+
+class SparseKVDraftOptions(MethodOptions):
+    """The target over a part of its cache."""
+
+    num_speculative_tokens: ChainLength = 4
+    confidence_threshold: ChainConfidence = 0.4
+    cache_policy: Annotated[
+        Literal["streaming_llm", "snapkv", "tova", "quest", "retrieval"],
+        Field(
+            description=(
+                "Which keys: streaming_llm, the first 4 and the last ones; snapkv, those that the last 16 tokens "
+                "attend to; tova, those of the last one; quest, pages of 16 by a bound of the last token's scores; "
+                "retrieval, chunks of 8 by their mean key (TriForce). All keep the first 4 and the last 32."
+            )
+        ),
+    ] = "retrieval"
+    cache_budget: CacheBudget = 512
+    cache_refresh: CacheRefresh = 256
+
+
+class TriForceOptions(MethodOptions):
+    """The target over a part of its cache, for which a small model drafts."""
+
+    num_speculative_tokens: ChainLength = 6
+    confidence_threshold: ChainConfidence = 0.4
+    cache_budget: CacheBudget = 512
+    cache_refresh: CacheRefresh = 256
+    draft_model_tokens: Annotated[
+        int, Field(ge=0, le=64, description="Most tokens that the small model drafts for a pass of the middle one.")
+    ] = 2

@@ -1,0 +1,69 @@
+"""Drafting with the whole target over a part of its cache."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.core.context import Context, StepResult
+from foretell.core.engine_bound import BindingEngine
+from foretell.core.tree import TokenTree
+from foretell.draft.base import Predictor
+from foretell.draft.cascade import CascadeDrafter
+from foretell.draft.draft_model import DraftModel
+from foretell.model.compact_runner import SparseCacheRunner
+from foretell.model.runner import Runner
+
+
+class SparseCacheDrafter(Predictor):
+    """Drafts with the target itself, attending to selected keys and values of its cache (MagicDec, arXiv 2408.11049).
+
+    The text that the target has read is not read again: its keys and values are copied. There is no draft before the
+    target has read the prompt. `model` reads with the runner: a `DraftModel`, or a `CascadeDrafter`, for which a
+    smaller model drafts (TriForce, arXiv 2404.11912).
+    """
+
+    label = "target over a part of its cache"
+
+    def __init__(self, model: DraftModel | CascadeDrafter) -> None:
+        runner = model.runner
+        assert isinstance(runner, SparseCacheRunner)
+        self.runner, self.model, self.hidden_layers = runner, model, model.hidden_layers
+        self.max_context = model.max_context
+
+    def attach(self, runner: Runner) -> None:
+        """Select from the cache of this runner."""
+        self.runner.attach(runner)
+
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """As `Drafter.max_depths`; 0 for the first token of an answer, and where the target is behind."""
+        pairs = zip(context.rows, context.sequences, strict=True)
+        ready = [s.length > s.prompt_length and self.runner.target.length(r) == s.length - 1 for r, s in pairs]
+        return np.where(ready, super().max_depths(context), 0)
+
+    def expand(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+        """Logits after the frontier, in a pass over the selected keys and values."""
+        if tree.nodes == 1:
+            self.runner.follow(context)
+        return self.model.expand(tree, frontier, context)
+
+    def observe(self, step: StepResult) -> None:
+        """Forget the drafts."""
+        self.model.observe(step)
+
+    def release(self, row: int) -> None:
+        """Forget a row whose request has ended."""
+        self.model.release(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep everything: the target has it."""
+        return self.model.rewind(row, length)
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Keep everything: the target has it."""
+        return self.model.copy_row(source, target, length)
+
+    def bind(self, engine: BindingEngine) -> bool:
+        """Claim the model, too."""
+        return any([super().bind(engine), self.model.bind(engine)])
