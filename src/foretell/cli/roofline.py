@@ -530,11 +530,17 @@ def calibrate_command(
     disturbed = machine.interference()
     if disturbed and not force:
         raise ValueError(f"{disturbed}, so the figures would be too low; calibrate while it is idle, or add --force")
-    fits = {
-        f.name: calibrate.fit_costs(calibrate.time_probes(machine.probe_timers(precision, repeat)))
-        for precision, f in forms.items()
-    }
-    file, title, source = out or user_hardware_file(), machine.processor_name(), machine.calibration_source()
+    timings = {f.name: calibrate.time_probes(machine.probe_timers(precision, repeat)) for precision, f in forms.items()}
+    spread = max(map(calibrate.timing_spread, timings.values()))
+    if spread > calibrate.MAX_SPREAD:
+        disturbed = f"the same passes took {spread:.0%} longer in another round"
+        if not force:
+            raise ValueError(
+                f"{disturbed}, so nothing was written; calibrate while the machine is idle, or add --force"
+            )
+    fits = {name: calibrate.fit_costs(found) for name, found in timings.items()}
+    file, title = out or user_hardware_file(), machine.processor_name()
+    source = f"{machine.calibration_source()}, spread of {calibrate.ROUNDS} rounds {spread:.1%}"
     if disturbed:
         source += f"; while {disturbed}"
     here = calibrate.calibrated_hardware(
@@ -542,6 +548,8 @@ def calibrate_command(
     )
     calibrate.add_to_file(file, here, read_hardware_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
+    errors = ", ".join(f"{name} bits {fit.median_error:.1%}" for name, fit in fits.items())
+    typer.echo(f"two rounds differ by {spread:.1%}, the fit from the passes by {errors} (medians)", err=True)
     if not compare:
         return
     rows = []
