@@ -134,6 +134,22 @@ def test_half_typed_figures_are_no_exception(browser: Any, address: str) -> None
     assert not browser.get_log("browser")
 
 
+SAVED = """
+const saved = [], click = HTMLAnchorElement.prototype.click;
+HTMLAnchorElement.prototype.click = function () { saved.push(this.download); };
+navigator.clipboard.writeText = async (text) => { saved.push(text); };
+for (const id of ["link", "table", "picture"]) document.getElementById(id).click();
+setTimeout(() => { HTMLAnchorElement.prototype.click = click; arguments[0](saved); }, 700);
+"""
+
+
+def test_buttons_copy_the_link_and_save_table_and_picture(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-2-7b&batch=3")
+    saved = browser.execute_async_script(SAVED)
+    assert sorted(saved) == sorted([browser.current_url, "llama-2-7b-decode.csv", "llama-2-7b-decode.png"])
+    assert text(browser, "#link") == "Copied"
+
+
 def test_what_a_prediction_rests_on_is_shown(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&method=eagle3")
     assert "Acceptance published: arXiv 2503.01840: 6.23 tokens per pass on llama-3" in text(browser, "#methods .why")
@@ -159,6 +175,9 @@ def test_the_simulated_load_is_drawn(browser: Any, address: str) -> None:
     assert "ngram, 3 drafted" in text(browser, "#load .advice")
     assert len(browser.find_elements("css selector", "#latency .mark")) == 4
     assert len(browser.find_elements("css selector", "#goodput .curve.other")) == 2
+    open_page(browser, address, "model=llama-3-8b&hardware=a100-80g")
+    browser.execute_script("document.getElementById('more').scrollIntoView()")
+    screenshot(browser, "methods")
 
 
 def test_the_graph_is_searched_zoomed_and_panned(browser: Any, address: str) -> None:
@@ -174,6 +193,10 @@ def search_zoom_and_pan(browser: Any, address: str) -> None:
         "return box.bottom <= frame.bottom && frame.bottom <= innerHeight"
     )
     assert inside, "the head is on the first screen"
+    zone = browser.execute_script(
+        "return [...document.querySelectorAll('#roof .zonename')].map(t => t.getBBox()).map(b => b.x + b.width)"
+    )
+    assert max(zone) <= browser.execute_script("return document.getElementById('roof').viewBox.baseVal.width")
     search = browser.find_element("id", "search")
     search.send_keys("proj")
     assert text(browser, "#found") == "7 of 17"
@@ -222,6 +245,11 @@ def test_terms_are_explained(browser: Any, address: str) -> None:
     assert "One run of all layers" in text(browser, "#tip") and browser.find_element("id", "tip").is_displayed()
     browser.find_element("css selector", "body").send_keys(ESCAPE)
     assert not browser.find_element("id", "tip").is_displayed()
+    browser.execute_script(
+        "document.querySelector('label[data-term=fusion] .term').dispatchEvent("
+        "new PointerEvent('pointerdown', {pointerType: 'touch', bubbles: true}))"
+    )
+    assert "without writing what is between them" in text(browser, "#tip")
     listed = browser.execute_script("return document.querySelectorAll('#glossary dt').length")
     assert listed == len(known)
 
