@@ -56,6 +56,7 @@ def test_only_bfloat16_rows_of_the_pattern_are_packed_by_it() -> None:
     assert kind(weight) == kind(weight, pruned(seed=1)) == TWO_OF_FOUR
     assert kind(weight, dense) == kind(weight.half()) == kind(weight.float()) == "BF16"
     assert kind(weight, precision="int8") == "int8" and kind(weight[:, :500]) == "BF16"
+    assert kind(torch.zeros(77, 512).bfloat16()) == "BF16"
     assert plan_gate_up(StoredMatrix.of(weight), StoredMatrix.of(weight), "bfloat16").kind == TWO_OF_FOUR
     for row in (3, 40, 76):
         third = weight.clone()

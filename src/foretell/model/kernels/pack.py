@@ -152,13 +152,13 @@ def _float_panels(parts: Sequence[Matrix], order: Int[np.ndarray, " rows"], prec
 
 
 def _is_two_of_four(part: StoredMatrix) -> bool:
-    """Whether a part can be packed as `TWO_OF_FOUR`."""
+    """Whether a part is packed as `TWO_OF_FOUR`; rows of nothing but zeros are no evidence for the pattern."""
     if part.kind != "BF16" or part.inputs % TWO_OF_FOUR_INPUTS:
         return False
     step = max(_CHUNK // part.inputs, 1)
     edges = [0, min(_SAMPLED_ROWS, part.outputs), *range(_SAMPLED_ROWS + step, part.outputs, step), part.outputs]
     numbers = part.data.view(torch.int16)
-    return all(
+    return bool(numbers[:_SAMPLED_ROWS].any()) and all(
         int(((numbers[first:last] & 0x7FFF) != 0).unflatten(1, (-1, 4)).sum(-1).max()) <= 2
         for first, last in pairwise(edges)
         if first < last
