@@ -313,7 +313,7 @@ def test_schemathesis_finds_no_500(offline: Offline, tmp_path: Path) -> None:
             "--suppress-health-check", "filter_too_much", "--request-timeout", 300, "--no-color", "--warnings", "off",
         )  # fmt: skip
         counts = re.findall(r"(\d+) generated", found)
-        assert counts and int(counts[-1]) > 1000, found[-2000:]
+        assert counts and int(counts[-1]) > 100, found[-2000:]
 
 
 def test_every_schema_is_answered_validly_or_its_keyword_is_named(url: str) -> None:
