@@ -12,6 +12,7 @@ from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.controller import Controller
+from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
 from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod
@@ -210,6 +211,7 @@ class Model:
         itl_target: float | None = None,
         cache_bytes: int | None = None,
         disable_by_batch_size: int | None = None,
+        switch: DraftSwitch | None = None,
     ) -> Engine:
         """An engine that serves this model, at most `rows` requests at a time; for the others see `Engine`. `method`
         decodes the requests that name no method.
@@ -224,6 +226,7 @@ class Model:
             itl_target=itl_target,
             cache_bytes=cache_bytes,
             disable_by_batch_size=disable_by_batch_size,
+            switch=switch,
         )
 
     def tokens(

@@ -59,6 +59,8 @@ def test_output_formats() -> None:
     assert len(json.loads(run_cli("table1", "--json"))) == 24
     assert "deepseek-v3" in run_cli("models") and "hbm-pim" in run_cli("hardware", "--csv")
     assert "offloaded" in run_cli("analyze", "llama-2-70b", "--offload", "weights=1")
+    parts = ("plan", "llama-2-70b", "-H", "rtx-4090", "--method", "specinfer", "--offload", "auto")
+    assert "Use specinfer with a tree" in run_cli(*parts) and "b=256" in run_cli(*parts, "--curve", "--csv")
 
 
 def test_ten_thousand_workloads_take_under_five_cpu_seconds() -> None:

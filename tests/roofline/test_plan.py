@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from foretell.roofline.acceptance import geometric_acceptance
-from foretell.roofline.analysis import AnalyzedModel, analyse, predict_seconds
+from foretell.roofline.analysis import Analysis, AnalyzedModel, analyse, predict_seconds
 from foretell.roofline.cost import scalar
 from foretell.roofline.drafter_cost import drafter_cost
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import known_hardware, memory_tier
-from foretell.roofline.method_profiles import method_profiles, with_acceptance
+from foretell.roofline.method_profiles import MethodProfile, find_method, method_profiles, with_acceptance
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.model_variants import expected_exit_depth, model_variants
-from foretell.roofline.offload import Offload, apply_offload
-from foretell.roofline.plan import profitable_batches, rank_methods
-from foretell.roofline.speculation import estimate_method
+from foretell.roofline.offload import Offload, OffloadResult, apply_offload, place_offload
+from foretell.roofline.plan import profiles_for, profitable_batches, rank_methods
+from foretell.roofline.speculation import cached_best_trees, estimate_method, verification_cost
 from foretell.roofline.sweep import parse_axis, sweep
 from foretell.roofline.workload import Stage, Workload
 
@@ -110,19 +110,77 @@ def test_model_variants() -> None:
         model_variants(LLAMA, A100, Workload(), density=0)
 
 
+def offloaded(result: Analysis, weights: float, compute: str = "device") -> OffloadResult:
+    offload = Offload(memory_tier("ddr"), weights, compute=compute)
+    return apply_offload(result, place_offload(offload, result.hardware, HARDWARE))
+
+
 def test_offload_streams_or_computes_on_the_host() -> None:
     a6000, big = HARDWARE["a6000"], AnalyzedModel(*find_model("llama-2-70b"))
     result = analyse(big, a6000, Workload())
-    none = apply_offload(result, Offload(memory_tier("ddr"), 0.0), HARDWARE)
+    none = offloaded(result, 0.0)
     assert none.seconds == pytest.approx(result.seconds) and none.fetched == 0
-    streamed, beside = (
-        apply_offload(result, Offload(memory_tier("ddr"), 1.0, compute=c), HARDWARE) for c in ("device", "host")
-    )
+    streamed, beside = (offloaded(result, 1.0, c) for c in ("device", "host"))
     assert streamed.seconds == pytest.approx(scalar(result.total.weights) / 32e9, rel=0.01) and streamed.bound == "link"
     assert beside.seconds == pytest.approx(scalar(result.total.weights) / 89.6e9, rel=0.02) and beside.bound == "host"
     many = analyse(big, a6000, Workload(batch=512, context=64))
-    wide = apply_offload(many, Offload(memory_tier("ddr"), 1.0), HARDWARE).seconds
-    assert wide < apply_offload(many, Offload(memory_tier("ddr"), 1.0, compute="host"), HARDWARE).seconds
+    assert offloaded(many, 1.0).seconds < offloaded(many, 1.0, "host").seconds
+
+
+@pytest.mark.parametrize("compute", ["device", "host"])
+def test_offloaded_passes_of_a_plan_equal_those_of_an_analysis(compute: str) -> None:
+    a6000, big = HARDWARE["a6000"], AnalyzedModel(*find_model("llama-2-70b"))
+    placed = place_offload(Offload(memory_tier("ddr"), 0.7, 0.2, compute), a6000, HARDWARE)
+    graph, widths = big.graph("flash", False), np.array([1.0, 5.0, 64.0])
+    seconds = np.asarray(verification_cost(graph, a6000, Workload(), widths, placed).seconds)
+    for n, took in zip(widths, seconds, strict=True):
+        one = apply_offload(analyse(big, a6000, Workload("verify", tokens=int(n))), placed)
+        assert took == pytest.approx(one.seconds)
+
+
+def test_large_trees_pay_where_weights_are_fetched() -> None:
+    """As SpecExec (arXiv 2406.02532) finds: a pass costs the same for many tokens, so deeper and wider trees pay."""
+    a6000, big = HARDWARE["a6000"], AnalyzedModel(*find_model("llama-2-70b"))
+    placed = place_offload(Offload(memory_tier("ddr")), a6000, HARDWARE)
+    methods = {"specinfer": method_profiles()["specinfer"]}
+    here, there = (
+        rank_methods(big, a6000, Workload(devices=1), methods, offload=o).estimates[0] for o in (None, placed)
+    )
+    assert there.nodes > here.nodes and there.depth > here.depth and there.speedup > 1.1 * here.speedup
+    draft_bytes = {"quantised_draft": method_profiles()["quantised_draft"], **methods}
+    assert rank_methods(big, a6000, Workload(context=64), draft_bytes, offload=placed).advice.startswith(
+        "Use quantised"
+    )
+    half = place_offload(Offload(memory_tier("ddr"), 0.7), a6000, HARDWARE)
+    assert rank_methods(big, a6000, Workload(context=64), draft_bytes, offload=half).advice.startswith("Use specinfer")
+    self_drafted = {"layer_skip": method_profiles()["layer_skip"]}
+    (plan,) = rank_methods(big, a6000, Workload(), self_drafted, offload=placed).estimates
+    assert plan.speedup < 2, "its own layers are fetched for every draft"
+
+
+def test_drafts_over_a_part_of_the_cache_pay_where_the_cache_is_large() -> None:
+    h100, llama = HARDWARE["h100-sxm"], AnalyzedModel(*find_model("llama-3-8b"))
+    sparse = {"sparse_kv_draft": method_profiles()["sparse_kv_draft"]}
+
+    def speedup(batch: int, context: int) -> float:
+        return rank_methods(llama, h100, Workload(batch=batch, context=context), sparse).estimates[0].speedup
+
+    assert speedup(64, 16384) > 1.5 and speedup(1, 256) == 1.0 and speedup(64, 16384) > speedup(64, 2048)
+
+
+def test_acceptance_is_that_of_the_targets_family() -> None:
+    def found(model: str, method: str) -> MethodProfile:
+        target = AnalyzedModel(*find_model(model))
+        return profiles_for(target, {method: find_method(method)}, None)[method]
+
+    eagle3 = found("llama-3.1-8b", "eagle3")
+    assert cached_best_trees(eagle3.acceptance, 61, 8).tokens[-1] == pytest.approx(6.23, abs=0.01)
+    assert "llama-3.1-8b, median of 5" in eagle3.acceptance.source and eagle3.spread == pytest.approx(0.134, abs=0.001)
+    assert "on llama-3, median" in found("llama-3.3-70b", "eagle3").acceptance.source
+    assert found("qwen3-8b", "eagle3") == find_method("eagle3")
+    given = with_acceptance(find_method("eagle3"), geometric_acceptance(0.5, "mine"), "given")
+    assert profiles_for(AnalyzedModel(*find_model("llama-3.1-8b")), {"eagle3": given}, None)["eagle3"] == given
+    assert found("vicuna-13b", "rest").tokens == 1.82
 
 
 def test_a_sweep_equals_its_workloads_one_by_one() -> None:

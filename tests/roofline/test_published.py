@@ -18,7 +18,8 @@ from foretell.roofline.hardware import known_hardware
 from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.plan import cost_of_profile, rank_methods
-from foretell.roofline.published import ComparedRow, compare_published, group_errors, published_groups, published_rows
+from foretell.roofline.published import ComparedRow, compare_published, group_errors, predict_row
+from foretell.roofline.published_rows import published_groups, published_rows
 from foretell.roofline.runtime import DATASHEET, Runtime, find_runtime, known_runtimes, runtime_figures
 from foretell.roofline.speculation import DraftShape, estimate_method
 from foretell.roofline.workload import Workload
@@ -70,7 +71,7 @@ def test_loss_at_large_batches_is_predicted_where_it_was_measured_worst() -> Non
 def test_a_fit_finds_the_figures_that_made_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements are replaced by predictions of known figures; the fit starts elsewhere and finds them."""
     truth = replace(find_runtime("graphs"), bandwidth=0.7, pass_overhead=5e-4)
-    rows = [replace(row, published=row.predict(truth)) for row in rows_to_fit("graphs")]
+    rows = [replace(row, published=predict_row(row, truth)) for row in rows_to_fit("graphs")]
     monkeypatch.setattr("foretell.roofline.fit_runtime.published_rows", lambda: rows)
     found = fit_runtime(find_runtime("graphs"), ("bandwidth", "pass_overhead"))
     assert found.bandwidth == pytest.approx(0.7, rel=1e-3) and found.pass_overhead == pytest.approx(5e-4, rel=1e-2)
@@ -82,7 +83,7 @@ def test_the_figures_of_every_fitted_runtime_are_at_least_near_their_fit() -> No
     """A small change of a fitted figure to either side does not lower the misfit by more than rounding does."""
 
     def misfit(runtime: Runtime) -> float:
-        return sum(float(np.log(r.predict(runtime) / r.published)) ** 2 for r in rows_to_fit(runtime.name))
+        return sum(float(np.log(predict_row(r, runtime) / r.published)) ** 2 for r in rows_to_fit(runtime.name))
 
     for name, figures in FITTED.items():
         runtime = find_runtime(name)

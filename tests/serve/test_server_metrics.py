@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import NAME, SETTINGS, Server, running_server, wait_for
 
 from foretell.engine.controller import Controller
+from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
@@ -157,7 +158,8 @@ def test_expected_and_obtained_gains_are_measured(server: Server) -> None:
 def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
     """Passes of one second each; drafts give three tokens where two were expected."""
     tables = MetricTables(())
-    metrics, engine = StepMetrics(tables, (NAME, "0")), SimpleNamespace(controller=None, last_step=None)
+    metrics = StepMetrics(tables, (NAME, "0"))
+    engine = SimpleNamespace(controller=None, switch=None, last_step=None)
     plain = StepCounts(requests=1, read=1, reads_prompt=False, new=1, expected=1.0)
     drafted = StepCounts(1, 4, False, drafted=3, accepted=2, new=3, expected=2.0)
     prompt = StepCounts(1, 64, True, new=1)
@@ -181,13 +183,18 @@ def test_switches_of_drafting_are_counted() -> None:
         statistics = RequestStatistics(crowded=crowded)
         requests.updated(1, 1.0, Update(1, (5,), "a", 0, finish_reason="length", statistics=statistics))
     steps, controller = StepMetrics(tables, (NAME, "0")), Controller()
-    engine = SimpleNamespace(controller=controller, last_step=StepTime(0.0, 1.0, 1.0))
+    engine = SimpleNamespace(controller=controller, switch=None, last_step=StepTime(0.0, 1.0, 1.0))
     for on, off in ((0, 1), (1, 2), (0, 1)):  # The last one is the first step of a new engine.
         controller.statistics.switched_on, controller.statistics.switched_off = on, off
         steps.step(cast(Engine, engine), 1.0)
     found = samples()
     assert [found["foretell:spec_switches_total", to] for to in ("off", "on")] == [1, 1]
     assert [found["foretell:spec_controller_switches_total", to] for to in ("off", "on")] == [3, 1]
+    switch = DraftSwitch()
+    switch.switched_off = 2
+    engine.controller, engine.switch = None, switch
+    steps.step(cast(Engine, engine), 1.0)
+    assert samples()["foretell:spec_controller_switches_total", "off"] == 4
     assert found["foretell:spec_undrafted_requests_total", ""] == 2
 
 

@@ -12,16 +12,18 @@ from rich.progress import Progress
 from typer.core import TyperGroup
 
 from foretell.cli.errors import print_error, report_errors
+from foretell.cli.roofline_measured import read_measured
 from foretell.roofline import calibrate, cli_inputs, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
 from foretell.roofline.fit_runtime import refit
 from foretell.roofline.formats import parse_format
-from foretell.roofline.hardware import known_hardware, memory_tier, read_hardware_file, user_hardware_file
-from foretell.roofline.method_profiles import find_method
+from foretell.roofline.hardware import known_hardware, read_hardware_file, user_hardware_file
+from foretell.roofline.measured import compare_measured
+from foretell.roofline.method_profiles import find_method, with_draft_vocab
 from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.model_variants import model_variants
-from foretell.roofline.offload import Offload, apply_offload
+from foretell.roofline.offload import apply_offload
 from foretell.roofline.paper.figures import FIGURES, figure
 from foretell.roofline.paper.table1 import table1
 from foretell.roofline.plan import cost_of_profile, profiles_for, rank_methods
@@ -84,6 +86,19 @@ Devices = Annotated[int, typer.Option("--devices", help="Devices that share ever
 Axes = Annotated[
     list[str] | None, typer.Option("--sweep", help="batch=1:256, context=128:65536*2, weights=16,8,4; repeatable.")
 ]
+OffloadParts = Annotated[
+    str | None,
+    typer.Option(
+        "--offload", help="Parts in memory outside the device, as weights=1,kv=0.5; auto: the weights that do not fit."
+    ),
+]
+OffloadTier = Annotated[str, typer.Option("--tier", help="Memory tier of --offload: ddr, ddr-server, nvme.")]
+OffloadCompute = Annotated[
+    str, typer.Option("--offload-compute", help="Where offloaded data are computed: device or host.")
+]
+DraftVocab = Annotated[
+    int | None, typer.Option(help="Tokens that drafters of one layer score, in place of those of the published ones.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
 
@@ -110,6 +125,8 @@ def check_output_options(as_json: bool, as_csv: bool) -> None:
         raise ValueError("--json and --csv were given; leave out one of them")
 
 
+CALIBRATED = "this-machine"
+"""Name of the hardware entry that `calibrate` writes."""
 _PIPED_WIDTH = 160
 """Width of tables where neither a terminal nor COLUMNS sets one."""
 
@@ -150,13 +167,9 @@ def analyze(
     devices: Devices = 1,
     square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
     axes: Axes = None,
-    offload: Annotated[
-        str | None, typer.Option(help="Parts in memory outside the device, as weights=1,kv=0.5.")
-    ] = None,
-    tier_name: Annotated[str, typer.Option("--tier", help="Memory tier of --offload: ddr, ddr-server, nvme.")] = "ddr",
-    compute: Annotated[
-        str, typer.Option("--offload-compute", help="Where offloaded data are computed: device or host.")
-    ] = "device",
+    offload: OffloadParts = None,
+    tier: OffloadTier = "ddr",
+    compute: OffloadCompute = "device",
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
@@ -174,9 +187,9 @@ def analyze(
         print_records(records, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
         return
     analysis, result = analyse(target, device, workload), None
-    if offload is not None:
-        placement = Offload(memory_tier(tier_name), *cli_inputs.parse_offload(offload), compute)
-        result = apply_offload(analysis, placement, known_hardware(hardware_file))
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
+    if placed is not None:
+        result = apply_offload(analysis, placed)
     if as_json:
         typer.echo(
             json.dumps(report.analysis_record(analysis) | ({"offload": vars(result)} if result else {}), indent=1)
@@ -213,6 +226,10 @@ def plan_command(
         float | None, typer.Option(help="Acceptance probability of the first choice, for every method.")
     ] = None,
     acceptance: Annotated[Path | None, typer.Option(help="JSON file of measured acceptance by method.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Results of `foretell bench run`: methods with the acceptance measured there.")
+    ] = None,
+    draft_vocab: DraftVocab = None,
     nodes: Annotated[int, typer.Option(help="Largest tree, root included.")] = MAX_NODES,
     tokens: Annotated[int | None, typer.Option(help="A chain of so many drafted tokens, in place of the best.")] = None,
     tree: Annotated[
@@ -227,6 +244,9 @@ def plan_command(
     ] = False,
     share: Annotated[float, typer.Option(help="Layers run by early exit and layer skipping.")] = 0.5,
     density: Annotated[float, typer.Option(help="Feed-forward needed per token under contextual sparsity.")] = 0.2,
+    offload: OffloadParts = None,
+    tier: OffloadTier = "ddr",
+    compute: OffloadCompute = "device",
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
@@ -234,19 +254,24 @@ def plan_command(
     check_output_options(as_json, as_csv)
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
-    profiles, shape = cli_inputs.select_methods(method, accept, acceptance), cli_inputs.parse_shape(tokens, tree, tau)
+    given = {m.name: m.profile() for m in reversed(read_measured(measured)[1]) if m.shape} if measured else None
+    chosen = cli_inputs.select_methods(method, accept, acceptance, given)
+    profiles = {name: with_draft_vocab(profile, draft_vocab) for name, profile in chosen.items()}
+    shape = cli_inputs.parse_shape(tokens, tree, tau)
     workload = Workload(
         "decode", batch, context, weights=parse_format(weights), activations=parse_format(activations),
         kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
         head=parse_format(head) if head else None,
     )  # fmt: skip
+    analysis = analyse(target, device, workload)
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
     if curve:
-        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model)
+        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model, placed)
         title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
         print_records(records, as_json, as_csv, title)
         return
-    plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape)
-    variants = model_variants(target, device, workload, share, density)
+    plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape, placed)
+    variants = [] if placed else model_variants(target, device, workload, share, density)
     if as_json:
         typer.echo(json.dumps(report.plan_record(plan, variants), indent=1))
     elif as_csv:
@@ -255,10 +280,10 @@ def plan_command(
         out = console()
         ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
         cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
-        out.print(f"[bold]{plan.advice}[/]", "", ranking, "", cheaper)
+        out.print(f"[bold]{plan.advice}[/]", "", ranking, *(["", cheaper] if variants else []))
         for name, reason in plan.unavailable.items():
             typer.echo(f"unavailable: {name}: {reason}")
-    exit_with_error(report.memory_warning(analyse(target, device, workload)))
+    exit_with_error(report.memory_warning(analysis, apply_offload(analysis, placed) if placed else None))
 
 
 @app.command("table1")
@@ -438,9 +463,45 @@ def published_command(
         )
 
 
+@app.command("compare")
+def compare_command(
+    results: Annotated[Path, typer.Argument(help="Results of `foretell bench run`, or their folder.")],
+    hardware: Annotated[
+        str, typer.Option("--hardware", "-H", help="The machine of the run; `foretell roofline calibrate` adds it.")
+    ] = CALIBRATED,
+    hardware_file: DeviceFile = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    model: Annotated[str | None, typer.Option(help="Target, in place of the run's: as for plan.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
+    draft_vocab: DraftVocab = None,
+    context: Context = 256,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Compare the speed-ups of a benchmark with those predicted from its tokens per pass."""
+    check_output_options(as_json, as_csv)
+    run, methods = read_measured(results)
+    if hardware == CALIBRATED and hardware not in known_hardware(hardware_file):
+        raise ValueError("this machine is not calibrated: run `foretell roofline calibrate` first, or name a device")
+    device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
+    target, draft_model = (AnalyzedModel(*find_model(m)) if m else None for m in (model or run.settings.model, draft))
+    assert target is not None
+    formats = [parse_format(m.weights) for m in methods]
+    workloads = [Workload("decode", 1, context, weights=f, activations=f, fusion="full") for f in formats]
+    rows, left_out = compare_measured(methods, target, device, workloads, draft_model, draft_vocab)
+    title = f"{target.name} on {device.title}: measured and predicted speed-up"
+    print_records([report.measured_record(row) for row in rows], as_json, as_csv, title)
+    for name, reason in left_out.items():
+        typer.echo(f"left out: {name}: {reason}", err=True)
+    if rows and not as_json and not as_csv:
+        errors = sorted(abs(row.error) for row in rows)
+        typer.echo(f"median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}, of {len(rows)} methods")
+    exit_with_error(None if rows else "nothing could be compared")
+
+
 @app.command("calibrate")
 def calibrate_command(
-    name: Annotated[str, typer.Option(help="Name of the new hardware entry.")] = "this-machine",
+    name: Annotated[str, typer.Option(help="Name of the new hardware entry.")] = CALIBRATED,
     dtype: Annotated[
         list[str] | None, typer.Option(help="bfloat16, int8 or float32; repeatable. Default: bfloat16 and int8.")
     ] = None,
@@ -469,11 +530,17 @@ def calibrate_command(
     disturbed = machine.interference()
     if disturbed and not force:
         raise ValueError(f"{disturbed}, so the figures would be too low; calibrate while it is idle, or add --force")
-    fits = {
-        f.name: calibrate.fit_costs(calibrate.time_probes(machine.probe_timers(precision, repeat)))
-        for precision, f in forms.items()
-    }
-    file, title, source = out or user_hardware_file(), machine.processor_name(), machine.calibration_source()
+    timings = {f.name: calibrate.time_probes(machine.probe_timers(precision, repeat)) for precision, f in forms.items()}
+    spread = max(map(calibrate.timing_spread, timings.values()))
+    if spread > calibrate.MAX_SPREAD:
+        disturbed = f"the same passes took {spread:.0%} longer in another round"
+        if not force:
+            raise ValueError(
+                f"{disturbed}, so nothing was written; calibrate while the machine is idle, or add --force"
+            )
+    fits = {name: calibrate.fit_costs(found) for name, found in timings.items()}
+    file, title = out or user_hardware_file(), machine.processor_name()
+    source = f"{machine.calibration_source()}, spread of {calibrate.ROUNDS} rounds {spread:.1%}"
     if disturbed:
         source += f"; while {disturbed}"
     here = calibrate.calibrated_hardware(
@@ -481,6 +548,8 @@ def calibrate_command(
     )
     calibrate.add_to_file(file, here, read_hardware_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
+    errors = ", ".join(f"{name} bits {fit.median_error:.1%}" for name, fit in fits.items())
+    typer.echo(f"two rounds differ by {spread:.1%}, the fit from the passes by {errors} (medians)", err=True)
     if not compare:
         return
     rows = []

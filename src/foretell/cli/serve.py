@@ -76,7 +76,7 @@ def serve(
             metavar="N",
             min=0,
             help="A request that finds so many others is decoded plainly, where that leaves the text of its seed as it "
-            "is. Default: 2 on a CPU, else none.",
+            "is. Default: the server measures in which steps drafts pay.",
         ),
     ] = None,
     controller: Annotated[

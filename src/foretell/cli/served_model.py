@@ -14,10 +14,6 @@ from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
 
 CHEAP_FAMILIES = ("baseline", "retrieval")
 """Methods without weights of their own: requests may ask for them."""
-DRAFTING_REQUESTS_ON_CPU = 2
-"""Requests that draft at a time on a CPU: with more, passes are bound by arithmetic and drafts cost what they gain (two
-cores, SmolLM2; docs/serving.md).
-"""
 CACHE_SHARE = 0.5
 """Share of the free memory that caches of keys and values may take."""
 
@@ -67,6 +63,4 @@ class ServedModel:
         runner, memory, engine = setup.model.runner(), available_memory(), self.engine
         if engine.cache_bytes is None and runner.shares_prefixes and memory is not None:
             engine = replace(engine, cache_bytes=int(memory * CACHE_SHARE / self.sharing))
-        if engine.disable_by_batch_size is None and runner.backend.device == "cpu":
-            engine = replace(engine, disable_by_batch_size=DRAFTING_REQUESTS_ON_CPU)
         return LoadedModel(setup.model, methods, engine, system_fingerprint(path, runner.backend), defaults)

@@ -30,6 +30,8 @@ class Drafter(EngineBound, ABC):
     """What drafts, in a few words, for the table of methods."""
     learns: ClassVar[bool] = False
     """Whether it is trained while it serves."""
+    resumes: bool = False
+    """Whether it may begin to observe in the middle of a sequence, if it needs hidden states at all."""
     drafts_forced: bool = True
     """Whether the tokens that the constraint of a request leaves next are drafted too."""
 
@@ -114,6 +116,7 @@ class CompositeDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._all = tuple(drafters)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
+        self.resumes = all(d.resumes for d in drafters if d.hidden_layers)
 
     def attach(self, runner: Runner) -> None:
         """Attach all drafters."""

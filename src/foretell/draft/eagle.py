@@ -1,9 +1,9 @@
 """Drafting with EAGLE: from the target's hidden states up to the root, and from the layer's own outputs below it."""
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,65 +13,19 @@ from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import Predictor, TopTokens
+from foretell.draft.target_states import ObservedStep, PrefixState, TargetStates, concatenate_states
 from foretell.model.kernels import DynamicTrees
 from foretell.model.layout import Layout
 from foretell.model.mtp import MTPLayer
 from foretell.speculator.network.eagle import EagleNetwork
 
-
-class _TargetStates(NamedTuple):
-    """The target's hidden states at some positions, as rows of those of a whole pass, so that they are not copied."""
-
-    hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
-    place: Int[np.ndarray, " t"]
-    """Row of every position."""
-
-
-def _concatenate(parts: Sequence[_TargetStates]) -> _TargetStates:
-    if len(parts) == 1:
-        return parts[0]
-    shared = parts[0].hidden_states
-    if all(p.hidden_states is shared for p in parts):
-        return _TargetStates(shared, np.concatenate([p.place for p in parts]))
-    gathered = [
-        [hidden_states[torch.from_numpy(p.place).to(hidden_states.device)] for hidden_states in p.hidden_states]
-        for p in parts
-    ]
-    return _TargetStates(
-        tuple(map(torch.cat, zip(*gathered, strict=True))), np.arange(sum(len(p.place) for p in parts))
-    )
-
-
-@dataclass
-class _PrefixState:
-    """State of one request: how many positions the layer has read, and the target's states at the positions after."""
-
-    length: int = 0
-    pending: _TargetStates | None = None
-
-    @property
-    def pending_count(self) -> int:
-        """Number of positions to be read."""
-        return 0 if self.pending is None else len(self.pending.place)
-
-    def add(self, states: _TargetStates) -> None:
-        """Add pending positions; if there are others, the states are copied, so that not several passes are held."""
-        self.pending = states if self.pending is None else _concatenate([self.pending, states])
-
-    def truncate(self, length: int) -> None:
-        """Drop the positions from `length` on."""
-        count = length - self.length
-        if self.pending is not None:
-            self.pending = _TargetStates(self.pending.hidden_states, self.pending.place[:count]) if count > 0 else None
-        self.length = min(self.length, length)
-
-    def take(self, count: int) -> _TargetStates:
-        """Remove and return the states of the next `count` positions, which count as read."""
-        assert self.pending is not None
-        hidden_states, place = self.pending
-        self.pending = _TargetStates(hidden_states, place[count:]) if count < len(place) else None
-        self.length += count
-        return _TargetStates(hidden_states, place[:count])
+_READ_AGAIN = 16
+"""Tokens of a known prefix that the target reads again for a request whose prefix the drafter has not observed, if it
+drafts at present. SmolLM2's EAGLE-3 gave 2.24, 2.42, 2.56 and 2.62 tokens per pass with 1, 8, 64 and all 106 tokens of
+the prompt (96 new tokens).
+"""
+_HELD_STEPS = 32
+"""Last steps that are held while the method does not draft; what came before is left out when it drafts again."""
 
 
 class EagleDrafter(Predictor):
@@ -80,71 +34,138 @@ class EagleDrafter(Predictor):
     Keys of positions that the target has read are computed from its hidden states and stay in the cache. Keys of
     drafted nodes are computed from the layer's own outputs and are overwritten in the next step. Up to `max_pending`
     positions that the target has read are pending until the next draft, whose first call reads them with the root; more
-    of them are read at once.
+    of them are read at once, those of all requests together.
+
+    It may begin anywhere in a sequence: what lies before is not attended to. So a request need not read the prefix of
+    its prompt again that other requests have read, and steps in which the method does not draft cost nothing.
     """
 
     label = "one layer in the target's feature space"
+    resumes = True
 
     def __init__(self, network: EagleNetwork | MTPLayer, max_pending: int = 32) -> None:
         self.network, self.hidden_layers, self.max_context = network, network.hidden_layers, network.context
         self._max_pending = max(max_pending, 1)
         self._cache = network.new_cache(network.device)
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
-        self._prefixes: dict[int, _PrefixState] = {}
-        self._proposed: dict[int, tuple[int, _TargetStates | None]] = {}
+        self._prefixes: dict[int, PrefixState] = {}
+        self._proposed: dict[int, tuple[int, list[TargetStates]]] = {}
         """Length and pending states of each row before this step's proposal: a step that fails proposes again."""
+        self._held = deque[ObservedStep](maxlen=_HELD_STEPS)
+        """Steps without drafting."""
+        self._released: dict[int, int] = {}
+        """How many of the held steps do not count for a row: it was released, or they were taken in."""
+        self._waits = False
+        """Whether the last step was one of these."""
         self._nodes = _DraftedNodes(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """0 for sequences that the target has not read up to their last token, and before the first new token: whether
         the target has read a prompt up to its last token depends on its chunks, and sampled answers must not.
         """
+        self._add_held()
         depths = super().max_depths(context)
         for i, (row, text) in enumerate(zip(context.rows, context.sequences, strict=True)):
-            if text.length == text.prompt_length or self._known_length(self._prefixes.get(row)) != text.length - 1:
+            known = self._prefixes.get(row)
+            if text.length == text.prompt_length or known is None or known.end != text.length - 1:
                 depths[i] = 0
         return depths
 
-    @staticmethod
-    def _known_length(row: _PrefixState | None) -> int:
-        return -1 if row is None else row.length + row.pending_count
-
     def observe(self, step: StepResult) -> None:
         """Keep the target's states at the accepted nodes."""
-        self._proposed = {}
-        for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
-            known = self._prefixes.setdefault(row, _PrefixState())
-            if self._known_length(known) != step.start_positions[i] or text.length > self.max_context:
-                # It has not observed the beginning of the sequence, or the sequence is longer than it can read.
-                self.release(row)
-                continue
-            places = step.output.hidden_index[i, list(step.paths[i])][: text.length - 1 - self._known_length(known)]
-            known.add(_TargetStates(step.output.hidden_states, places))
-            if known.pending_count > self._max_pending:
-                self._forward_target_states([row], [text], [known.pending_count - 1])
+        self._proposed, self._waits = {}, not step.drafting
+        if self._waits:
+            if len(self._held) == _HELD_STEPS:
+                self._released = {row: count - 1 for row, count in self._released.items() if count > 1}
+            self._held.append(ObservedStep.of(step))
+            return
+        self._add_held()
+        observed = ObservedStep.of(step)
+        for i in range(len(observed.rows)):
+            self._add(observed, i)
+        long = [
+            (row, text)
+            for row, text in zip(step.context.rows, step.context.sequences, strict=True)
+            if row in self._prefixes and self._prefixes[row].pending_count > self._max_pending
+        ]
+        if long:
+            rows = [row for row, _ in long]
+            counts = [self._prefixes[row].pending_count - 1 for row in rows]
+            self._forward_target_states(rows, [text for _, text in long], counts)
+
+    def _add_held(self) -> None:
+        """Take in the steps without drafting."""
+        if self._held:
+            for row in {row for step in self._held for row in step.rows}:
+                self._add_held_row(row)
+            self._held.clear()
+            self._released.clear()
+
+    def _add_held_row(self, row: int) -> None:
+        """Take in what they have of one row."""
+        first = self._released.get(row, 0)
+        for step in list(self._held)[first:]:
+            if row in step.rows:
+                self._add(step, step.rows.index(row))
+        if self._held:
+            self._released[row] = len(self._held)
+        known = self._prefixes.get(row)
+        if known is not None and len(known.pending) > 2 * _HELD_STEPS:  # they hold the states of whole passes
+            self._forget(row)
+            self._prefixes[row] = known.latest(_HELD_STEPS)
+
+    def _add(self, step: ObservedStep, i: int) -> None:
+        """Add the states of request `i` of a step to those that are pending."""
+        row, start = step.rows[i], step.starts[i]
+        known = self._prefixes.get(row)
+        if known is None or known.end != start or step.lengths[i] > self.max_context:
+            self._forget(row)
+            if step.lengths[i] > self.max_context:
+                return
+            known = self._prefixes[row] = PrefixState(start)
+        places = step.hidden_index[i, list(step.paths[i])][: step.lengths[i] - 1 - start]
+        if len(places):
+            known.pending.append(TargetStates(step.hidden_states, places))
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
+        if self._held:
+            self._released[row] = len(self._held)
+        self._forget(row)
+
+    def _forget(self, row: int) -> None:
         self._prefixes.pop(row, None)
         self._cache.truncate(row, 0)
 
     def rewind(self, row: int, length: int) -> int:
-        """Keep the positions of the shared tokens, if all are known."""
+        """Keep the positions of the shared tokens, if all from some position on are known; otherwise begin near their
+        end.
+        """
+        self._add_held_row(row)
         known = self._prefixes.get(row)
-        if known is None or not 0 < length <= self._known_length(known):
-            self.release(row)
-            return 0
+        if known is None or not known.start <= length <= known.end:
+            return self._begin_near(row, length)
         known.truncate(length)
         self._cache.truncate(row, known.length)
         return length
 
+    def _begin_near(self, row: int, length: int) -> int:
+        """Forget a row, and let the target read the last tokens of a prefix again."""
+        self.release(row)
+        start = length if self._waits else max(0, length - _READ_AGAIN)
+        self._prefixes[row] = PrefixState(start)
+        return start
+
     def copy_row(self, source: int, target: int, length: int) -> int:
-        """Copy the positions of the shared tokens, if all are known."""
+        """Copy the positions of the shared tokens, if all from some position on are known; otherwise begin near their
+        end.
+        """
+        self._add_held_row(source)
         self.release(target)
         known = self._prefixes.get(source)
-        if known is None or not 0 < length <= self._known_length(known):
-            return 0
-        copied = self._prefixes[target] = _PrefixState(known.length, known.pending)
+        if known is None or not known.start <= length <= known.end:
+            return self._begin_near(target, length)
+        copied = self._prefixes[target] = replace(known)
         copied.truncate(length)
         if copied.length:
             self._cache.copy_row(source, target, copied.length)
@@ -222,11 +243,11 @@ class EagleDrafter(Predictor):
 
     def _take_pending(
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
-    ) -> tuple[Int[np.ndarray, " t"], _TargetStates]:
+    ) -> tuple[Int[np.ndarray, " t"], TargetStates]:
         """The tokens and the target's states of the next positions of some rows, which count as read."""
-        first = [self._prefixes[row].length for row in rows]
+        first = [self._prefixes[row].start + self._prefixes[row].length for row in rows]
         token = [t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)]
-        states = _concatenate([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
+        states = concatenate_states([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
         return token[0] if len(token) == 1 else np.concatenate(token), states
 
     @torch.inference_mode()

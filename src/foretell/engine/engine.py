@@ -18,6 +18,7 @@ from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
 from foretell.engine.controller import LATE_WEIGHT, Controller, StepLoad
+from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.live_request import LiveRequest
 from foretell.engine.logprobs import TokenLogprobs, new_token_logprobs, prompt_token_logprobs
@@ -55,9 +56,10 @@ class Engine:
     is full, the oldest ended requests are forgotten, then the least urgent running request waits and reads its tokens
     again later. `controller` chooses the drafts of every step by expected tokens per second; None: each method by
     itself. `disable_by_batch_size`: a request of the engine's own method that finds so many others waiting or running
-    is decoded plainly, if the method keeps the text of a seed (None: never). `itl_target`: seconds between two tokens
-    of an answer that chunks of prompts leave room for (None: chunks are always as large as `chunk`). `clock` gives
-    seconds.
+    is decoded plainly, if the method keeps the text of a seed (None: never). `switch` decides in every step whether the
+    engine's own method drafts, under the same condition (None: it always does). `itl_target`: seconds between two
+    tokens of an answer that chunks of prompts leave room for (None: chunks are always as large as `chunk`). `clock`
+    gives seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
@@ -79,6 +81,7 @@ class Engine:
         controller: Controller | None = None,
         itl_target: float | None = None,
         disable_by_batch_size: int | None = None,
+        switch: DraftSwitch | None = None,
     ) -> None:
         if rows < 1 or chunk < 1:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
@@ -86,6 +89,8 @@ class Engine:
         self._detokenizer, self._clock = detokenizer, clock
         self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
         self._disable_by_batch_size = disable_by_batch_size
+        can_switch = method.accept.same_seed and not isinstance(method.draft, NoDrafter)
+        self.switch = switch if can_switch else None
         if cache_bytes is not None:
             runner.limit_cache(cache_bytes)
         self._cache_tokens = runner.free_tokens or rows * runner.context
@@ -369,6 +374,7 @@ class Engine:
         groups = MethodGroups(
             *([r.method for r in scheduled], self.runner.vocab, self._clock, self.controller),
             predictions=[r.prediction for r in scheduled],
+            paused=self._paused_method(scheduled),
         )
         ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
         if self.controller is not None:
@@ -403,6 +409,8 @@ class Engine:
         )
         self.last_step = step_time
         self._count_step(scheduled, step_time)
+        if self.switch is not None:
+            self.switch.observe(len(scheduled), sum(map(len, new_tokens)), step_time.total)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
             try:
@@ -498,6 +506,16 @@ class Engine:
         """Learn the time of the step."""
         prompts = [len(tokens) for tokens in scheduled.values() if len(tokens) > 1]
         self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
+
+    def _paused_method(self, scheduled: Mapping[LiveRequest, list[int]]) -> BoundMethod | None:
+        """The engine's own method if it does not draft in this step."""
+        if self.switch is None:
+            return None
+        if all(r.method is not self._own_method for r in scheduled):
+            self.switch.skip()
+            return None
+        decoding = sum(len(tokens) == 1 for tokens in scheduled.values())
+        return None if self.switch.begin(decoding, decoding == len(scheduled)) else self._own_method
 
     def _context(self, running: Collection[LiveRequest]) -> Context:
         limits, salts = [r.request.max_drafts for r in running], [r.request.cache_salt for r in running]

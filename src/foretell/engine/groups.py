@@ -51,7 +51,7 @@ class MethodGroups:
     """The groups of a step, from drafting to its result. `vocab`: of the target; `clock` gives seconds.
 
     `controller` decides which methods draft and which drafts are verified; None: all. `predictions`: the predicted
-    outputs of the requests.
+    outputs of the requests. `paused`: a method that does not draft in this step.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class MethodGroups:
         clock: Callable[[], float],
         controller: Controller | None = None,
         predictions: Sequence[Prediction | None] = (),
+        paused: BoundMethod | None = None,
     ) -> None:
         self._vocab, self._clock, self._controller = vocab, clock, controller
-        self._methods, self._predictions = methods, predictions
+        self._methods, self._predictions, self._paused = methods, predictions, paused
         self._predicts = any(p is not None for p in predictions)
         if len(set(methods)) == 1:
             self.groups = [MethodGroup(methods[0], list(range(len(methods))))]
@@ -83,7 +84,10 @@ class MethodGroups:
         Raises:
             DraftError: one of several methods failed. Exception: the only method failed.
         """
-        if len(self.groups) == 1 and ready.all() and self._controller is None and not self._predicts:
+        plain = self._paused is not None and all(group.bound is self._paused for group in self.groups)
+        if plain and ready.all() and not context.rules and not self._predicts:
+            return root_tree(context.last_tokens).with_prefix(unread)
+        if not plain and len(self.groups) == 1 and ready.all() and self._controller is None and not self._predicts:
             return self.groups[0].method.propose(context).with_prefix(unread)
         parts = self._grow(context, ready)
         if self._predicts:
@@ -110,7 +114,9 @@ class MethodGroups:
             if not which:
                 continue
             depths = [NO_LIMIT] * len(which)
-            if self._controller is not None:
+            if group.bound is self._paused:
+                depths = [0] * len(which)
+            elif self._controller is not None:
                 depths = self._controller.depths(group.bound, len(which))
             asked = {i: depth for i, depth in zip(which, depths, strict=True) if depth}
             roots = [i for i in which if i not in asked]
@@ -185,7 +191,8 @@ class MethodGroups:
 
     def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
         """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
-        if self._controller is not None and not self._controller.asks(group.bound):
+        waits = self._controller is not None and not self._controller.asks(group.bound)
+        if waits or group.bound is self._paused:
             step = replace(step, drafting=False)
         if len(self.groups) == 1:
             return step

@@ -54,6 +54,13 @@ class Method(Generic[D]):
         """Target layers whose hidden states the drafter needs."""
         return self.draft.hidden_layers
 
+    @property
+    def needs_own_rows(self) -> bool:
+        """Whether a request can reuse the prefixes of this method's requests alone: the drafter needs hidden states of
+        all that the target reads, or what it drafts may change the text.
+        """
+        return bool(self.hidden_layers) and not (self.draft.resumes and self.accept.same_seed)
+
     def propose(self, context: Context) -> TokenTree:
         """Trees for the requests of `context`: those that `grow` gives, with the drafter's probes."""
         return self.draft.add_probes(self.grow(context), context)

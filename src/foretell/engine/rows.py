@@ -73,7 +73,7 @@ class RowPool:
         the prompt `reuses` prefixes.
         """
         source, length = self._find_prefix(sequence, method, salt) if reuses else (-1, 0)
-        row = self._choose(source, length)
+        row = self._choose(source, length, method)
         self.free.remove(row)
         before = self._contents.pop(row, None)
         if before is not None and (row != source or before.method is not method):
@@ -108,12 +108,13 @@ class RowPool:
 
     def _candidates(self, method: BoundMethod, salt: str) -> Iterator[tuple[int, _RowContent]]:
         """Rows whose tokens a request of this method and salt can use. Hidden states are kept by drafters alone: one
-        that needs them uses rows that it has observed.
+        that needs all of them uses rows that it has observed.
         """
         if self._prefix_caching:
-            for row, content in self._contents.items():
+            # A row of its own method goes before others with as long a prefix: its drafter has observed it.
+            for row, content in sorted(self._contents.items(), key=lambda item: item[1].method is not method):
                 usable = content.salt == salt and (row in self.free or self._runner.shares_prefixes)
-                if usable and (content.method is method or not method.method.hidden_layers):
+                if usable and (content.method is method or not method.method.needs_own_rows):
                     yield row, content
 
     def _find_prefix(self, sequence: TokenBuffer, method: BoundMethod, salt: str) -> tuple[int, int]:
@@ -127,12 +128,17 @@ class RowPool:
                 best = row, length
         return best
 
-    def _choose(self, source: int, length: int) -> int:
-        """The free row for a prompt that shares `length` tokens with row `source`: that row, unless it is in use or
-        holds more other tokens than shared ones; otherwise an empty row, or the oldest.
+    def _choose(self, source: int, length: int, method: BoundMethod) -> int:
+        """The free row for a prompt that shares `length` tokens with row `source`: that row, unless it is in use, holds
+        more other tokens than shared ones, or holds what the drafter of another method has observed; otherwise an empty
+        row, or the oldest.
         """
-        if source in self.free and (2 * length >= self._runner.length(source) or not self._runner.shares_prefixes):
-            return source
+        if source in self.free:
+            other = self._contents[source].method
+            is_observed = self._kept > 0 and other is not method and bool(other.method.hidden_layers)
+            fits = 2 * length >= self._runner.length(source) and not is_observed
+            if fits or not self._runner.shares_prefixes:
+                return source
         empty = [row for row in reversed(self.free) if row not in self._contents]
         oldest = [row for row in self._contents if row in self.free and row != source]
         return next(iter(empty + oldest), source)

@@ -19,15 +19,17 @@ MAX_RANKS = 8
 class AcceptanceByRank:
     """Acceptance probability of the child of each rank, multiplied by `decay` for each further depth.
 
-    ranks: non-increasing, sum at most 1. source: where the figures come from.
+    ranks: non-increasing, sum at most 1. source: where the figures come from. by_depth: in place of `decay`, the factor
+    at depth 1, 2, …; the last one holds for all further depths.
 
     Raises:
-        ValueError: `ranks` or `decay` violate this.
+        ValueError: `ranks`, `decay` or `by_depth` violate this.
     """
 
     ranks: tuple[float, ...]
     source: str
     decay: float = 1.0
+    by_depth: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 0 or sum(self.ranks) > 1 + 1e-9:
@@ -38,6 +40,15 @@ class AcceptanceByRank:
             raise ValueError(f"acceptance by rank must not increase: sort the siblings, found {list(self.ranks)}")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay of acceptance with depth must lie in (0, 1], found {self.decay}")
+        if self.by_depth and (min(self.by_depth) < 0 or max(self.by_depth) * sum(self.ranks) > 1 + 1e-9):
+            raise ValueError(f"acceptance by depth must be a probability, found factors {list(self.by_depth)}")
+
+    def at(self, depth: int, rank: int) -> float:
+        """Acceptance of the child of a rank, counted from 0, at a depth, counted from 1."""
+        if rank >= len(self.ranks):
+            return 0.0
+        factor = self.by_depth[min(depth, len(self.by_depth)) - 1] if self.by_depth else self.decay ** (depth - 1)
+        return self.ranks[rank] * factor
 
 
 def geometric_acceptance(first: float, source: str, chain: bool = False) -> AcceptanceByRank:
@@ -72,14 +83,9 @@ class BestTrees:
 
 def best_trees(acceptance: AcceptanceByRank, nodes: int, depth: int) -> BestTrees:
     """The best tree of every size up to `nodes` with depth at most `depth`; ends early where no node is left."""
-    ranks = acceptance.ranks
-
-    def rate(level: int, rank: int) -> float:
-        return ranks[rank] * acceptance.decay ** (level - 1) if rank < len(ranks) else 0.0
-
     width = [0] * depth
     tokens, expanded = [1.0], [(0,) * depth]
-    for path, probability in islice(best_paths(rate, depth), max(nodes - 1, 0)):
+    for path, probability in islice(best_paths(acceptance.at, depth), max(nodes - 1, 0)):
         if path[-1] == 0:
             width[len(path) - 1] += 1
         tokens.append(tokens[-1] + probability)
@@ -111,7 +117,6 @@ def tree_tokens(parents: Sequence[int], ranks: Sequence[int], acceptance: Accept
     """Tokens per pass of a given tree: node 0 is the root, parents[i] < i, ranks[i] is the rank among siblings."""
     reached, depth = [1.0], [0]
     for parent, rank in list(zip(parents, ranks, strict=True))[1:]:
-        p = acceptance.ranks[rank] if rank < len(acceptance.ranks) else 0.0
         depth.append(depth[parent] + 1)
-        reached.append(reached[parent] * p * acceptance.decay ** depth[parent])
+        reached.append(reached[parent] * acceptance.at(depth[-1], rank))
     return sum(reached)

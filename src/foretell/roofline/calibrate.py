@@ -28,6 +28,10 @@ PassTimer = Callable[[int, int], float]
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (16, 1024)
 CHECK_CONTEXTS = (64, 512, 2048)
+ROUNDS = 2
+"""Rounds of timing each probe model."""
+MAX_SPREAD = 0.1
+"""Median spread of the rounds above which the machine changed too much to be calibrated."""
 MIN_SECONDS = 1e-18
 """Lower bound of fitted seconds, which may be zero."""
 OUTLIER, ITERATIONS = 0.05, 12
@@ -50,17 +54,29 @@ pass.
 
 @dataclass(frozen=True)
 class PassTiming:
-    """The measured time of a pass."""
+    """The measured time of a pass: the fastest of several rounds; `spread`: of the slowest over it, relative."""
 
     config: ModelConfig
     tokens: int
     context: int
     seconds: float
+    spread: float = 0.0
 
 
 def time_probes(timers: Iterable[tuple[ModelConfig, PassTimer]]) -> list[PassTiming]:
-    """Time every probe model at all ROWS and CONTEXTS."""
-    return [PassTiming(c, n, s, timed(n, s)) for c, timed in timers for s in CONTEXTS for n in ROWS]
+    """Time every probe model at all ROWS and CONTEXTS, in several rounds, so that a change of the machine is seen."""
+    found = list[PassTiming]()
+    for config, timed in timers:
+        sizes = [(n, s) for s in CONTEXTS for n in ROWS]
+        rounds = [[timed(n, s) for n, s in sizes] for _ in range(ROUNDS)]
+        for (n, s), times in zip(sizes, zip(*rounds, strict=True), strict=True):
+            found.append(PassTiming(config, n, s, min(times), max(times) / min(times) - 1))
+    return found
+
+
+def timing_spread(timings: Sequence[PassTiming]) -> float:
+    """Median spread of the rounds."""
+    return statistics.median(t.spread for t in timings)
 
 
 def pass_workload(weight_format: NumberFormat, tokens: int, context: int) -> Workload:

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from foretell.roofline.acceptance import AcceptanceByRank, geometric_acceptance
-from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.analysis import Analysis, AnalyzedModel
 from foretell.roofline.attention import Fusion
-from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, with_overrides
+from foretell.roofline.cost import scalar
+from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, memory_tier, with_overrides
 from foretell.roofline.method_profiles import MethodProfile, find_method, method_profiles, with_acceptance
 from foretell.roofline.names import look_up
+from foretell.roofline.offload import Offload, PlacedOffload, place_offload, share_outside
 from foretell.roofline.plan import drafter_costs, estimates_by_batch, profiles_for, profitable_batches
 from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime
 from foretell.roofline.speculation import DraftShape
@@ -103,14 +105,45 @@ def parse_offload(text: str) -> tuple[float, float]:
     return found["weights"], found["kv"]
 
 
-def select_methods(names: Sequence[str] | None, accept: float | None, file: Path | None) -> Mapping[str, MethodProfile]:
-    """The named methods, all by default, with acceptance from the literature, from one number, or from a file.
-
-    The file is a JSON object from methods to {"ranks": [...], "decay": 1, "source": "..."}.
+def select_offload(
+    text: str | None, tier: str, compute: str, analysis: Analysis, file: Path | None
+) -> PlacedOffload | None:
+    """The offload of a workload: parts as `parse_offload` reads them, or `auto`, the weights that do not fit.
 
     Raises:
-        ValueError: an unknown method, or a file of another form.
+        ValueError: not of this form, an unknown tier, or a device that cannot fetch or compute it.
     """
+    if text is None:
+        return None
+    device = analysis.hardware
+    if text == "auto":
+        weights, kv = share_outside(scalar(analysis.memory.weights), device), 0.0
+    else:
+        weights, kv = parse_offload(text)
+    return place_offload(Offload(memory_tier(tier), weights, kv, compute), device, known_hardware(file))
+
+
+def select_methods(
+    names: Sequence[str] | None,
+    accept: float | None,
+    file: Path | None,
+    measured: Mapping[str, MethodProfile] | None = None,
+) -> Mapping[str, MethodProfile]:
+    """The named methods, all by default, with acceptance from the literature, from one number, or from a file.
+
+    The file is a JSON object from methods to {"ranks": [...], "decay": 1, "by_depth": [], "source": "..."}.
+    `measured`: profiles of a run, which are then all methods by default.
+
+    Raises:
+        ValueError: an unknown method, one that was not measured, a file of another form, or two sources of acceptance.
+    """
+    if sum(x is not None for x in (accept, file, measured)) > 1:
+        raise ValueError("acceptance comes from one of --accept, --acceptance and --measured; leave out the others")
+    if measured is not None:
+        wanted = [find_method(name).name for name in names or measured]
+        if missing := [name for name in wanted if name not in measured]:
+            raise ValueError(f"{missing[0]} was not measured; the run has {', '.join(measured)}")
+        return {name: measured[name] for name in wanted}
     chosen = {m.name: m for m in map(find_method, names or ())} or dict(method_profiles())
     if accept is not None:
         given = {n: geometric_acceptance(accept, "given", m.shape == "chain") for n, m in chosen.items()}
@@ -122,11 +155,12 @@ def select_methods(names: Sequence[str] | None, accept: float | None, file: Path
     )
     for name in profiles.raw:
         method, entry = find_method(name), profiles.fields(name)
-        measured = AcceptanceByRank(
-            entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0)
-        )
+        found = AcceptanceByRank(
+            entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0),
+            entry.numbers("by_depth") if "by_depth" in entry.raw else (),
+        )  # fmt: skip
         if method.name in chosen:
-            chosen[method.name] = with_acceptance(method, measured, "measured")
+            chosen[method.name] = with_acceptance(method, found, "measured")
     return chosen
 
 
@@ -136,6 +170,7 @@ def speedup_curves(
     workload: Workload,
     profiles: Mapping[str, MethodProfile],
     draft_model: AnalyzedModel | None,
+    offload: PlacedOffload | None = None,
 ) -> list[dict[str, Any]]:
     """Speed-up of every method by batch size, and the batch sizes at which it is profitable, as records.
 
@@ -148,8 +183,8 @@ def speedup_curves(
         raise ValueError("; ".join(f"{name}: {why}" for name, why in unavailable.items()))
     records = []
     for name, cost in costs.items():
-        estimates = estimates_by_batch(profiles[name], cost, target, hardware, workload)
-        ranges = profitable_batches(profiles[name], cost, target, hardware, workload)
+        estimates = estimates_by_batch(profiles[name], cost, target, hardware, workload, offload)
+        ranges = profitable_batches(profiles[name], cost, target, hardware, workload, offload)
         profitable = ", ".join(f"{a}-{b}" for a, b in ranges) or "never"
         speedups = {f"b={e.batch}": round(e.speedup, 4) for e in estimates}
         records.append({"method": name} | speedups | {"profitable at batch": profitable})

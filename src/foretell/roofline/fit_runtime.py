@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from foretell.roofline.linear_cost import Array
-from foretell.roofline.published import PublishedRow, published_rows
+from foretell.roofline.published import predict_row
+from foretell.roofline.published_rows import PublishedRow, published_rows
 from foretell.roofline.runtime import Runtime
 
 _BOUNDS = {
@@ -63,7 +64,7 @@ def fit_runtime(start: Runtime, figures: Sequence[str]) -> Runtime:
 
     def misfit(point: Array) -> Array:
         runtime = with_figures(point)
-        return np.array([math.log(row.predict(runtime) / row.published) for row in rows])
+        return np.array([math.log(predict_row(row, runtime) / row.published) for row in rows])
 
     first = np.clip((np.array([getattr(start, name) for name in figures]) - low) / (high - low), 0.01, 0.99)
     return with_figures(least_squares(misfit, first, bounds=(0, 1), diff_step=1e-3).x)

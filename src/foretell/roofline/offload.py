@@ -1,11 +1,14 @@
 """Offloading of weights and KV cache: streamed to the device over the host link, or computed on the host."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from foretell.roofline.analysis import Analysis
 from foretell.roofline.cost import OpCost, scalar
 from foretell.roofline.hardware import Hardware, MemoryTier
+from foretell.roofline.linear_cost import Number
 from foretell.roofline.names import look_up
 
 CAPACITY_FOR_WEIGHTS = 0.8
@@ -34,6 +37,31 @@ class Offload:
 
 
 @dataclass(frozen=True)
+class PlacedOffload:
+    """An offload on a device; `host`: the processor that computes beside the tier, None: the device computes."""
+
+    offload: Offload
+    device: Hardware
+    host: Hardware | None
+
+
+def place_offload(offload: Offload, device: Hardware, hardware: Mapping[str, Hardware]) -> PlacedOffload:
+    """Find what fetches and computes the offloaded data.
+
+    Raises:
+        ValueError: the device states no host link, or no processor is known beside the tier.
+    """
+    if offload.compute == "device" and not device.host_bandwidth:
+        raise ValueError(f"hardware {device.name!r} states no link to host memory; compute on the host instead")
+    if offload.compute == "host" and offload.tier.compute is None:
+        raise ValueError(f"no processor is known beside {offload.tier.name!r}; compute on the device instead")
+    host = None
+    if offload.compute == "host" and offload.tier.compute:
+        host = look_up(hardware, offload.tier.compute, "hardware")
+    return PlacedOffload(offload, device, host)
+
+
+@dataclass(frozen=True)
 class OffloadResult:
     """Time of the workload, bytes left on the device, bytes fetched from the tier, and what bounds the time."""
 
@@ -43,32 +71,36 @@ class OffloadResult:
     bound: str
 
 
-def apply_offload(analysis: Analysis, offload: Offload, hardware: Mapping[str, Hardware]) -> OffloadResult:
+def apply_offload(analysis: Analysis, placed: PlacedOffload) -> OffloadResult:
     """The predicted cost of an analysed workload under offloading.
 
     On the device, an operation takes the longest of fetching, memory and compute time, which overlap (FlexGen, arXiv
     2303.06865). On the host, device and host compute their parts one after the other.
-
-    Raises:
-        ValueError: the device states no host link, or no processor is known beside the tier.
     """
-    device = analysis.hardware
-    if offload.compute == "device" and not device.host_bandwidth:
-        raise ValueError(f"hardware {device.name!r} states no link to host memory; compute on the host instead")
-    if offload.compute == "host" and offload.tier.compute is None:
-        raise ValueError(f"no processor is known beside {offload.tier.name!r}; compute on the device instead")
-    host = None
-    if offload.compute == "host" and offload.tier.compute:
-        host = look_up(hardware, offload.tier.compute, "hardware")
     seconds_by_bound = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
     seconds = fetched = 0.0
     for each in analysis.op_costs:
-        took, moved, bound = _compute_on_host(each, offload, host) if host else _stream(each, offload, device)
-        seconds, fetched = seconds + took * each.count, fetched + moved * each.count
-        seconds_by_bound[bound] += took * each.count
+        times = _times(each, placed)
+        took = scalar(_op_seconds(each, times, placed))
+        seconds, fetched = seconds + took * each.count, fetched + scalar(_offloaded_bytes(each, placed)) * each.count
+        alternatives = {name: scalar(value) for name, value in times.items()}
+        seconds_by_bound[max(alternatives, key=lambda name: alternatives[name])] += took * each.count
+    bound = max(seconds_by_bound, key=lambda name: seconds_by_bound[name])
+    return OffloadResult(seconds, resident_bytes(analysis, placed.offload), fetched, bound)
+
+
+def resident_bytes(analysis: Analysis, offload: Offload) -> float:
+    """Bytes of a workload that stay on the device."""
     m = analysis.memory
-    resident = scalar(m.weights) * (1 - offload.weights) + scalar(m.kv) * (1 - offload.kv) + scalar(m.activations)
-    return OffloadResult(seconds, resident, fetched, max(seconds_by_bound, key=lambda k: seconds_by_bound[k]))
+    return scalar(m.weights) * (1 - offload.weights) + scalar(m.kv) * (1 - offload.kv) + scalar(m.activations)
+
+
+def offloaded_seconds(costs: Sequence[OpCost], placed: PlacedOffload) -> Number:
+    """Seconds of all operations under offloading, an element for each workload of the costs."""
+    total: Number = 0.0
+    for each in costs:
+        total = total + _op_seconds(each, _times(each, placed), placed) * each.count
+    return total
 
 
 def share_outside(weight_bytes: float, hardware: Hardware) -> float:
@@ -82,32 +114,28 @@ def share_outside(weight_bytes: float, hardware: Hardware) -> float:
     return max(0.0, 1 - CAPACITY_FOR_WEIGHTS * hardware.capacity / weight_bytes)
 
 
-def _offloaded_bytes(op_cost: OpCost, offload: Offload) -> float:
-    cost = op_cost.cost
-    return scalar(cost.weights) * offload.weights + scalar(cost.kv_read + cost.kv_write) * offload.kv
+def _offloaded_bytes(op_cost: OpCost, placed: PlacedOffload) -> Number:
+    cost, offload = op_cost.cost, placed.offload
+    return cost.weights * offload.weights + (cost.kv_read + cost.kv_write) * offload.kv
 
 
-def _stream(op_cost: OpCost, offload: Offload, device: Hardware) -> tuple[float, float, str]:
-    """Seconds, bytes fetched, and what bounds them."""
-    fetched = _offloaded_bytes(op_cost, offload)
-    link = min(device.host_bandwidth * device.runtime.host, offload.tier.bandwidth)
-    times = {
-        "link": fetched / link,
-        "memory": scalar(op_cost.cost.memory_seconds),
-        "compute": scalar(op_cost.cost.compute_seconds),
-    }
-    bound = max(times, key=lambda k: times[k])
-    return max(times[bound], scalar(op_cost.cost.seconds)), fetched, bound
-
-
-def _compute_on_host(op_cost: OpCost, offload: Offload, host: Hardware) -> tuple[float, float, str]:
-    """Seconds, bytes fetched, and what bounds them."""
-    fetched = _offloaded_bytes(op_cost, offload)
-    moved = scalar(op_cost.cost.bytes)
+def _times(op_cost: OpCost, placed: PlacedOffload) -> dict[str, Number]:
+    """Seconds of what may bound an operation: of the device's memory and arithmetic, and of the link or the host."""
+    offload, cost = placed.offload, op_cost.cost
+    if placed.host is None:
+        link = min(placed.device.host_bandwidth * placed.device.runtime.host, offload.tier.bandwidth)
+        fetching = _offloaded_bytes(op_cost, placed) / link
+        return {"link": fetching, "memory": cost.memory_seconds, "compute": cost.compute_seconds}
     part = {"matmul": offload.weights, "attention": offload.kv}.get(op_cost.op.kind, 0.0)
-    device_seconds = scalar(op_cost.cost.seconds) * (1 - part)
-    rate = host.peaks.get("fp16") or max(host.peaks.values())
-    host_seconds = max(part * scalar(op_cost.cost.ops) / rate, part * moved / offload.tier.bandwidth)
-    device_bound = "memory" if op_cost.bound == "link" else op_cost.bound
-    bound = "host" if host_seconds > device_seconds else device_bound
-    return device_seconds + host_seconds, fetched, bound
+    rate = placed.host.peaks.get("fp16") or max(placed.host.peaks.values())
+    on_host = np.maximum(part * cost.ops / rate, part * cost.bytes / offload.tier.bandwidth)
+    on_device = {"memory": cost.memory_seconds, "compute": cost.compute_seconds}
+    return {name: value * (1 - part) for name, value in on_device.items()} | {"host": on_host}
+
+
+def _op_seconds(op_cost: OpCost, times: Mapping[str, Number], placed: PlacedOffload) -> Number:
+    """Seconds of one operation: fetching overlaps with computing, host and device take turns."""
+    if placed.host is None:
+        return np.maximum(times["link"], op_cost.cost.seconds)
+    part = {"matmul": placed.offload.weights, "attention": placed.offload.kv}.get(op_cost.op.kind, 0.0)
+    return op_cost.cost.seconds * (1 - part) + times["host"]

@@ -8,8 +8,10 @@ from foretell.roofline.acceptance import AcceptanceByRank
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.cost import scalar
 from foretell.roofline.drafter_cost import DrafterCost, default_draft_model, drafter_cost
+from foretell.roofline.family_acceptance import profile_for_target
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.method_profiles import MethodProfile, method_profiles, profile_for_draft
+from foretell.roofline.offload import PlacedOffload, resident_bytes
 from foretell.roofline.speculation import MAX_NODES, DraftShape, MethodEstimate, estimate_method
 from foretell.roofline.workload import Workload
 
@@ -32,10 +34,11 @@ class SpeculationPlan:
 
     @property
     def advice(self) -> str:
-        """One sentence: the method to use, or not to speculate."""
-        if not self.estimates or self.estimates[0].nodes == 1:
+        """One sentence: the method to use, of those that fit in memory, or not to speculate."""
+        fitting = [e for e in self.estimates if self.fits.get(e.profile.name) is not False]
+        top = (fitting or [*self.estimates, self.baseline])[0]
+        if top.nodes == 1:
             return f"Do not speculate: at batch {self.baseline.batch} every method is slower than plain decoding."
-        top = self.estimates[0]
         if top.range[0] <= 1:
             low, high = top.range
             return (
@@ -65,9 +68,12 @@ def cost_of_profile(
 def profiles_for(
     target: AnalyzedModel, profiles: Mapping[str, MethodProfile], draft_model: AnalyzedModel | None
 ) -> dict[str, MethodProfile]:
-    """The methods with the acceptance published for the draft model that each would use."""
+    """The methods with the acceptance published for the target, or for the draft model that each would use."""
     draft = draft_model.name if draft_model else default_draft_model(target.name) or ""
-    return {name: profile_for_draft(profile, draft) for name, profile in profiles.items()}
+    return {
+        name: profile_for_target(profile_for_draft(profile, draft), target.name, draft)
+        for name, profile in profiles.items()
+    }
 
 
 def drafter_costs(
@@ -92,11 +98,13 @@ def rank_methods(
     draft_model: AnalyzedModel | None = None,
     max_nodes: int = MAX_NODES,
     shape: DraftShape | None = None,
+    offload: PlacedOffload | None = None,
 ) -> SpeculationPlan:
     """Rank decoding methods at the batch, context and formats of a workload; its stage is ignored.
 
     profiles: all by default. draft_model: a small built-in model of the target's family by default. max_nodes: of a
-    tree. shape: a chain or tree in place of the best one; methods that cannot draft it are unavailable.
+    tree. shape: a chain or tree in place of the best one; methods that cannot draft it are unavailable. offload: of the
+    target.
 
     Raises:
         ValueError: fewer than one node.
@@ -108,15 +116,18 @@ def rank_methods(
     estimates = list[MethodEstimate]()
     for name, cost in costs.items():
         try:
-            estimates.append(estimate_method(profiles[name], cost, target, hardware, workload, max_nodes, shape))
+            estimates.append(
+                estimate_method(profiles[name], cost, target, hardware, workload, max_nodes, shape, offload)
+            )
         except ValueError as error:
             unavailable[name] = str(error)
     estimates.sort(key=lambda e: -e.speedup)
     plain = MethodProfile(
         "autoregressive", "Plain decoding", "none", "fixed", AcceptanceByRank((0.0,), ""), "exact", nodes=1, tokens=1.0
     )
-    baseline = estimate_method(plain, None, target, hardware, workload, 1)
-    target_bytes = scalar(analyse(target, hardware, replace(workload, stage="decode")).memory.total)
+    baseline = estimate_method(plain, None, target, hardware, workload, 1, offload=offload)
+    analysis = analyse(target, hardware, replace(workload, stage="decode"))
+    target_bytes = scalar(analysis.memory.total) if offload is None else resident_bytes(analysis, offload.offload)
     fits = {name: _fits(cost, target_bytes, hardware, workload) for name, cost in costs.items()}
     return SpeculationPlan(tuple(estimates), unavailable, baseline, fits)
 
@@ -139,13 +150,22 @@ def estimates_by_batch(
     target: AnalyzedModel,
     hardware: Hardware,
     workload: Workload,
+    offload: PlacedOffload | None = None,
 ) -> list[MethodEstimate]:
     """The method at its best shape, for each of BATCHES."""
-    return [estimate_method(profile, drafter, target, hardware, replace(workload, batch=b)) for b in BATCHES]
+    return [
+        estimate_method(profile, drafter, target, hardware, replace(workload, batch=b), offload=offload)
+        for b in BATCHES
+    ]
 
 
 def profitable_batches(
-    profile: MethodProfile, drafter: DrafterCost | None, target: AnalyzedModel, hardware: Hardware, workload: Workload
+    profile: MethodProfile,
+    drafter: DrafterCost | None,
+    target: AnalyzedModel,
+    hardware: Hardware,
+    workload: Workload,
+    offload: PlacedOffload | None = None,
 ) -> list[tuple[int, int]]:
     """Ranges of batch sizes within 1 to 256 at which the method is faster than plain decoding; edges by bisection.
 
@@ -153,7 +173,8 @@ def profitable_batches(
     """
 
     def is_profitable(batch: int) -> bool:
-        return estimate_method(profile, drafter, target, hardware, replace(workload, batch=batch)).speedup > 1 + 1e-9
+        asked = replace(workload, batch=batch)
+        return estimate_method(profile, drafter, target, hardware, asked, offload=offload).speedup > 1 + 1e-9
 
     known = {b: is_profitable(b) for b in BATCHES}
     bounds = [BATCHES[0]] if known[BATCHES[0]] else []

@@ -1,12 +1,9 @@
-"""Published measurements, each beside its prediction, with the errors by group."""
+"""Predictions of the published measurements, with the errors by group."""
 
 import statistics
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
-from typing import Any, Literal, get_args
 
 from foretell.roofline.analysis import AnalyzedModel, analyse, predict_seconds
 from foretell.roofline.cost import scalar
@@ -14,62 +11,32 @@ from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, known_hardware, memory_tier
 from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import find_model
-from foretell.roofline.offload import Offload, apply_offload, share_outside
+from foretell.roofline.offload import Offload, apply_offload, place_offload, share_outside
 from foretell.roofline.plan import cost_of_profile
+from foretell.roofline.published_rows import PublishedRow, published_groups, published_rows
 from foretell.roofline.runtime import Runtime, find_runtime
 from foretell.roofline.speculation import DraftShape, estimate_method
 from foretell.roofline.workload import Workload
 
-Measure = Literal["speedup", "tokens_per_second", "seconds_per_pass", "seconds_per_token"]
-DEFAULT_CONTEXT = 500
-"""Cached tokens of a measurement that states none: half of a typical answer and its prompt."""
+
+def predict_row(row: PublishedRow, runtime: Runtime | None = None) -> float:
+    """The prediction of a measured figure; `runtime`: in place of the row's own."""
+    model, workload = _model(row.model), _workload(row)
+    hardware = replace(_hardware()[row.hardware], runtime=runtime or find_runtime(row.runtime))
+    if row.measure == "speedup":
+        profile, shape = find_method(row.method), DraftShape(row.nodes, row.depth, row.tau)
+        drafter = cost_of_profile(profile, model, _model(row.draft) if row.draft else None)
+        return estimate_method(profile, drafter, model, hardware, workload, shape=shape).speedup
+    if row.offload:
+        return _offloaded_seconds(model, hardware, workload)
+    seconds = predict_seconds(model, hardware, workload)
+    return 1 / seconds if row.measure == "tokens_per_second" else seconds
 
 
-@dataclass(frozen=True)
-class PublishedRow:
-    """A published measurement; published.toml describes the fields."""
-
-    group: str
-    model: str
-    hardware: str
-    runtime: str
-    measure: Measure
-    published: float
-    source: str
-    batch: int = 1
-    context: int = DEFAULT_CONTEXT
-    tokens: int = 1
-    weights: str = "16"
-    devices: int = 1
-    method: str = ""
-    draft: str = ""
-    nodes: int = 0
-    depth: int = 0
-    tau: float = 0.0
-    tau_basis: str = ""
-    offload: bool = False
-    fit: bool = False
-
-    @property
-    def workload(self) -> Workload:
-        """The workload that was measured."""
-        form = parse_format(self.weights)
-        return Workload(
-            "verify", self.batch, self.context, self.tokens, weights=form, fusion="flash", devices=self.devices
-        )
-
-    def predict(self, runtime: Runtime | None = None) -> float:
-        """The prediction of the measured figure; `runtime`: in place of the row's own."""
-        model = _model(self.model)
-        hardware = replace(_hardware()[self.hardware], runtime=runtime or find_runtime(self.runtime))
-        if self.measure == "speedup":
-            profile, shape = find_method(self.method), DraftShape(self.nodes, self.depth, self.tau)
-            drafter = cost_of_profile(profile, model, _model(self.draft) if self.draft else None)
-            return estimate_method(profile, drafter, model, hardware, self.workload, shape=shape).speedup
-        if self.offload:
-            return _offloaded_seconds(model, hardware, self.workload)
-        seconds = predict_seconds(model, hardware, self.workload)
-        return 1 / seconds if self.measure == "tokens_per_second" else seconds
+def _workload(row: PublishedRow) -> Workload:
+    """The workload that was measured."""
+    form = parse_format(row.weights)
+    return Workload("verify", row.batch, row.context, row.tokens, weights=form, fusion="flash", devices=row.devices)
 
 
 @cache
@@ -85,32 +52,8 @@ def _hardware() -> Mapping[str, Hardware]:
 def _offloaded_seconds(model: AnalyzedModel, hardware: Hardware, workload: Workload) -> float:
     """Time of a pass whose weights come from the host as far as they do not fit."""
     analysis = analyse(model, hardware, workload)
-    placement = Offload(memory_tier("ddr"), share_outside(scalar(analysis.memory.weights), hardware), 0.0, "device")
-    return apply_offload(analysis, placement, _hardware()).seconds
-
-
-@cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(resources.files("foretell.roofline").joinpath("published.toml").read_text("utf-8"))
-
-
-def published_groups() -> Mapping[str, str]:
-    """The groups of measurements, and what each is about."""
-    return {name: str(entry["about"]) for name, entry in _table().items()}
-
-
-@cache
-def published_rows() -> Sequence[PublishedRow]:
-    """All measurements in order.
-
-    Raises:
-        ValueError: a row with an unknown measure.
-    """
-    rows = [PublishedRow(name, **raw) for name, entry in _table().items() for raw in entry["rows"]]
-    for row in rows:
-        if row.measure not in get_args(Measure):
-            raise ValueError(f"published.toml: there is no measure {row.measure!r}; use {', '.join(get_args(Measure))}")
-    return rows
+    offload = Offload(memory_tier("ddr"), share_outside(scalar(analysis.memory.weights), hardware), 0.0, "device")
+    return apply_offload(analysis, place_offload(offload, hardware, _hardware())).seconds
 
 
 @dataclass(frozen=True)
@@ -140,7 +83,7 @@ class GroupErrors:
 
 def compare_published(rows: Sequence[PublishedRow] | None = None) -> list[ComparedRow]:
     """Every measurement with its prediction."""
-    return [ComparedRow(row, row.predict()) for row in (published_rows() if rows is None else rows)]
+    return [ComparedRow(row, predict_row(row)) for row in (published_rows() if rows is None else rows)]
 
 
 def group_errors(compared: Sequence[ComparedRow]) -> list[GroupErrors]:

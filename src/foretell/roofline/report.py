@@ -14,6 +14,7 @@ from foretell.roofline.arrivals import LoadComparison
 from foretell.roofline.calibrate import PredictionCheck
 from foretell.roofline.cost import CostBreakdown, OpCost, scalar
 from foretell.roofline.hardware import Hardware
+from foretell.roofline.measured import MeasuredRow
 from foretell.roofline.model_variants import ModelVariant
 from foretell.roofline.offload import OffloadResult
 from foretell.roofline.paper.table1 import Table1Row
@@ -228,6 +229,16 @@ def plan_record(plan: SpeculationPlan, variants: Sequence[ModelVariant]) -> dict
     ]
     unavailable = dict(plan.unavailable)
     return {"advice": plan.advice, "methods": plan_records(plan), "unavailable": unavailable, "variants": cheaper}
+
+
+def measured_record(row: MeasuredRow) -> dict[str, Any]:
+    """A measured speed-up beside its prediction."""
+    shape = row.method.shape
+    return {
+        "method": row.method.name, "weights": row.method.weights, "drafted": round(row.method.drafted, 2),
+        "depth": shape.depth if shape else 0, "tokens_per_pass": round(row.method.tokens, 3),
+        "measured": round(row.measured, 3), "predicted": round(row.predicted, 3), "error": f"{row.error:+.1%}",
+    }  # fmt: skip
 
 
 def model_record(model: AnalyzedModel, source: str) -> dict[str, Any]:

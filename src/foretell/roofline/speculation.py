@@ -13,6 +13,7 @@ from foretell.roofline.drafter_cost import DrafterCost
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.linear_cost import Array, Number
 from foretell.roofline.method_profiles import MethodProfile
+from foretell.roofline.offload import PlacedOffload, offloaded_seconds
 from foretell.roofline.op_graph import OpGraph
 from foretell.roofline.workload import Phase, SequenceGroup, Workload
 
@@ -20,10 +21,6 @@ MAX_NODES, MAX_DEPTH = 256, 12
 """Largest tree considered, root included, and its depth."""
 MAX_CHAIN = 4 * MAX_DEPTH
 """Longest chain considered, in drafted tokens."""
-ACCEPTED_SPREAD = 0.2
-"""Relative spread of the accepted tokens over tasks and models: all greedy rows of arXiv 2401.15077, table 1, lie
-within it of their mean (2.61 to 3.52 accepted tokens, mean 3.06).
-"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class MethodEstimate:
     batch: int
     bytes_per_token: float
     ops_per_token: float
-    accepted_spread: float = ACCEPTED_SPREAD
+    accepted_spread: float = 0.0
     runtime_error: float = 0.0
 
     @property
@@ -105,11 +102,15 @@ class MethodEstimate:
         return (self.pass_seconds + self.draft_seconds) / self.plain_seconds
 
 
-def verification_cost(graph: OpGraph, hardware: Hardware, workload: Workload, widths: Array) -> CostBreakdown:
-    """Cost of one pass for each number of tokens per sequence in `widths`."""
+def verification_cost(
+    graph: OpGraph, hardware: Hardware, workload: Workload, widths: Array, offload: PlacedOffload | None = None
+) -> CostBreakdown:
+    """Cost of one pass for each number of tokens per sequence in `widths`; `offload`: of weights and cache."""
     n = widths[:, None]
     phase = Phase((SequenceGroup(float(workload.batch), n, float(workload.context)),), workload.batch * n, 1.0, False)
-    return total_cost(op_costs(graph, phase, device_rates(workload, hardware)))
+    costs = op_costs(graph, phase, device_rates(workload, hardware))
+    total = total_cost(costs)
+    return total if offload is None else replace(total, seconds=offloaded_seconds(costs, offload))
 
 
 def estimate_method(
@@ -120,8 +121,11 @@ def estimate_method(
     workload: Workload,
     max_nodes: int = MAX_NODES,
     shape: DraftShape | None = None,
+    offload: PlacedOffload | None = None,
 ) -> MethodEstimate:
     """The method at its fastest shape, among all chains or trees of up to `max_nodes` tokens, or at a given `shape`.
+
+    offload: of the target; a drafter that is part of it is offloaded with it.
 
     Raises:
         ValueError: fewer than one node, or a given shape that the method cannot draft.
@@ -130,9 +134,10 @@ def estimate_method(
         raise ValueError(f"a tree needs at least one node, found a budget of {max_nodes}")
     fixed = profile.nodes if profile.shape == "fixed" else 1
     widths = np.arange(1.0, max(shape.nodes if shape else max_nodes, fixed) + 1)
-    target = verification_cost(model.graph(workload.fusion, False, workload.square), hardware, workload, widths)
+    graph = model.graph(workload.fusion, False, workload.square)
+    target = verification_cost(graph, hardware, workload, widths, offload)
     pass_seconds = np.broadcast_to(np.asarray(target.seconds), widths.shape)
-    draft_costs = _drafting_cost(drafter, hardware, workload, widths)
+    draft_costs = _drafting_cost(drafter, hardware, workload, widths, offload)
     step = hardware.runtime.step_overhead
     if shape is not None:
         candidates = [_given(profile, shape, drafter, np.asarray(draft_costs.seconds), step)]
@@ -147,7 +152,7 @@ def estimate_method(
         profile, n, depth, tokens, float(pass_seconds[n - 1]), seconds, float(pass_seconds[0]), workload.batch,
         (_at(target.bytes, n) + draft_bytes) / tokens / workload.batch,
         (_at(target.ops, n) + draft_ops) / tokens / workload.batch,
-        0.0 if shape is not None and shape.tokens is not None else ACCEPTED_SPREAD, hardware.runtime.error,
+        0.0 if shape is not None and shape.tokens is not None else profile.spread, hardware.runtime.error,
     )  # fmt: skip
 
 
@@ -156,14 +161,17 @@ def _at(values: Number, n: int) -> float:
     return float(np.atleast_1d(np.asarray(values, dtype=np.float64))[min(n, np.size(values)) - 1])
 
 
-def _drafting_cost(drafter: DrafterCost | None, hardware: Hardware, workload: Workload, widths: Array) -> CostBreakdown:
+def _drafting_cost(
+    drafter: DrafterCost | None, hardware: Hardware, workload: Workload, widths: Array, offload: PlacedOffload | None
+) -> CostBreakdown:
     """Cost of one drafter pass for each number of tokens per sequence in `widths`."""
     if drafter is None:
         return CostBreakdown(seconds=np.zeros_like(widths))
     draft_workload = replace(workload, weights=drafter.weights or workload.weights, kv=drafter.kv or workload.kv)
     if drafter.per == "step":
         widths = widths[:1]
-    return verification_cost(drafter.graph, hardware, draft_workload, widths)
+    shared = offload if not drafter.added_parameters else None
+    return verification_cost(drafter.graph, hardware, draft_workload, widths, shared)
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from typing import Any
 from foretell.api import Model
 from foretell.catalogue import find
 from foretell.engine.controller import Controller
+from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
@@ -88,7 +89,7 @@ class EngineSettings:
     controls_drafts: bool = False
     """Whether a `Controller` chooses the drafts of every step over all requests."""
     disable_by_batch_size: int | None = None
-    """Requests beside which a further one is decoded plainly; None: any number."""
+    """Requests beside which a further one is decoded plainly; None: a `DraftSwitch` decides in every step."""
 
     def engine(self, model: Model, method: AnyMethod) -> Engine:
         """A new engine of the model that decodes by `method`."""
@@ -100,6 +101,7 @@ class EngineSettings:
             itl_target=self.itl_target,
             cache_bytes=self.cache_bytes,
             disable_by_batch_size=self.disable_by_batch_size,
+            switch=None if self.controls_drafts or self.disable_by_batch_size is not None else DraftSwitch(),
         )
 
 

@@ -12,6 +12,7 @@ from foretell.roofline.acceptance import MAX_RANKS, RANK_DECAY, REMAINDER_COVERE
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.arrivals import CONTEXT_STEP
 from foretell.roofline.drafter_cost import MAX_PADDING, default_draft_model, nested_feed_forward
+from foretell.roofline.family_acceptance import profile_for_target
 from foretell.roofline.formats import WIDER_CLASSES, compute_class, is_converted, parse_format
 from foretell.roofline.hardware import Hardware, memory_tier
 from foretell.roofline.linear_cost import SHARED_ROUTING, LinearCost
@@ -21,7 +22,7 @@ from foretell.roofline.model_variants import SPARSE_OPS, sparsity_predictor
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph
 from foretell.roofline.plan import cost_of_profile
 from foretell.roofline.runtime import DEFAULT_RUNTIME, Runtime, known_runtimes
-from foretell.roofline.speculation import ACCEPTED_SPREAD, MAX_DEPTH, MAX_NODES
+from foretell.roofline.speculation import MAX_DEPTH, MAX_NODES
 from foretell.roofline.workload import FUSIONS, LIMITS, STAGES
 
 TIERS = ("ddr", "ddr-server", "nvme")
@@ -79,6 +80,7 @@ def model_data(model: AnalyzedModel, source: str, groups: GroupTable) -> dict[st
     for fusion in FUSIONS:
         both = [groups.graph_data(model.graph(fusion, is_prefill)) for is_prefill in (False, True)]
         graphs[fusion] = both if both[0] != both[1] else both[:1]
+    own = {name: profile_for_target(profile, model.name, "") for name, profile in method_profiles().items()}
     c, halved = model.config, nested_feed_forward(model, HALF)
     predictor = None if c.experts else [op_data(op) for op in sparsity_predictor(c.hidden, c.ffn)]
     return {
@@ -86,6 +88,9 @@ def model_data(model: AnalyzedModel, source: str, groups: GroupTable) -> dict[st
         "graphs": graphs, "predictor": predictor,
         "nested": {fusion: groups.graph_data(halved.graph(fusion, False)) for fusion in FUSIONS},
         "drafts": {name: draft_data(profile, model, groups) for name, profile in method_profiles().items()},
+        "acceptance": {
+            name: acceptance_data(profile) for name, profile in own.items() if profile is not method_profiles()[name]
+        },
     }  # fmt: skip
 
 
@@ -150,7 +155,7 @@ def acceptance_data(method: MethodProfile) -> dict[str, Any]:
     """The acceptance of a method and what it rests on."""
     return {
         "ranks": list(method.acceptance.ranks), "decay": method.acceptance.decay, "tokens": method.tokens,
-        "basis": method.basis, "source": method.acceptance.source, "largest": method.largest,
+        "basis": method.basis, "source": method.acceptance.source, "largest": method.largest, "spread": method.spread,
     }  # fmt: skip
 
 
@@ -182,7 +187,7 @@ def payload(devices: Mapping[str, Hardware], extra: Sequence[AnalyzedModel] = ()
         "widerClasses": {name: list(classes) for name, classes in WIDER_CLASSES.items()},
         "methods": {name: method_data(m) for name, m in method_profiles().items()},
         "runtimes": {name: runtime_data(r) for name, r in known_runtimes().items()},
-        "firstRuntime": DEFAULT_RUNTIME, "acceptedSpread": ACCEPTED_SPREAD,
+        "firstRuntime": DEFAULT_RUNTIME,
         "sharedRouting": SHARED_ROUTING, "sparseOps": list(SPARSE_OPS), "maxPadding": MAX_PADDING,
         "geometric": [REMAINDER_COVERED, RANK_DECAY, MAX_RANKS], "contextStep": CONTEXT_STEP,
         "tiers": {name: tier_data(name) for name in TIERS},

@@ -113,8 +113,8 @@ const Methods = (engine) => {
     return { graph: draft.graphs.flash[0], per: "level", name: small };
   }
 
-  /* A method with the acceptance that applies: given, of the draft model, or its own. */
-  function profileOf(name, drafter, s) {
+  /* A method with the acceptance that applies: given, of the draft model, of the target's family, or its own. */
+  function profileOf(name, model, drafter, s) {
     const m = data.methods[name];
     if (String(s.accept ?? "").trim()) {
       const must = "acceptance must lie between 0 and 1",
@@ -123,7 +123,7 @@ const Methods = (engine) => {
       if (m.shape === "fixed") return { ...given, tokens: 1 + first };
       return { ...given, ranks: geometric(first, m.shape === "chain"), decay: 1 };
     }
-    return { ...m, ...(drafter && drafter.name && m.byDraft[drafter.name]) };
+    return { ...m, ...model.acceptance[name], ...(drafter && drafter.name && m.byDraft[drafter.name]) };
   }
 
   function draftSeconds(draft, expanded, cost) {
@@ -174,7 +174,7 @@ const Methods = (engine) => {
   function estimate(name, { model, h, table }, s, shape) {
     const draft = drafterOf(name, model, s);
     if (draft && draft.unavailable) return { name, unavailable: draft.unavailable };
-    const m = profileOf(name, draft, s),
+    const m = profileOf(name, model, draft, s),
       step = h.runtime.step_overhead,
       asked = { ...s, fusion: "flash" },
       cost = draft && passCosts(draft.graph, h, asked, draft.weights || s.weights, draft.kv || s.kv, false),
@@ -183,7 +183,7 @@ const Methods = (engine) => {
     const plain = table(1)[9],
       pass = table(chosen.nodes)[9],
       speedup = (chosen.tokens * plain) / (pass + chosen.draft),
-      spread = shape && shape.tokens !== undefined ? 0 : data.acceptedSpread,
+      spread = shape && shape.tokens !== undefined ? 0 : m.spread,
       ofTokens = (spread * (chosen.tokens - 1)) / chosen.tokens,
       relative = chosen.nodes === 1 ? 0 : Math.hypot(ofTokens, h.runtime.error);
     return {
@@ -195,6 +195,7 @@ const Methods = (engine) => {
       range: [speedup * (1 - relative), speedup * (1 + relative)],
       goodput: (s.batch * chosen.tokens) / (pass + chosen.draft),
       bytes: bytes(table(chosen.nodes)) / chosen.tokens / s.batch,
+      spread: m.spread,
       basis: m.basis,
       source: m.source,
       title: m.title,

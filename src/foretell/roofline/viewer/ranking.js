@@ -68,7 +68,7 @@ const Ranking = (engine, methods, variants, state, changed) => {
     const rests = make("p", "");
     rests.append(
       make("span", "", "Acceptance"),
-      ` ${g.basis}: ${g.source}. The range assumes that it varies by ±${100 * engine.data.acceptedSpread} % between ` +
+      ` ${g.basis}: ${g.source}. The range assumes that it varies by ±${Math.round(100 * g.spread)} % between ` +
         `tasks, and the error of the runtime. `,
       make("code", "", `foretell methods ${g.name}`),
       " explains the method.",

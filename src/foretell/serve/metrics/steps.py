@@ -57,7 +57,7 @@ class StepMetrics:
         ).labels(*labels)
         self._expected = counter("spec_expected_tokens", "New tokens expected by the drafters.").labels(*labels)
         self._obtained = counter("spec_obtained_tokens", "New tokens of the steps with an expectation.").labels(*labels)
-        self._switched = counter("spec_controller_switches", "Methods switched on or off by the controller.", "to")
+        self._switched = counter("spec_controller_switches", "Drafting switched on or off by measured times.", "to")
         self._labels, self._switches_seen = labels, (0, 0)
         self._cost, self._learned, self._draft_seconds = PassCost(), 0, 0.0
         self._recent = deque[_StepGain](maxlen=RECENT)
@@ -114,11 +114,11 @@ class StepMetrics:
         self._learned += 1
 
     def _count_switches(self, engine: Engine) -> None:
-        if engine.controller is None:
+        statistics = engine.switch if engine.controller is None else engine.controller.statistics
+        if statistics is None:
             return
-        statistics = engine.controller.statistics
         found = statistics.switched_on, statistics.switched_off
         for to, now, before in zip(("on", "off"), found, self._switches_seen, strict=True):
-            # A new engine has a new controller, which begins at 0.
+            # What switches in a new engine begins at 0.
             self._switched.labels(*self._labels, to).inc(now - before if now >= before else now)
         self._switches_seen = found

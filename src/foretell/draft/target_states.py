@@ -1,0 +1,106 @@
+"""What a drafter keeps of the target's hidden states until it reads them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.core.context import StepResult
+
+
+class TargetStates(NamedTuple):
+    """The target's hidden states at some positions, as rows of those of a whole pass, so that they are not copied."""
+
+    hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
+    place: Int[np.ndarray, " t"]
+    """Row of every position."""
+
+
+def concatenate_states(parts: Sequence[TargetStates]) -> TargetStates:
+    """The states of all parts, in order; copied where they are of several passes."""
+    if len(parts) == 1:
+        return parts[0]
+    shared = parts[0].hidden_states
+    if all(p.hidden_states is shared for p in parts):
+        return TargetStates(shared, np.concatenate([p.place for p in parts]))
+    gathered = [
+        [hidden_states[torch.from_numpy(p.place).to(hidden_states.device)] for hidden_states in p.hidden_states]
+        for p in parts
+    ]
+    return TargetStates(tuple(map(torch.cat, zip(*gathered, strict=True))), np.arange(sum(len(p.place) for p in parts)))
+
+
+@dataclass
+class PrefixState:
+    """State of one request: how many positions the layer has read, from position `start` on, and the target's states at
+    the positions after.
+    """
+
+    start: int = 0
+    length: int = 0
+    pending: list[TargetStates] = field(default_factory=list)
+    """Those of several passes, not copied until they are read."""
+
+    @property
+    def pending_count(self) -> int:
+        """Number of positions to be read."""
+        return sum(len(part.place) for part in self.pending)
+
+    @property
+    def end(self) -> int:
+        """The first position that is not known."""
+        return self.start + self.length + self.pending_count
+
+    def truncate(self, end: int) -> None:
+        """Drop the positions from `end` on, which is not before the first one."""
+        self.pending = self._first(max(0, end - self.start - self.length))
+        self.length = min(self.length, end - self.start)
+
+    def take(self, count: int) -> TargetStates:
+        """Remove and return the states of the next `count` positions, which count as read."""
+        taken, left = self._first(count), self.pending[:]
+        for part in taken:
+            rest = left.pop(0).place[len(part.place) :]
+            if len(rest):
+                left.insert(0, TargetStates(part.hidden_states, rest))
+        self.pending = left
+        self.length += count
+        return concatenate_states(taken)
+
+    def latest(self, passes: int) -> "PrefixState":
+        """The pending positions of the last passes alone."""
+        kept = self.pending[-passes:]
+        return PrefixState(self.end - sum(len(part.place) for part in kept), 0, kept)
+
+    def _first(self, count: int) -> list[TargetStates]:
+        """The first `count` pending positions."""
+        parts = list[TargetStates]()
+        for hidden_states, place in self.pending:
+            if count > 0:
+                parts.append(TargetStates(hidden_states, place[:count]))
+                count -= len(place)
+        return parts
+
+
+class ObservedStep(NamedTuple):
+    """What the drafter needs of a step; logits are not held."""
+
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Tokens of the sequences after the step."""
+    paths: tuple[tuple[int, ...], ...]
+    hidden_index: Int[np.ndarray, "b n"]
+    hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
+
+    @staticmethod
+    def of(step: StepResult) -> "ObservedStep":
+        """From the step's result."""
+        lengths, output = tuple(text.length for text in step.context.sequences), step.output
+        return ObservedStep(
+            *(step.context.rows, step.start_positions, lengths, step.paths),
+            *(output.hidden_index, output.hidden_states),
+        )
