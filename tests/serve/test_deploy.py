@@ -1,6 +1,7 @@
 """The files in deploy/ name paths, extras and options that there are, and times that fit each other."""
 
 import configparser
+import json
 import re
 import shlex
 import shutil
@@ -42,6 +43,39 @@ def test_the_image_copies_what_there_is_and_starts_what_there_is() -> None:
     started = next(line for line in DOCKERFILE.splitlines() if line.startswith("CMD "))
     assert set(OPTION.findall(started)) <= help_options() and "--host" in started
     assert "STOPSIGNAL SIGTERM" in DOCKERFILE and "USER foretell" in DOCKERFILE and "/health" in DOCKERFILE
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions with their arguments, comments left out and continued lines joined."""
+    lines = "\n".join(line for line in DOCKERFILE.splitlines() if not line.startswith("#")).replace("\\\n", " ")
+    return [
+        (word.upper(), rest.strip()) for word, _, rest in (line.partition(" ") for line in lines.splitlines() if line)
+    ]
+
+
+def test_the_image_follows_the_rules_of_hadolint() -> None:
+    found = instructions()
+    known = "ARG FROM RUN WORKDIR COPY ENV USER VOLUME EXPOSE STOPSIGNAL HEALTHCHECK ENTRYPOINT CMD"
+    assert {word for word, _ in found} == set(known.split())  # no ADD, MAINTAINER or misspelt word
+    images = [rest.split()[0] for word, rest in found if word == "FROM"]
+    assert len(images) == 2 and all(":" in image and not image.endswith(":latest") for image in images)
+    for command in (rest for word, rest in found if word == "RUN"):
+        if "apt-get install" in command:
+            assert "apt-get update &&" in command and "rm -rf /var/lib/apt/lists/*" in command
+            assert "install -y --no-install-recommends" in command
+        assert command.count("pip install") == command.count("--no-cache-dir")
+        assert not re.search(r"\b(sudo|cd|apt) ", command) and "||" not in command
+        assert subprocess.run(["sh", "-n", "-c", command], capture_output=True).returncode == 0
+    last = [word for word, _ in found if word in ("FROM", "CMD", "ENTRYPOINT", "HEALTHCHECK", "USER")]
+    assert [last.count(word) for word in ("CMD", "ENTRYPOINT", "HEALTHCHECK", "USER")] == [1, 1, 1, 1]
+    assert all(isinstance(json.loads(rest), list) for word, rest in found if word in ("CMD", "ENTRYPOINT"))
+    assert all(rest.startswith("/") for word, rest in found if word in ("WORKDIR", "VOLUME"))
+    started = next(rest for word, rest in found if word == "HEALTHCHECK").partition("CMD ")[2]
+    program, option, script = json.loads(started)
+    assert (program, option) == ("python", "-c")
+    compile(script, "HEALTHCHECK", "exec")
+    stages = {rest.split()[2] for word, rest in found if word == "FROM" and " AS " in rest}
+    assert set(re.findall(r"--from=(\w+)", DOCKERFILE)) <= stages
 
 
 def test_the_unit_stops_after_the_answers_and_names_options_that_there_are() -> None:
