@@ -1,8 +1,5 @@
 """The page in a browser: it loads, agrees with the command line, and fits a laptop and a phone."""
 
-import json
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,62 +9,23 @@ from typer.testing import CliRunner
 
 from chromium import needs_browser, running_browser
 from foretell.cli.roofline import app
-from foretell.roofline.hardware import known_hardware
-from foretell.roofline.viewer.page import page
-from foretell.roofline.viewer.server import serve
+from foretell.roofline.arrivals import poisson_requests
+from roofline_page import open_page, run_cli, screenshot, served_page, settle, show_state, text
 
 pytestmark = needs_browser
 ARROW_DOWN = "\ue015"
-SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
-"""A folder to keep the screenshots of the documentation in."""
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = serve(lambda: page(known_hardware()), 0)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served_page() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with running_browser(tmp_path_factory.mktemp("profile"), 1440, 900, 20) as driver:
         yield driver
-
-
-def screenshot(browser: Any, name: str, width: int = 1440, height: int = 900) -> None:
-    if SHOTS:
-        browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
-        )
-        browser.execute_async_script("setTimeout(arguments[0], 500)")
-        browser.save_screenshot(str(Path(SHOTS) / f"roofline-{name}.png"))
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def text(browser: Any, selector: str) -> str:
-    return str(browser.execute_script("return document.querySelector(arguments[0]).textContent", selector))
-
-
-def run_cli(*arguments: str) -> Any:
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    return json.loads(result.stdout)
-
-
-def open_page(browser: Any, address: str, state: str = "") -> None:
-    browser.get("about:blank")
-    browser.get(f"{address}#{state}")
-    settle(browser)
-
-
-def settle(browser: Any) -> None:
-    """Wait until what the page draws after its first paint is there."""
-    browser.execute_async_script("setTimeout(arguments[0], 90)")
 
 
 QUESTIONS = (
@@ -94,7 +52,7 @@ def command(state: str) -> list[str]:
 
 @pytest.mark.parametrize("state", QUESTIONS)
 def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state: str) -> None:
-    open_page(browser, address, state)
+    show_state(browser, address, state)
     found = browser.execute_script(
         "const a = Roofline.answer(); return {seconds: a.seconds, ops: a.ops, bytes: a.bytes, link: a.total[6], "
         "memory: a.memory,"
@@ -121,27 +79,106 @@ def test_the_page_agrees_with_the_command_line(browser: Any, address: str, state
     assert not found["lines"]
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        "model=llama-3-8b&hardware=a100-80g",
-        "model=mixtral-8x7b&hardware=h100-sxm&batch=4",
-        "model=opt-30b&hardware=l40s&batch=64&devices=1",
-    ],
+PLANS = (
+    ("model=llama-3-8b&hardware=a100-80g", ""),
+    ("model=mixtral-8x7b&hardware=h100-sxm&batch=4", ""),
+    ("model=opt-30b&hardware=l40s&batch=64&devices=1", ""),
+    ("model=llama-3-8b&hardware=h100-sxm&batch=8", "accept=0.7&share=0.25&density=0.1"),
+    ("model=llama-2-13b&hardware=a100-80g&runtime=eager", "draft=vicuna-7b&nodes=20"),
+    ("model=llama-3-70b&hardware=h100-sxm&devices=4&batch=32&weights=fp8&activations=fp8", "chain=4"),
+    ("model=qwen3-30b-a3b&hardware=h100-sxm&batch=3&weights=4g128&head=16", "tree=60x5&tau=3.5"),
 )
-def test_the_methods_agree_with_the_command_line(browser: Any, address: str, state: str) -> None:
-    open_page(browser, address, state)
+
+
+@pytest.mark.parametrize(("state", "drafts"), PLANS)
+def test_the_methods_agree_with_the_command_line(browser: Any, address: str, state: str, drafts: str) -> None:
+    show_state(browser, address, f"{state}&{drafts}")
     found = {g["name"]: g for g in browser.execute_script("return Roofline.methods.plan(Roofline.state.now)")}
-    expected = run_cli("plan", *command(state)[1:])
+    options = dict(pair.split("=") for pair in drafts.split("&") if pair)
+    given = [f"--{'tokens' if name == 'chain' else name}={value}" for name, value in options.items()]
+    expected = run_cli("plan", *command(state)[1:], *given)
     assert {n for n, g in found.items() if "unavailable" in g} == set(expected["unavailable"])
     for row in expected["methods"][:-1]:
         mine = found[row["method"]]
-        assert (mine["nodes"], mine["depth"]) == (row["nodes"], row["depth"])
-        assert mine["speedup"] == pytest.approx(row["speedup"], rel=1e-9)
-        assert mine["goodput"] == pytest.approx(row["goodput"], rel=1e-9)
-    top = expected["methods"][0]
-    gain = f"{top['speedup']:.2f}× ({top['low']:.2f} to {top['high']:.2f})"
-    assert text(browser, ".advice") == f"Use {top['method']}: {gain} predicted."
+        assert (mine["nodes"], mine["depth"], mine["basis"]) == (row["nodes"], row["depth"], row["basis"])
+        assert (mine["speedup"], mine["goodput"]) == pytest.approx((row["speedup"], row["goodput"]), rel=1e-9)
+        assert mine["range"] == pytest.approx((row["low"], row["high"]), rel=1e-9)
+    variants = browser.execute_script("return Roofline.variants.list(Roofline.state.now)")
+    assert {v["name"]: v["seconds"] for v in variants} == pytest.approx(
+        {v["variant"]: v["seconds"] for v in expected["variants"]}, rel=1e-9
+    )
+    top, says = expected["methods"][0], text(browser, "#methods .advice")
+    if top["low"] > 1:
+        gain = f"{top['speedup']:.2f}× ({top['low']:.2f} to {top['high']:.2f})"
+        assert says == f"Use {top['method']}: {gain} predicted."
+
+
+@pytest.mark.parametrize(
+    ("state", "offload", "tier", "place"),
+    [
+        ("model=llama-2-70b&hardware=rtx-4090", (1, 0), "ddr", "device"),
+        ("model=mixtral-8x7b&hardware=h100-sxm&batch=8&stage=verify", (0.5, 0.25), "nvme", "device"),
+        ("model=llama-3-70b&hardware=a6000&stage=chat&generate=40&batch=2", (0.75, 1), "ddr-server", "host"),
+    ],
+)
+def test_offloading_agrees_with_the_command_line(
+    browser: Any, address: str, state: str, offload: tuple[float, float], tier: str, place: str
+) -> None:
+    weights, kv = offload
+    where = f"&offloadWeights={weights}&offloadKv={kv}&tier={tier}&offloadCompute={place}"
+    show_state(browser, address, state + where)
+    found = browser.execute_script("return Roofline.answer().offload")
+    options = (f"--offload=weights={weights},kv={kv}", f"--tier={tier}", f"--offload-compute={place}")
+    expected = run_cli(*command(state), *options)["offload"]
+    for key in ("seconds", "resident", "fetched"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-9), key
+    assert found["bound"] == expected["bound"]
+    quick = browser.execute_script("return Roofline.engine.quick(Roofline.state.now).seconds")
+    assert quick == pytest.approx(expected["seconds"], rel=1e-9)
+
+
+PAGE_NAMES = {"rate": "rates", "tokens": "chain"}
+"""Settings of the page that have another name than the command line's option."""
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("eagle3", {"rate": "2,12", "requests": 60}),
+        ("draft_model", {"rate": "0.5", "requests": 50, "draft": "llama-3.2-1b", "tokens": 5}),
+        ("medusa", {"rate": "40", "requests": 150, "tree": "20x4", "tau": 2.5}),
+        ("ngram", {"rate": "30", "requests": 80, "running": 8, "prompt": 3000, "output": 90}),
+    ],
+)
+def test_the_simulated_load_agrees_with_the_command_line(
+    browser: Any, address: str, method: str, options: dict[str, Any]
+) -> None:
+    show_state(browser, address, "model=llama-3-8b&hardware=h100-sxm")
+    found = browser.execute_script(
+        "const load = Roofline.arrivals.prepare({...Roofline.state.now, ...arguments[0]}, arguments[1]);"
+        "return load.rates.map(load.at)",
+        {PAGE_NAMES.get(name, name): value for name, value in options.items()},
+        method,
+    )
+    expected = run_cli("load", "llama-3-8b", f"--method={method}", *[f"--{k}={v}" for k, v in options.items()])
+    assert len(found) == len(expected)
+    for mine, row in zip(found, expected, strict=True):
+        assert mine["plain"]["rate"] == pytest.approx(row["rate"], rel=1e-9)
+        for kind, prefix in (("plain", ""), ("drafted", "drafted_")):
+            for name in ("ttft", "tpot", "latency"):
+                both = [row[f"{prefix}{name}_p50"], row[f"{prefix}{name}_p99"]]
+                assert mine[kind][name] == pytest.approx(both, rel=1e-9), name
+            totals = [row[f"{prefix}{key}"] for key in ("mean_latency", "goodput", "tokens_per_second")]
+            mine_totals = [mine[kind][key] for key in ("meanLatency", "goodput", "tokensPerSecond")]
+            assert mine_totals == pytest.approx(totals, rel=1e-9)
+
+
+def test_the_page_draws_the_arrivals_of_the_command_line(browser: Any, address: str) -> None:
+    open_page(browser, address)
+    found = browser.execute_script("return Roofline.arrivals.poisson(2.5, 700, 10, 90)")
+    expected = poisson_requests(2.5, 700, 10, 90)
+    assert [r["output"] for r in found] == [r.output for r in expected]
+    assert [r["arrival"] for r in found] == pytest.approx([r.arrival for r in expected], rel=1e-9)
 
 
 def test_it_loads_draws_and_accepts_clicks_and_keys(browser: Any, address: str) -> None:
@@ -176,24 +213,27 @@ def test_typing_changes_the_numbers_and_the_link_restores_them(browser: Any, add
     assert text(browser, "#headline") == after
 
 
-def test_two_settings_side_by_side(browser: Any, address: str) -> None:
-    open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&op=layer%2Fgate_proj")
-    browser.find_element("id", "keep").click()
-    browser.execute_script("Roofline.set({weights: '4g128', batch: 8})")
-    settle(browser)
-    assert "as fast as the compared setting" in text(browser, "#headline")
-    assert browser.find_elements("css selector", "#graph .versus") and browser.find_elements(
-        "css selector", "#roof .roofline.other"
-    )
-    link = browser.current_url
-    open_page(browser, address, link.partition("#")[2])
-    assert "as fast as the compared setting" in text(browser, "#headline")
-    screenshot(browser, "compare")
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
+        ("batch=abc", "batch must be a whole number between 1 and 1,048,576; “abc” is not"),
+        ("batch=2.5", "“2.5” is not"),
+        ("batch=", "it is empty"),
+        ("offloadWeights=2", "offloaded part of weights must lie between 0 and 1; “2” is not"),
+        ("offloadWeights=1&tier=tape", "no memory tier called “tape”"),
+        ("offloadWeights=1&hardware=aim", "states no link to host memory"),
+        ("accept=1.5", "acceptance must lie between 0 and 1; “1.5” is not"),
+        ("tree=6", "A tree is drafted nodes x depth, as 60x6; “6” is not"),
+        ("tree=3x5", "A tree of depth 5 needs"),
+        ("chain=4&tree=60x6", "Give a chain or a tree, not both"),
+        ("tau=3", "give one of them, too"),
+        ("chain=4&tau=9", "tokens per pass must lie between 1 and 5"),
+        ("nodes=0", "largest tree must be a whole number between 1 and 256"),
+        ("density=0", "density must lie above 0"),
+        ("draft=gpt-5", "no draft model called “gpt-5”"),
+        ("rates=fast", "rates must be requests a second"),
+        ("requests=0", "requests must be a whole number between 1 and 2,000"),
+        ("ttft=-1", "limit must be positive"),
         ("model=llama-3-9b", "no model called “llama-3-9b”"),
         ("hardware=a9000", "no hardware called “a9000”"),
         ("bandwidth=-5", "bandwidth must be a positive number"),
@@ -204,7 +244,7 @@ def test_two_settings_side_by_side(browser: Any, address: str) -> None:
     ],
 )
 def test_errors_are_one_sentence(browser: Any, address: str, state: str, message: str) -> None:
-    open_page(browser, address, state)
+    show_state(browser, address, state)
     assert message in text(browser, "#alert")
     assert not browser.get_log("browser")
 
@@ -217,28 +257,6 @@ def test_downloads(browser: Any, address: str) -> None:
         "const done = arguments[0]; Roofline.picture().then(b => done([b.type, b.size]))"
     )
     assert kind == "image/png" and size > 20_000
-
-
-def test_it_fits_a_phone_and_dark_mode(browser: Any, address: str) -> None:
-    for width in (390, 1024):
-        browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600},
-        )
-        open_page(browser, address, "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    screenshot(browser, "phone", 390, 2600)
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    )
-    open_page(
-        browser,
-        address,
-        "model=deepseek-v3&hardware=h200&devices=8&stage=verify&batch=32&context=4096&weights=fp8&activations=fp8",
-    )
-    screenshot(browser, "dark", 1440, 1500)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_the_export_opens_from_disk_and_loads_nothing(browser: Any, tmp_path: Path) -> None:

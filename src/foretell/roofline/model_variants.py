@@ -72,10 +72,15 @@ def contextual_sparsity(graph: OpGraph, hidden: int, ffn: int, density: float, r
     for group in graph.groups:
         ops = tuple(_sparse_op(op, density, union) if op.name in SPARSE_OPS else op for op in group.ops)
         if group.kv_elements:
-            first = linear("predictor_in", hidden, PREDICTOR_RANK, "mlp_norm", "replicated")
-            ops = (*ops, first, linear("predictor_out", PREDICTOR_RANK, ffn, "predictor_in", "column"))
+            ops = (*ops, *sparsity_predictor(hidden, ffn))
         groups.append(replace(group, ops=ops))
     return replace(graph, groups=tuple(groups))
+
+
+def sparsity_predictor(hidden: int, ffn: int) -> tuple[Op, Op]:
+    """The two products of the predictor that selects the neurons of a layer."""
+    first = linear("predictor_in", hidden, PREDICTOR_RANK, "mlp_norm", "replicated")
+    return first, linear("predictor_out", PREDICTOR_RANK, ffn, "predictor_in", "column")
 
 
 def _sparse_op(op: Op, density: float, union: float) -> Op:

@@ -60,7 +60,10 @@ def figure5() -> Figure:
             for line in found.op_costs
             if line.group == "layer" and scalar(line.cost.ops)
         ]
-    note = "Dots: the operations of one Llama-2-7b layer at 2048 tokens, batch 1 (prefill right, decode left)."
+    note = (
+        "Dots: the operations of one Llama-2-7b layer at 2048 tokens, batch 1, as Foretell counts them (last columns "
+        "of Table 1)."
+    )
     return Figure(5, "Roofline of the RTX A6000, 16-bit", note, records)
 
 

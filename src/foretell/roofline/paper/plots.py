@@ -99,60 +99,104 @@ def _names(records: Records, key: str) -> list[Any]:
 
 
 def _curves(
-    ax: Any, records: Records, group: str, x: str, y: str, scale: float = 1.0, label: Callable[[Any], str] = str
+    ax: Any,
+    records: Records,
+    group: str,
+    x: str,
+    y: str,
+    scale: float = 1.0,
+    label: Callable[[Any], str] = str,
+    thinning: float = 0.0,
 ) -> None:
-    for at, name in enumerate(_names(records, group)):
+    """Lines by group. thinning: points by which each line is thinner than the one before, where lines coincide."""
+    names = _names(records, group)
+    for at, name in enumerate(names):
         mine = [r for r in records if r[group] == name]
         ax.plot(
             [r[x] for r in mine],
             [r[y] * scale for r in mine],
             color=COLOURS[at % len(COLOURS)],
-            linewidth=2,
+            linewidth=2 + thinning * (len(names) - 1 - at),
             label=label(name),
         )
     ax.legend(frameon=False, fontsize=9)
 
 
-def _roofs(ax: Any, records: Records, unit: float = 1e-12) -> None:
-    _curves(ax, records, "line", "intensity", "performance", unit)
+def _plain_ticks(axis: Any, *values: float) -> None:
+    """Ticks of a logarithmic axis at these values, written in full."""
+    axis.set_ticks(values, labels=[f"{v:g}" if v % 1000 else f"{v / 1000:g}k" for v in values])
+    axis.set_ticks([], minor=True)
+
+
+def ridge_points(records: Records) -> list[tuple[float, float]]:
+    """Where each roof turns: (OPs per byte, OPs/s)."""
+    found = []
+    for name in _names(records, "line"):
+        mine = [r for r in records if r["line"] == name]
+        top = max(r["performance"] for r in mine)
+        found.append((min(r["intensity"] for r in mine if r["performance"] == top), top))
+    return found
+
+
+def _roofs(ax: Any, records: Records, unit: float = 1e-12, logarithmic: bool = False) -> None:
+    """Rooflines with their turning points marked, widest first, so that coinciding slopes all show."""
+    if logarithmic:
+        ends = zip(_names(records, "line"), ridge_points(records), strict=True)
+        most = max(r["intensity"] for r in records)
+        records = [
+            {"line": name, "intensity": at, "performance": y * min(1, at / x)}
+            for name, (x, y) in ends
+            for at in (1, x, most)
+        ]
+    _curves(ax, records, "line", "intensity", "performance", unit, thinning=1.5)
+    for (x, y), colour in zip(ridge_points(records), COLOURS, strict=False):
+        ax.plot(x, y * unit, "o", color=colour, markersize=8, markeredgecolor="white", zorder=4)
+        ax.annotate(f"{x:.0f} OPs/byte", (x, y * unit), (7, -14), textcoords="offset points", fontsize=8.5, color=INK)
     ax.set_xlabel("OPs per byte")
     ax.set_ylabel("TOP/s")
-    ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
+    if logarithmic:
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        _plain_ticks(ax.xaxis, 1, 10, 100, 1000)
+        _plain_ticks(ax.yaxis, 0.1, 1, 10, 100)
+    else:
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0)
 
 
 def _figure5(canvas: Any, records: Records) -> None:
     ax = _axes(canvas, 1, 1)[0, 0]
     roof = [r for r in records if r["line"] == "16-bit"]
-    turn = next(r["intensity"] for r in roof if r["performance"] == roof[-1]["performance"])
-    top = roof[-1]["performance"] * 1e-12
+    ((turn, peak),) = ridge_points(roof)
+    top = peak * 1e-12
     # On logarithmic axes the decode operations, two hundred times left of the turning point, can be seen too.
-    ax.loglog([0.1, turn, 3000], [0.1 * top / turn, top, top], color=INK, linewidth=2)
+    ax.loglog([0.1, turn, 5000], [0.1 * top / turn, top, top], color=INK, linewidth=2)
     ax.axvspan(0.1, turn, color="#b5403a", alpha=0.06)
-    ax.axvspan(turn, 3000, color="#5b8c3a", alpha=0.08)
+    ax.axvspan(turn, 5000, color="#5b8c3a", alpha=0.08)
     ax.text(0.13, top * 1.25, "memory bound", color="#b5403a", fontsize=9)
-    ax.text(turn * 1.1, top * 1.25, "compute bound", color="#5b8c3a", fontsize=9)
-    for stage, colour, named in (
-        ("prefill", COLOURS[1], ("gate_proj", "qk_matmul", "softmax")),
-        ("decode", COLOURS[0], ("q_proj", "attn_add")),
+    ax.text(turn * 1.1, top * 1.25, "compute bound", color="#3f6b26", fontsize=9)
+    # Where a stage has the intensity of the other, its ring shows around the other's dot.
+    for stage, colour, size, face, named in (
+        ("prefill", COLOURS[1], 90, "none", {"gate_proj": (-4, -18), "qk_matmul": (9, -12), "softmax": (10, -4)}),
+        ("decode", COLOURS[0], 24, COLOURS[0], {"q_proj": (8, -14), "attn_add": (8, -10)}),
     ):
         mine = [r for r in records if r["line"].startswith(stage)]
-        ax.scatter(
-            [r["intensity"] for r in mine],
-            [r["performance"] * 1e-12 for r in mine],
-            color=colour,
-            label=stage,
-            zorder=3,
-            s=28,
-        )
-        for r in mine:
-            if r["line"].split()[1] in named:
-                spot = (r["intensity"], r["performance"] * 1e-12)
-                ax.annotate(r["line"], spot, (7, -11), textcoords="offset points", fontsize=8, color=INK)
+        spots = [(r["intensity"], r["performance"] * 1e-12) for r in mine]
+        ax.scatter(*zip(*spots, strict=True), edgecolors=colour, facecolors=face, linewidths=1.8, label=stage, zorder=3,
+                   s=size)  # fmt: skip
+        for r, spot in zip(mine, spots, strict=True):
+            name = r["line"].split()[1]
+            if name in named:
+                said = "softmax, both stages" if name == "softmax" else r["line"]
+                ax.annotate(said, spot, named[name], textcoords="offset points", fontsize=8, color=INK)
+    ax.plot(turn, top, "D", color=INK, markersize=6)
+    ax.annotate(f"{turn:.0f} OPs/byte", (turn, top), (8, -12), textcoords="offset points", fontsize=8.5, color=INK)
     ax.set_xlabel("OPs per byte")
     ax.set_ylabel("TOP/s")
-    ax.set_xlim(0.1, 3000)
+    ax.set_xlim(0.1, 5000)
     ax.set_ylim(0.08, top * 2)
+    _plain_ticks(ax.xaxis, 0.1, 1, 10, 100, 1000)
+    _plain_ticks(ax.yaxis, 0.1, 1, 10, 100)
     ax.legend(frameon=False, loc="lower right")
 
 
@@ -193,11 +237,13 @@ def _figure8(canvas: Any, records: Records) -> None:
 
 def _figure9(canvas: Any, records: Records) -> None:
     ax = _axes(canvas, 1, 1)[0, 0]
-    _curves(ax, records, "weights", "context", "seconds", 1e3, lambda w: f"W{w}")
+    _curves(ax, records, "weights", "context", "seconds", 1e3, lambda w: f"W{w}", thinning=1.6)
     ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    _plain_ticks(ax.xaxis, 16, 32, 64, 128, 256, 512, 1024)
+    _plain_ticks(ax.yaxis, 2, 5, 10, 20, 50, 100, 200)
     ax.set_xlabel("prompt tokens")
     ax.set_ylabel("ms")
-    ax.set_ylim(bottom=0)
 
 
 def _figure11(canvas: Any, records: Records) -> None:
@@ -205,31 +251,34 @@ def _figure11(canvas: Any, records: Records) -> None:
     _curves(ax, records, "format", "context", "memory", 1e-9)
     ax.set_xscale("log")
     ax.set_yscale("log")
+    _plain_ticks(ax.xaxis, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+    _plain_ticks(ax.yaxis, 7, 10, 14, 20, 26, 50, 100, 200)
     ax.set_xlabel("tokens of context")
     ax.set_ylabel("GB")
 
 
 def _figure16(canvas: Any, records: Records) -> None:
-    bars = (("traffic", COLOURS[0], "traffic"), ("time", COLOURS[1], "time"), ("paper_traffic", "#c9d7de", "traffic, "
-                                                                                                           "paper"),
-            ("paper_time", "#f1d9bd", "time, paper"))  # fmt: skip
+    bars = (("traffic", COLOURS[0], "traffic"), ("time", COLOURS[1], "time"),
+            ("paper_traffic", "#c9d7de", "traffic, paper"), ("paper_time", "#f1d9bd", "time, paper"))  # fmt: skip
     for ax, stage in zip(_axes(canvas, 1, 2)[0], ("decode", "prefill"), strict=True):
         mine = [r for r in records if r["stage"] == stage]
         for offset, (key, colour, label) in enumerate(bars):
-            spots = [x + 0.2 * (offset - 1.5) for x in range(len(mine))]
-            ax.bar(spots, [r[key] for r in mine], 0.19, color=colour, label=label)
+            spots = [x + 0.22 * (offset - 1.5) for x in range(len(mine))]
+            ax.bar(spots, [r[key] for r in mine], 0.2, color=colour, label=label)
             for x, r in zip(spots, mine, strict=True):
-                ax.text(x, r[key] + 0.5, f"{r[key]:.1f}", ha="center", fontsize=5.5, color=INK)
-        ax.set_xticks(range(len(mine)), [f"b {r['batch']}\n{r['length'] // 1000}k" for r in mine])
+                ax.text(x, r[key] + 1, f"{r[key]:.1f}", ha="center", va="bottom", rotation=90, fontsize=7, color=INK)
+        names = [f"{r['length'] // 1000}k\nbatch {r['batch']}" for r in mine]
+        ax.set_xticks(range(len(mine)), names, fontsize=8)
         ax.grid(False, axis="x")
         ax.set_title(stage, fontsize=10, color=INK)
-        ax.set_ylim(0, 108)
+        ax.set_ylim(0, 112)
     canvas.axes[0].set_ylabel("saved, %")
     canvas.axes[0].legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def _figure18(canvas: Any, records: Records) -> None:
-    _roofs(_axes(canvas, 1, 1)[0, 0], records)
+    # The processor's roof is a hundredth of the GPU's: on linear axes it would lie on the axis.
+    _roofs(_axes(canvas, 1, 1)[0, 0], records, logarithmic=True)
 
 
 def _figure19(canvas: Any, records: Records) -> None:

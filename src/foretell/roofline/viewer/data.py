@@ -8,18 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from foretell.roofline.acceptance import MAX_RANKS, RANK_DECAY, REMAINDER_COVERED
 from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.arrivals import CONTEXT_STEP
+from foretell.roofline.drafter_cost import MAX_PADDING, default_draft_model, nested_feed_forward
 from foretell.roofline.formats import WIDER_CLASSES, compute_class, is_converted, parse_format
-from foretell.roofline.hardware import Hardware
+from foretell.roofline.hardware import Hardware, memory_tier
 from foretell.roofline.linear_cost import SHARED_ROUTING, LinearCost
-from foretell.roofline.method_profiles import MethodProfile, method_profiles
-from foretell.roofline.model_configs import builtin_models, find_model
+from foretell.roofline.method_profiles import MethodProfile, method_profiles, profile_for_draft
+from foretell.roofline.model_configs import builtin_models, find_model, read_config
+from foretell.roofline.model_variants import SPARSE_OPS, sparsity_predictor
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph
-from foretell.roofline.plan import cost_of_profile, profiles_for
+from foretell.roofline.plan import cost_of_profile
 from foretell.roofline.runtime import DEFAULT_RUNTIME, Runtime, known_runtimes
 from foretell.roofline.speculation import ACCEPTED_SPREAD, MAX_DEPTH, MAX_NODES
 from foretell.roofline.workload import FUSIONS, LIMITS, STAGES
 
+TIERS = ("ddr", "ddr-server", "nvme")
+HALF = 0.5
+"""Part of the feed-forward in the nested variant."""
 FORMATS = ("16", "fp8", "8", "6", "4", "4g128", "fp4", "3", "2", "2g32z", "1")
 
 
@@ -72,24 +79,27 @@ def model_data(model: AnalyzedModel, source: str, groups: GroupTable) -> dict[st
     for fusion in FUSIONS:
         both = [groups.graph_data(model.graph(fusion, is_prefill)) for is_prefill in (False, True)]
         graphs[fusion] = both if both[0] != both[1] else both[:1]
-    c = model.config
+    c, halved = model.config, nested_feed_forward(model, HALF)
+    predictor = None if c.experts else [op_data(op) for op in sparsity_predictor(c.hidden, c.ffn)]
     return {
-        "source": source, "heads": c.heads, "graphs": graphs,
+        "source": source, "heads": c.heads, "vocab": c.vocab, "draft": default_draft_model(model.name),
+        "graphs": graphs, "predictor": predictor,
+        "nested": {fusion: groups.graph_data(halved.graph(fusion, False)) for fusion in FUSIONS},
         "drafts": {name: draft_data(profile, model, groups) for name, profile in method_profiles().items()},
     }  # fmt: skip
 
 
 def draft_data(profile: MethodProfile, model: AnalyzedModel, groups: GroupTable) -> dict[str, Any] | None:
-    """The drafter of a method for a model; None: drafting is free; with key `unavailable`: the reason why not."""
+    """The drafter of a method for a model; None: drafting is free, or by a draft model, whose graph is its own."""
+    if profile.draft == "model":
+        return None
     try:
         draft = cost_of_profile(profile, model)
     except ValueError as error:
         return {"unavailable": str(error)}
     if draft is None:
         return None
-    own = profiles_for(model, {profile.name: profile}, None)[profile.name]
-    given = {} if own is profile else {"acceptance": method_data(own)}
-    return given | {
+    return {
         "graph": groups.graph_data(draft.graph),
         "per": draft.per,
         "weights": draft.weights.name if draft.weights else None,
@@ -97,11 +107,29 @@ def draft_data(profile: MethodProfile, model: AnalyzedModel, groups: GroupTable)
     }
 
 
+def pasted_model(text: str) -> dict[str, Any]:
+    """The model that a config.json describes, with its layer groups numbered from 0.
+
+    Raises:
+        ValueError: not JSON, or no configuration that can be analysed.
+    """
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the configuration is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError("a config.json holds one object")
+    groups = GroupTable()
+    model = model_data(AnalyzedModel("pasted", read_config(raw, "the configuration")), "yours", groups)
+    return {"model": model, "groups": [json.loads(text) for text in groups.found]}
+
+
 def hardware_data(h: Hardware) -> dict[str, Any]:
     """A device."""
     return {
         "title": h.title, "source": h.source, "bandwidth": h.bandwidth, "capacity": h.capacity, "peaks": dict(h.peaks),
-        "vectorRate": h.vector_rate, "linkBandwidth": h.link_bandwidth, "runtime": runtime_data(h.runtime),
+        "vectorRate": h.vector_rate, "linkBandwidth": h.link_bandwidth, "hostBandwidth": h.host_bandwidth,
+        "runtime": runtime_data(h.runtime),
         "usesRuntimes": h.takes_runtimes, "matmulRates": {k: list(v) for k, v in h.matmul_rates.items()},
         "attentionRates": list(h.attention_rates),
     }  # fmt: skip
@@ -112,13 +140,27 @@ def runtime_data(runtime: Runtime) -> dict[str, Any]:
     return {f.name: getattr(runtime, f.name) for f in fields(runtime) if f.name not in ("name", "source")}
 
 
-def method_data(method: MethodProfile) -> dict[str, Any]:
-    """A method with its acceptance."""
+def tier_data(name: str) -> dict[str, Any]:
+    """A memory tier of offloading."""
+    tier = memory_tier(name)
+    return {"title": tier.title, "source": tier.source, "bandwidth": tier.bandwidth, "compute": tier.compute}
+
+
+def acceptance_data(method: MethodProfile) -> dict[str, Any]:
+    """The acceptance of a method and what it rests on."""
     return {
-        "title": method.title, "shape": method.shape, "ranks": list(method.acceptance.ranks),
-        "decay": method.acceptance.decay,
-        "nodes": method.nodes, "tokens": method.tokens, "basis": method.basis, "source": method.acceptance.source,
-        "maxDepth": method.max_depth, "largest": method.largest,
+        "ranks": list(method.acceptance.ranks), "decay": method.acceptance.decay, "tokens": method.tokens,
+        "basis": method.basis, "source": method.acceptance.source, "largest": method.largest,
+    }  # fmt: skip
+
+
+def method_data(method: MethodProfile) -> dict[str, Any]:
+    """A method with its acceptance, and the acceptance published for particular draft models."""
+    own = {name: profile_for_draft(method, name) for name in builtin_models()}
+    return acceptance_data(method) | {
+        "title": method.title, "shape": method.shape, "draft": method.draft, "nodes": method.nodes,
+        "maxDepth": method.max_depth,
+        "byDraft": {name: acceptance_data(profile) for name, profile in own.items() if profile is not method},
     }  # fmt: skip
 
 
@@ -141,7 +183,9 @@ def payload(devices: Mapping[str, Hardware], extra: Sequence[AnalyzedModel] = ()
         "methods": {name: method_data(m) for name, m in method_profiles().items()},
         "runtimes": {name: runtime_data(r) for name, r in known_runtimes().items()},
         "firstRuntime": DEFAULT_RUNTIME, "acceptedSpread": ACCEPTED_SPREAD,
-        "sharedRouting": SHARED_ROUTING,
+        "sharedRouting": SHARED_ROUTING, "sparseOps": list(SPARSE_OPS), "maxPadding": MAX_PADDING,
+        "geometric": [REMAINDER_COVERED, RANK_DECAY, MAX_RANKS], "contextStep": CONTEXT_STEP,
+        "tiers": {name: tier_data(name) for name in TIERS},
         "stages": list(STAGES), "fusions": list(FUSIONS), "limits": LIMITS,
         "maxNodes": MAX_NODES, "maxDepth": MAX_DEPTH,
         "first": extra[0].name if extra else "llama-3-8b",

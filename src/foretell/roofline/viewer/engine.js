@@ -2,12 +2,9 @@
 /* Evaluates the operation graphs made in Python: extents of a pass, cost of an operation, memory.
    All coefficients are data; a browser test compares the results with Python's. */
 const Engine = (data) => {
-  const CONSTANT = 0,
-    ROWS = 1,
-    PAIRS = 2,
-    KV_POSITIONS = 3,
-    ACTIVE_EXPERTS = 4,
-    LOGIT_ROWS = 5;
+  const { extents, passes } = Passes(data),
+    LOGIT_ROWS = 5,
+    ROWS = 1;
   const KIND = 1,
     INPUTS = 3,
     SPLIT = 4,
@@ -19,68 +16,34 @@ const Engine = (data) => {
     KVWRITE = 10,
     STORED = 11;
 
+  const groupOf = (group) => (typeof group === "number" ? data.groups[group] : group);
+
+  /* An error that names the field of the form that it is about. */
+  const wrong = (field, message) => Object.assign(new Error(message), { field });
+
   const at = (coefficients, e) => {
     let s = 0;
     for (let i = 0; i < coefficients.length; i++) s += coefficients[i] * e[i];
     return s;
   };
 
-  function pairs(n, cached, window, square) {
-    if (square) return n * kvPositions(n, cached, window);
-    if (!window) return n * cached + (n * (n + 1)) / 2;
-    const short = Math.min(Math.max(window - cached, 0), n);
-    return short * cached + (short * (short + 1)) / 2 + (n - short) * window;
-  }
-  const kvPositions = (n, cached, window) => (window ? Math.min(cached + n, window + n - 1) : cached + n);
-
-  function extents(graph, group, pass, square) {
-    const e = [1, 0, 0, 0, 0, pass.logitRows];
-    let routed = 0;
-    for (const [b, n, cached] of pass.sequences) {
-      e[ROWS] += b * n;
-      routed += n > 0 ? b * (1 + (n - 1) * (1 - data.sharedRouting)) : 0;
-      e[PAIRS] += b * pairs(n, cached, group.window, square);
-      e[KV_POSITIONS] += b * kvPositions(n, cached, group.window);
-    }
-    const experts = graph.expertCount;
-    if (experts) e[ACTIVE_EXPERTS] = experts * (1 - Math.pow(1 - graph.expertsPerToken / experts, routed));
-    return e;
-  }
-
-  function passes(s) {
-    if (s.stage === "prefill") return [{ sequences: [[s.batch, s.context, 0]], logitRows: s.batch, isPrefill: true }];
-    if (s.stage === "decode") return [{ sequences: [[s.batch, 1, s.context]], logitRows: s.batch }];
-    if (s.stage === "verify") return [{ sequences: [[s.batch, s.tokens, s.context]], logitRows: s.batch * s.tokens }];
-    const list = [];
-    if (s.stage === "chat") {
-      list.push({ sequences: [[s.batch, s.context, 0]], logitRows: s.batch, isPrefill: true });
-      for (let i = 0; i < s.generate; i++) list.push({ sequences: [[s.batch, 1, s.context + i]], logitRows: s.batch });
-      return list;
-    }
-    for (let start = 0; start < s.context; start += s.chunk) {
-      const n = Math.min(s.chunk, s.context - start);
-      const last = start + n >= s.context ? 1 : 0;
-      list.push({
-        sequences: [
-          [1, n, start],
-          [s.batch - 1, 1, s.context],
-        ],
-        logitRows: s.batch - 1 + last,
-        isPrefill: true,
-      });
-    }
-    return list;
-  }
-
-  const need = (table, key, what) => {
-    if (!(key in table)) throw new Error(`There is no ${what} called “${key}”.`);
+  const need = (table, key, what, field) => {
+    if (!Object.hasOwn(table, key)) throw wrong(field || what, `There is no ${what} called “${key}”.`);
     return table[key];
   };
+  /* A number that was typed: what `fits` accepts, else an error that says what it `must` be. */
+  function numeric(field, value, must, fits) {
+    const text = String(value).trim(),
+      number = text === "" ? NaN : Number(text);
+    if (Number.isFinite(number) && fits(number)) return number;
+    throw wrong(field, `The ${must}; ${text === "" ? "it is empty" : `“${value}” is not`}.`);
+  }
+  const isNamed = (list, name, what) => need(Object.fromEntries(list.map((x) => [x, 1])), name, what);
 
   function peak(h, a, b) {
     const wanted = need(data.computeClasses, `${a}|${b}`, "number format");
     const name = data.widerClasses[wanted].find((c) => c in h.peaks);
-    if (!name) throw new Error(`${h.title} states no rate that can multiply ${wanted}.`);
+    if (!name) throw wrong("activations", `${h.title} states no rate that can multiply ${wanted}.`);
     return [h.peaks[name], h.matmulRates[name] || []];
   }
 
@@ -93,9 +56,7 @@ const Engine = (data) => {
       ["peak", 1e12, "peak"],
     ]) {
       if (s[key] === undefined || s[key] === "") continue;
-      const value = Number(s[key]);
-      if (!(value > 0) || !isFinite(value))
-        throw new Error(`The ${what} must be a positive number; “${s[key]}” is not.`);
+      const value = numeric(key, s[key], `${what} must be a positive number`, (v) => v > 0);
       if (key !== "peak") {
         h[key] = value * unit;
         continue;
@@ -111,7 +72,7 @@ const Engine = (data) => {
 
   function rates(s, h, w, kv) {
     if (s.devices > 1 && !h.linkBandwidth)
-      throw new Error(`${h.title} states no link between devices, so ${s.devices} cannot share a model.`);
+      throw wrong("devices", `${h.title} states no link between devices, so ${s.devices} cannot share a model.`);
     const [matmul, curve] = peak(h, w, s.activations),
       [attention] = peak(h, s.activations, kv),
       runtime = h.runtime;
@@ -145,6 +106,7 @@ const Engine = (data) => {
     return c[c.length - 1][1];
   }
 
+  const isCollective = (op) => op[KIND] === "all_reduce" || op[KIND] === "all_gather";
   const DIVIDED = { column: [1, 1, 0, 1], row: [1, 1, 1, 0], heads: [1, 1, 1, 1], replicated: [0, 0, 0, 0] };
 
   /* Adds the cost of an operation to `sum`: [ops, weights, read, write, kv_read, kv_write, link (all bytes),
@@ -152,7 +114,7 @@ const Engine = (data) => {
   function addOpCost(op, e, r, kvHeads, sum) {
     const t = r.t,
       kind = op[KIND];
-    if (kind === "all_reduce" || kind === "all_gather") {
+    if (isCollective(op)) {
       const moved = ((at(op[WRITE], e) * r.a * (t - 1)) / t) * (kind === "all_reduce" ? 2 : 1);
       sum[6] += moved;
       sum[9] += moved / (r.link > 0 ? r.link : 1) + (t > 1 ? r.runtime.collective_latency : 0);
@@ -204,7 +166,7 @@ const Engine = (data) => {
   function totals(graph, pass, r, square) {
     const sum = zero();
     for (const [id, count] of graph.groups) {
-      const group = data.groups[id],
+      const group = groupOf(id),
         e = extents(graph, group, pass, square),
         part = zero();
       for (const op of group.ops) addOpCost(op, e, r, group.kvHeads, part);
@@ -246,10 +208,10 @@ const Engine = (data) => {
 
   function check(s) {
     const model = need(data.models, s.model, "model");
-    need(Object.fromEntries(data.stages.map((x) => [x, 1])), s.stage, "stage");
-    need(Object.fromEntries(data.fusions.map((x) => [x, 1])), s.fusion, "fusion");
-    for (const f of ["weights", "activations", "kv"]) need(data.formats, s[f], "number format");
-    if (s.head) need(data.formats, s.head, "number format");
+    isNamed(data.stages, s.stage, "stage");
+    isNamed(data.fusions, s.fusion, "fusion");
+    for (const f of ["weights", "activations", "kv"]) need(data.formats, s[f], "number format", f);
+    if (s.head) need(data.formats, s.head, "number format", "head");
     const used = {
       batch: 1,
       context: 1,
@@ -259,17 +221,13 @@ const Engine = (data) => {
       generate: s.stage === "chat",
     };
     for (const [name, highest] of Object.entries(data.limits)) {
+      if (!used[name]) continue;
       const lowest = name === "context" && (s.stage === "decode" || s.stage === "verify") ? 0 : 1,
-        v = s[name];
-      if (used[name] && (!Number.isInteger(v) || v < lowest || v > highest)) {
-        throw new Error(
-          `The ${name} must be a whole number between ${lowest} and ${highest.toLocaleString("en")}; ` +
-            `“${v}” is not.`,
-        );
-      }
+        must = `${name} must be a whole number between ${lowest} and ${highest.toLocaleString("en")}`;
+      numeric(name, s[name], must, (v) => Number.isInteger(v) && v >= lowest && v <= highest);
     }
     if (model.heads % s.devices)
-      throw new Error(`${s.devices} devices cannot share the ${model.heads} heads of ${s.model} evenly.`);
+      throw wrong("devices", `${s.devices} devices cannot share the ${model.heads} heads of ${s.model} evenly.`);
     return model;
   }
 
@@ -292,18 +250,19 @@ const Engine = (data) => {
     return low;
   }
 
-  function limit(name, model, s, r, h) {
+  function limit(name, model, s, r, h, outside) {
     if (h.capacity === null) return null;
+    const held = (list, q) => Offload.resident(memory(model, q, r, list), outside);
     return largestFitting(name, (size) => {
       const q = { ...s, [name]: size };
       if (q.stage === "chat") {
         if (name === "context") q.generate = 1;
         const [first] = passes({ ...q, generate: 0 });
         const last = { sequences: [[q.batch, 1, q.context + q.generate - 1]], logitRows: q.batch };
-        return memory(model, q, r, [first, last]).total <= h.capacity;
+        return held([first, last], q) <= h.capacity;
       }
       if (q.stage === "chunked") q.chunk = Math.max(q.chunk, Math.floor(q.context / 64));
-      return memory(model, q, r, passes(q)).total <= h.capacity;
+      return held(passes(q), q) <= h.capacity;
     });
   }
 
@@ -319,6 +278,7 @@ const Engine = (data) => {
       h = hardware(s),
       r = rates(s, h, s.weights, s.kv),
       list = passes(s),
+      outside = Offload.setting(data, s, h, numeric),
       lines = new Map();
     for (const pass of list) {
       const graph = graphOf(model, s, pass);
@@ -328,7 +288,7 @@ const Engine = (data) => {
           aliases = {};
         for (const op of group.ops) {
           const inputs = op[INPUTS].map((name) => aliases[name] || name);
-          if (s.devices === 1 && (op[KIND] === "all_reduce" || op[KIND] === "all_gather")) {
+          if (s.devices === 1 && isCollective(op)) {
             aliases[op[0]] = inputs[0];
             continue;
           }
@@ -347,10 +307,13 @@ const Engine = (data) => {
         intensity: moved ? c[0] / moved : 0,
         attainable: c[9] ? c[0] / c[9] : 0,
         seconds: c[9],
-        bound: ["all_reduce", "all_gather"].includes(line.op[KIND]) ? "link" : c[7] > c[8] ? "compute" : "memory",
+        took: c[9],
+        bound: isCollective(line.op) ? "link" : c[7] > c[8] ? "compute" : "memory",
       });
+      line.limit = line.bound;
       for (let i = 0; i < 10; i++) total[i] += c[i] * line.count;
     }
+    const offload = outside && Offload.apply([...lines.values()], outside);
     const used = memory(model, s, r, s.stage === "chat" ? [list[0], list[list.length - 1]] : list);
     return {
       model,
@@ -359,14 +322,16 @@ const Engine = (data) => {
       rates: r,
       lines: [...lines.values()],
       seconds: total[9],
+      took: offload ? offload.seconds : total[9],
+      offload: offload && { ...offload, resident: Offload.resident(used, outside) },
       ops: total[0],
       bytes: total[1] + total[2] + total[3] + total[4] + total[5],
       total,
       memory: used,
       tokens: tokensOf(s),
-      fits: h.capacity === null ? null : used.total <= h.capacity,
-      largestBatch: limit("batch", model, s, r, h),
-      longestContext: limit("context", model, s, r, h),
+      fits: h.capacity === null ? null : Offload.resident(used, outside) <= h.capacity,
+      largestBatch: limit("batch", model, s, r, h, outside),
+      longestContext: limit("context", model, s, r, h, outside),
     };
   }
 
@@ -375,22 +340,51 @@ const Engine = (data) => {
     const model = check(s),
       h = hardware(s),
       r = rates(s, h, s.weights, s.kv);
-    let list = passes(s),
-      weight = 1,
-      seconds = 0;
-    const first = list[0],
-      last = list[list.length - 1];
+    const all = passes(s),
+      outside = Offload.setting(data, s, h, numeric),
+      first = all[0],
+      last = all[all.length - 1];
+    let list = all,
+      weight = 1;
     if (s.stage === "chat" && s.generate > 64) {
-      seconds += totals(graphOf(model, s, first), first, r, s.square)[9];
       weight = s.generate / 64;
       list = Array.from({ length: 64 }, (_, i) => ({
         sequences: [[s.batch, 1, s.context + (i + 0.5) * weight - 0.5]],
         logitRows: s.batch,
       }));
     }
-    for (const pass of list) seconds += weight * totals(graphOf(model, s, pass), pass, r, s.square)[9];
-    return { seconds, memory: memory(model, s, r, [first, last]).total, tokens: tokensOf(s), capacity: h.capacity };
+    const weighted = list.map((pass) => [pass, weight]);
+    if (list !== all) weighted.unshift([first, 1]);
+    return {
+      seconds: secondsOf(model, s, r, weighted, outside),
+      memory: Offload.resident(memory(model, s, r, [first, last]), outside),
+      tokens: tokensOf(s),
+      capacity: h.capacity,
+    };
   }
 
-  return { data, analyse, quick, hardware, check, rates, totals, graphOf };
+  /* Time of weighted passes, offloaded or not. */
+  function secondsOf(model, s, r, weighted, outside) {
+    if (!outside)
+      return weighted.reduce((sum, [p, w]) => sum + w * totals(graphOf(model, s, p), p, r, s.square)[9], 0);
+    const lines = new Map();
+    for (const [pass, weight] of weighted) {
+      const graph = graphOf(model, s, pass);
+      for (const [id, count] of graph.groups) {
+        const e = extents(graph, groupOf(id), pass, s.square);
+        for (const op of groupOf(id).ops) {
+          if (r.t === 1 && isCollective(op)) continue;
+          const key = `${groupOf(id).name}/${op[0]}`,
+            cost = zero();
+          if (!lines.has(key)) lines.set(key, { op, count, cost: zero(), bound: isCollective(op) ? "link" : "" });
+          addOpCost(op, e, r, groupOf(id).kvHeads, cost);
+          cost.forEach((x, i) => (lines.get(key).cost[i] += weight * x));
+        }
+      }
+    }
+    for (const line of lines.values()) line.bound ||= line.cost[7] > line.cost[8] ? "compute" : "memory";
+    return Offload.apply([...lines.values()], outside).seconds;
+  }
+
+  return { data, analyse, quick, hardware, check, rates, totals, graphOf, numeric, wrong, need };
 };

@@ -2,138 +2,144 @@
 /* The operation graph as a picture: every layer group in order, its operations by depth, coloured by their bound. */
 const Graph = (() => {
   const { make, amount, duration } = Charts,
-    W = 150,
-    H = 48,
-    GX = 12,
-    GY = 22;
+    GX = 10,
+    GY = 12;
+  /* Sizes of a node and of the space beside the nodes: on a narrow screen the figures take two lines. */
+  const WIDE = { W: 150, H: 41, lines: 1, beside: 46, pad: 10 },
+    NARROW = { W: 86, H: 56, lines: 2, beside: 20, pad: 8 };
 
-  /* Rows of operations: each one below the last of its inputs. */
-  function rows(lines) {
+  /* Rows of operations: each one below the last of its inputs. What stands outside the layers takes one row. */
+  function rows(group) {
+    if (!group.framed) return [group.lines];
     const depth = new Map();
-    for (const line of lines) {
+    for (const line of group.lines) {
       const inputs = line.inputs.filter((n) => depth.has(n));
       depth.set(line.op[0], inputs.length ? 1 + Math.max(...inputs.map((n) => depth.get(n))) : 0);
     }
     const list = [];
-    for (const line of lines) (list[depth.get(line.op[0])] ||= []).push(line);
+    for (const line of group.lines) (list[depth.get(line.op[0])] ||= []).push(line);
     return list.filter(Boolean);
   }
 
-  function node(line, x, y, answer, other, chosen, choose) {
-    const share = (line.seconds * line.count) / answer.seconds,
-      versus = other && other.lines.find((l) => l.key === line.key);
-    const g = make("g", {
-      class: `op ${line.bound}${line.key === chosen ? " chosen" : ""}`,
-      tabindex: line.key === chosen ? 0 : -1,
-      role: "button",
-      "data-key": line.key,
-    });
-    const moved = line.bound === "link" ? line.cost[6] : line.bytes;
-    g.setAttribute(
-      "aria-label",
-      `${line.op[0]}, ${line.bound} bound, ${duration(line.seconds)}, ` +
-        `${amount(line.cost[0])} OPs, ${amount(moved, "B")}`,
-    );
-    g.setAttribute("aria-pressed", String(line.key === chosen));
-    g.append(
-      make("rect", { class: "box", x, y, width: W, height: H, rx: 7 }),
-      make("rect", { class: "edge", x, y: y + 6, width: 3.5, height: H - 12, rx: 1.7 }),
-      make("text", { class: "name", x: x + 11, y: y + 19 }, line.op[0]),
-      make("text", { class: "figures", x: x + 11, y: y + 34 }, `${duration(line.seconds)} · ${amount(moved, "B")}`),
-      make("rect", {
-        class: "share",
-        x: x + 11,
-        y: y + H - 7,
-        width: Math.max(1, (W - 22) * share),
-        height: 3,
-        rx: 1.5,
-      }),
-    );
-    if (versus && versus.seconds)
-      g.append(
-        make(
-          "text",
-          { class: "versus", x: x + W - 8, y: y + 19, "text-anchor": "end" },
-          `×${Number((line.seconds / versus.seconds).toPrecision(3))}`,
-        ),
-      );
-    g.onclick = () => choose(line.key);
-    return g;
-  }
-
-  /* Draws the answer into the SVG; arrow keys walk through the operations in order. */
-  function draw(svg, answer, other, chosen, choose) {
+  function groupsOf(answer) {
     const groups = [];
     for (const line of answer.lines) {
       if (!groups.length || groups[groups.length - 1].name !== line.group)
         groups.push({ name: line.group, count: line.count, lines: [] });
       groups[groups.length - 1].lines.push(line);
     }
-    const most = Math.max(...groups.flatMap((b) => rows(b.lines).map((r) => r.length))),
-      width = most * (W + GX) + 76,
-      middle = width / 2 + 10;
+    for (const group of groups) group.framed = group.count !== 1 || group.lines.some((l) => l.op[0] === "attn_norm");
+    return groups;
+  }
+
+  function node(line, x, y, size, answer, other, chosen, choose) {
+    const { W, H, pad } = size,
+      share = (line.took * line.count) / answer.took,
+      versus = other && other.lines.find((l) => l.key === line.key),
+      ratio = versus && line.took ? `${Number((versus.took / line.took).toPrecision(2))}×` : "",
+      moved = line.bound === "link" ? line.cost[6] : line.bytes,
+      figures = [duration(line.took), amount(moved, "B")];
+    const g = make("g", {
+      class: `op ${line.limit}${line.key === chosen ? " chosen" : ""}${size === WIDE ? "" : " narrow"}`,
+      tabindex: line.key === chosen ? 0 : -1,
+      role: "button",
+      "data-key": line.key,
+      "aria-pressed": String(line.key === chosen),
+      "aria-label":
+        `${line.op[0]}, ${line.limit} bound, ${duration(line.took)}, ${amount(line.cost[0])} OPs, ${figures[1]}` +
+        (ratio ? `, ${ratio} as fast as compared` : ""),
+    });
+    g.append(
+      make("rect", { class: "box", x, y, width: W, height: H, rx: 7 }),
+      make("rect", { class: "edge", x, y: y + 5, width: 3.5, height: H - 10, rx: 1.7 }),
+    );
+    const isWide = size.lines === 1,
+      // Of letters 7.2 wide on average, those of a long name are set narrower where the node is narrow.
+      squeezed = !isWide && line.op[0].length * 7.2 > W - pad - 4 ? { textLength: W - pad - 5 } : {},
+      fitted = { ...squeezed, lengthAdjust: "spacingAndGlyphs" };
+    g.append(make("text", { class: "name", x: x + pad, y: y + 15, ...fitted }, line.op[0]));
+    const texts = isWide ? [figures.join(" · ")] : ratio ? [figures[0]] : figures;
+    texts.forEach((text, i) => g.append(make("text", { class: "figures", x: x + pad, y: y + 29.5 + 14 * i }, text)));
+    const width = Math.max(1, (W - 2 * pad) * share);
+    g.append(make("rect", { class: "share", x: x + pad, y: y + H - 6, width, height: 3, rx: 1.5 }));
+    // A narrow node has no space for both: the ratio takes the line of the bytes.
+    const place = isWide ? { x: x + W - 7, y: y + 15, "text-anchor": "end" } : { x: x + pad, y: y + 43.5 };
+    if (ratio) g.append(make("text", { class: "versus", ...place }, ratio));
+    g.onclick = () => choose(line.key);
+    return g;
+  }
+
+  /* Draws the answer into the SVG, for a frame of that width; arrow keys walk through the operations in order. */
+  function draw(svg, answer, other, chosen, choose, frameWidth) {
+    const groups = groupsOf(answer),
+      most = Math.max(...groups.flatMap((b) => rows(b).map((r) => r.length))),
+      size = frameWidth < 480 ? { ...NARROW } : WIDE;
+    if (size !== WIDE) size.W = Math.max(size.W, Math.min(150, (frameWidth - 2 * size.beside) / most - GX));
+    const { W, H } = size,
+      width = most * (W + GX) + 2 * size.beside,
+      middle = width / 2;
     const edges = make("g"),
       frames = make("g"),
       nodes = make("g"),
-      where = new Map();
-    let y = 14,
+      where = new Map(),
+      lanes = [middle - (most * (W + GX)) / 2 - 6, middle + (most * (W + GX)) / 2 + 6];
+    let y = 10,
       out = null;
     for (const group of groups) {
-      const framed = group.count !== 1 || group.lines.some((l) => l.op[0] === "attn_norm");
       const top = y;
-      if (framed) y += 30;
-      const entry = [middle, y - 6],
-        seen = new Set();
+      if (group.framed) y += 24;
+      const list = rows(group),
+        first = group.framed ? middle : middle - ((list[0].length - 1) * (W + GX)) / 2,
+        entry = [first, y - 6];
       if (out) edges.append(make("path", { d: `M${out[0]} ${out[1]}L${entry[0]} ${entry[1]}`, class: "flow" }));
+      where.clear();
       where.set("x", { x: entry[0], y: entry[1], row: -1 });
-      rows(group.lines).forEach((row, depth) => {
+      list.forEach((row, depth) => {
         row.forEach((line, i) => {
           const x = middle + (i - row.length / 2) * (W + GX) + GX / 2;
-          nodes.append(node(line, x, y, answer, other, chosen, choose));
-          for (const name of line.inputs.length ? line.inputs : ["x"])
-            link(edges, where.get(name) || where.get("x"), x, y, depth, middle - (most * (W + GX)) / 2 - 8);
+          nodes.append(node(line, x, y, size, answer, other, chosen, choose));
+          const beside = `M${x - GX} ${y + H / 2}L${x} ${y + H / 2}`;
+          if (!group.framed && i) edges.append(make("path", { d: beside, class: "flow" }));
+          else
+            for (const name of line.inputs.length ? line.inputs : ["x"])
+              link(edges, where.get(name) || where.get("x"), line, { x, y, depth }, size, lanes);
           where.set(line.op[0], { x: x + W / 2, y: y + H, row: depth, left: x });
-          seen.add(line.op[0]);
         });
         y += H + GY;
       });
       const last = where.get(group.lines[group.lines.length - 1].op[0]);
       out = [last.x, last.y];
-      for (const name of seen) where.delete(name);
-      if (framed) {
-        const left = middle - (most * (W + GX)) / 2 - 26;
+      if (group.framed) {
+        const left = lanes[0] - 8,
+          title = `${group.name} × ${Number(group.count.toPrecision(4))}`;
         frames.append(
-          make("rect", { class: "frame", x: left, y: top, width: most * (W + GX) + 40, height: y - top - 6, rx: 14 }),
+          make("rect", { class: "frame", x: left, y: top, width: lanes[1] - left + 8, height: y - top - 6, rx: 14 }),
+          make("text", { class: "frametitle", x: left + 12, y: top + 17 }, title),
         );
-        frames.append(
-          make(
-            "text",
-            { class: "frametitle", x: left + 14, y: top + 19 },
-            `${group.name} × ${Number(group.count.toPrecision(4))}`,
-          ),
-        );
-        y += 12;
+        y += 8;
       }
     }
     svg.replaceChildren(edges, frames, nodes);
     svg.setAttribute("viewBox", `0 0 ${width} ${y}`);
-    svg.setAttribute("width", width);
-    svg.setAttribute("height", y);
     svg.onkeydown = (event) => walk(event, answer, chosen, choose);
   }
 
-  function link(edges, from, x, y, depth, lane) {
+  /* An edge from an operation to a later one. Residuals run dashed on the left, other long edges on the right. */
+  function link(edges, from, line, { x, y, depth }, { W, H }, lanes) {
     if (!from) return;
     const to = [x + W / 2, y];
     if (depth - from.row > 2) {
-      const start = from.left === undefined ? [from.x, from.y] : [from.left, from.y - H / 2],
-        end = [x, y + H / 2];
+      const isResidual = line.op[0].endsWith("_add"),
+        lane = lanes[isResidual ? 0 : 1],
+        side = isResidual ? 0 : W,
+        start = from.left === undefined ? [from.x, from.y] : [from.left + side, from.y - H / 2],
+        end = [x + side, y + H / 2];
       edges.append(
         make("path", {
           d:
             `M${start[0]} ${start[1]}C${lane} ${start[1]} ${lane} ${start[1]} ${lane} ${start[1] + 16}` +
             `L${lane} ${end[1] - 16}C${lane} ${end[1]} ${lane} ${end[1]} ${end[0]} ${end[1]}`,
-          class: "flow skip",
+          class: isResidual ? "flow skip" : "flow",
         }),
       );
       return;
@@ -157,7 +163,7 @@ const Graph = (() => {
     if (event.key in keys) next = Math.min(Math.max(at + keys[event.key], 0), answer.lines.length - 1);
     if (event.key === "Home") next = 0;
     if (event.key === "End") next = answer.lines.length - 1;
-    if (next === null) return;
+    if (next === null || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
     choose(answer.lines[next].key, true);
   }

@@ -9,7 +9,11 @@ from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.viewer.data import payload
 
-SCRIPTS = ("engine.js", "methods.js", "charts.js", "graph.js", "app.js")
+SCRIPTS = (
+    "offload.js", "passes.js", "engine.js", "methods.js", "variants.js", "arrivals.js", "charts.js", "graph.js",
+    "navigation.js", "glossary.js", "state.js", "form.js", "panels.js", "ranking.js", "sweeps.js", "actions.js",
+    "app.js",
+)  # fmt: skip
 
 
 def _text(name: str) -> str:

@@ -1,0 +1,352 @@
+"""The page as people use it: every control, by pointer, keyboard and on a phone, in light and dark."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from chromium import needs_browser, running_browser
+from roofline_page import dark_mode, open_page, screenshot, served_page, settle, text, window
+
+pytestmark = needs_browser
+ENTER, ESCAPE = "\ue007", "\ue00c"
+CONFIG = (
+    '{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,'
+    ' "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096}'
+)
+"""Llama-2-7b."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served_page() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with running_browser(tmp_path_factory.mktemp("profile"), 1440, 900, 20) as driver:
+        yield driver
+
+
+def test_two_settings_side_by_side_are_both_named(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-3-8b&hardware=a6000&op=layer%2Fgate_proj")
+    before = browser.execute_script("return Roofline.answer().seconds")
+    browser.find_element("id", "keep").click()
+    browser.execute_script("Roofline.set({hardware: 'a100-80g', weights: '4g128', batch: 8})")
+    settle(browser)
+    now = browser.execute_script("return Roofline.answer().seconds")
+    ratio = f"{float(f'{before / now:.3g}'):g}"
+    assert text(browser, "#ratio") == f"This setting is {ratio}× as fast as the compared one."
+    mine, theirs = text(browser, "#mine"), text(browser, "#theirs")
+    assert "NVIDIA A100" in mine and "batch 8" in mine and "weights 4g128" in mine
+    assert "NVIDIA RTX A6000" in theirs and "batch 1" in theirs and "weights 16" in theirs
+    marked = browser.execute_script("return [...document.querySelectorAll('#theirs b')].map(b => b.textContent)")
+    assert marked == ["NVIDIA RTX A6000", "batch 1", "weights 16"]
+    # One convention: above 1, this setting is the faster one, for the pass and for each operation.
+    key = "layer/gate_proj"
+    node = browser.execute_script(
+        'return document.querySelector(`[data-key="${arguments[0]}"] .versus`).textContent', key
+    )
+    times = browser.execute_script(
+        "const k = arguments[0], of = (a) => a.lines.find((l) => l.key === k).seconds;"
+        "return of(Roofline.engine.analyse(Roofline.state.compared)) / of(Roofline.answer())",
+        key,
+    )
+    assert times > 1 and node == f"{float(f'{times:.2g}'):g}×"
+    assert text(browser, "#totals dl").startswith("thiscompared")
+    assert browser.find_elements("css selector", "#roof .roofline.other")
+    link = browser.current_url
+    open_page(browser, address, link.partition("#")[2])
+    assert text(browser, "#theirs") == theirs
+    screenshot(browser, "compare")
+    browser.find_element("id", "swap").click()
+    assert text(browser, "#mine") == theirs and text(browser, "#theirs") == mine
+    browser.find_element("id", "keep").click()
+    assert not browser.find_element("id", "pair").is_displayed()
+
+
+CONTROLS = """
+const form = document.getElementById("settings"),
+  seen = [];
+Roofline.set({ offloadWeights: "0.5", offloadCompute: "host" });
+for (const input of [...form.elements].filter((e) => e.name && e.tagName !== "FIELDSET")) {
+  const before = location.hash,
+    fire = () => input.dispatchEvent(new Event("change", { bubbles: true }));
+  if (input.type === "checkbox") input.checked = !input.checked;
+  else if (input.type === "radio") {
+    if (input.checked) continue;
+    input.checked = true;
+  } else if (input.tagName === "SELECT") {
+    const other = [...input.options].find((o) => o.value !== input.value);
+    input.value = other.value;
+  } else if (input.type === "range") input.value = Number(input.value) + 1;
+  else input.value = arguments[0][input.name] || "3";
+  fire();
+  const alert = document.getElementById("alert");
+  seen.push([input.name, before !== location.hash, alert.hidden || /does not fit/.test(alert.textContent)]);
+  // A chain excludes a tree, and other controls depend on the stage and the device: each starts anew.
+  Object.assign(Roofline.state.now, Roofline.state.DEFAULTS);
+  Roofline.state.method = "";
+  Roofline.set({ offloadWeights: "0.5", offloadCompute: "host", batch: 2 });
+}
+return seen;
+"""
+TYPED = {
+    "capacity": "80", "offloadWeights": "0.25", "offloadKv": "0.25", "accept": "0.6", "tree": "8x3", "share": "0.4",
+    "density": "0.3", "rates": "1,2", "batch": "4", "context": "2048", "requests": "20",
+}  # fmt: skip
+
+
+def test_every_control_reacts_to_change_alone(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-3-8b&hardware=h100-sxm")
+    seen = browser.execute_script(CONTROLS, TYPED)
+    names = {name for name, _, _ in seen}
+    defaults = set(browser.execute_script("return Object.keys(Roofline.state.DEFAULTS)"))
+    assert names == defaults - {"config"} | {"method"}
+    # Tokens per pass alone are half a setting: the page asks for a chain or tree.
+    assert [name for name, moved, fine in seen if not (moved and fine)] == []
+    settle(browser)
+    assert not browser.get_log("browser")
+
+
+def test_half_typed_figures_are_no_exception(browser: Any, address: str) -> None:
+    open_page(browser, address, "batch=2")
+    field = browser.find_element("css selector", "input[name=batch]:not([type=range])")
+    field.send_keys(".5")
+    settle(browser)
+    assert "“2.5” is not" in text(browser, "#alert") and field.get_attribute("aria-invalid") == "true"
+    assert "stale" in browser.find_element("css selector", "main").get_attribute("class")
+    field.clear()
+    field.send_keys("4")
+    settle(browser)
+    assert field.get_attribute("aria-invalid") is None and not browser.find_element("id", "alert").is_displayed()
+    for name in ("accept", "tree", "rates"):
+        browser.execute_script("document.getElementById('drafts').open = true")
+        browser.execute_script(
+            "const e = document.getElementsByName(arguments[0])[0]; e.value = 'x';"
+            "e.dispatchEvent(new Event('input', {bubbles: true}))",
+            name,
+        )
+        settle(browser)
+        assert "“x” is not" in text(browser, "#alert")
+        browser.execute_script("Roofline.set({[arguments[0]]: Roofline.state.DEFAULTS[arguments[0]]})", name)
+    assert not browser.get_log("browser")
+
+
+def test_what_a_prediction_rests_on_is_shown(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&method=eagle3")
+    assert "Acceptance published: Spec-Bench leaderboard, Vicuna-13B" in text(browser, "#methods .why")
+    chosen = browser.execute_script("return Roofline.methods.one('eagle3', Roofline.state.now)")
+    assert f"{chosen['range'][0]:.2f} to {chosen['range'][1]:.2f}" in text(browser, "#methods .why")
+    # The range is drawn: where its bar begins and ends, as parts of the track.
+    left, width, even = browser.execute_script(
+        "const q = (s) => parseFloat(document.querySelector(`[data-method=eagle3] ${s}`).style.left),"
+        "s = document.querySelector('[data-method=eagle3] s');"
+        "return [q('s'), parseFloat(s.style.width), q('u')]"
+    )
+    assert left / even == pytest.approx(chosen["range"][0], rel=1e-3)
+    assert (left + width) / even == pytest.approx(chosen["range"][1], rel=1e-3)
+    assert browser.find_elements("css selector", "#gain .band")
+    browser.execute_script("Roofline.set({accept: '0.8'})")
+    settle(browser)
+    assert "Acceptance given: your setting" in text(browser, "#methods .why")
+
+
+def test_the_simulated_load_is_drawn(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-3-8b&hardware=h100-sxm&rates=1,4&requests=30&method=ngram")
+    browser.execute_async_script("setTimeout(arguments[0], 600)")
+    assert "ngram, 3 drafted" in text(browser, "#load .advice")
+    assert len(browser.find_elements("css selector", "#latency .mark")) == 4
+    assert len(browser.find_elements("css selector", "#goodput .curve.other")) == 2
+
+
+def test_the_graph_is_searched_zoomed_and_panned(browser: Any, address: str) -> None:
+    with window(browser, 1440, 900):
+        search_zoom_and_pan(browser, address)
+
+
+def search_zoom_and_pan(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-3-8b")
+    inside = browser.execute_script(
+        "const box = document.querySelector('[data-key=\"head/lm_head\"]').getBoundingClientRect(),"
+        "frame = document.getElementById('canvas').getBoundingClientRect();"
+        "return box.bottom <= frame.bottom && frame.bottom <= innerHeight"
+    )
+    assert inside, "the head is on the first screen"
+    search = browser.find_element("id", "search")
+    search.send_keys("proj")
+    assert text(browser, "#found") == "7 of 17"
+    assert len(browser.find_elements("css selector", "#graph .op.match")) == 7
+    search.send_keys(ENTER)
+    assert text(browser, "#operation h2").startswith("q_proj")
+    search.send_keys(ENTER)
+    assert text(browser, "#operation h2").startswith("k_proj")
+    search.send_keys(ESCAPE)
+    assert not browser.find_elements("css selector", "#graph .op.match, #graph .op.dim")
+
+    def width() -> float:
+        return float(browser.execute_script("return document.getElementById('graph').getBoundingClientRect().width"))
+
+    before = width()
+    for _ in range(4):
+        browser.find_element("id", "in").click()
+    assert width() == pytest.approx(before * 1.25**4, rel=0.01)
+    assert "more operation" in text(browser, "#below")
+    browser.execute_script("document.getElementById('canvas').scrollTop = 0")
+    drag = """
+    const canvas = document.getElementById("canvas"), fire = (target, type, y) =>
+      target.dispatchEvent(
+        new PointerEvent(type, {pointerType: "mouse", button: 0, clientX: 600, clientY: y, bubbles: true}));
+    fire(canvas, "pointerdown", 500); fire(window, "pointermove", 380); fire(window, "pointerup", 380);
+    return canvas.scrollTop;
+    """
+    assert browser.execute_script(drag) == 120
+    browser.find_element("id", "out").click()
+    browser.find_element("id", "fit").click()
+    assert browser.execute_script(
+        "const c = document.getElementById('canvas'); return c.scrollHeight <= c.clientHeight + 1"
+    )
+    assert not browser.get_log("browser")
+
+
+def test_terms_are_explained(browser: Any, address: str) -> None:
+    open_page(browser, address)
+    used = set(browser.execute_script("return [...document.querySelectorAll('[data-term]')].map(e => e.dataset.term)"))
+    known = set(browser.execute_script("return Object.keys(Glossary.TERMS)"))
+    assert used <= known
+    browser.execute_script(
+        "document.querySelector('dfn').dispatchEvent("
+        "new PointerEvent('pointerover', {pointerType: 'mouse', bubbles: true}))"
+    )
+    assert "One run of all layers" in text(browser, "#tip") and browser.find_element("id", "tip").is_displayed()
+    browser.find_element("css selector", "body").send_keys(ESCAPE)
+    assert not browser.find_element("id", "tip").is_displayed()
+    listed = browser.execute_script("return document.querySelectorAll('#glossary dt').length")
+    assert listed == len(known)
+
+
+def test_a_pasted_configuration_is_analysed(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-2-7b&weights=8")
+    expected = browser.execute_script("return Roofline.answer().seconds")
+    browser.execute_script("document.getElementById('paste').open = true")
+    field = browser.find_element("id", "config")
+    for wrong, message in (("{", "not JSON"), ("[1]", "one object"), ('{"model_type": "mamba"}', "mamba")):
+        field.clear()
+        field.send_keys(wrong)
+        browser.find_element("id", "use").click()
+        settle(browser)
+        assert message in text(browser, "#pasted")
+    browser.get_log("browser")  # Chromium notes refused requests itself.
+    field.clear()
+    field.send_keys(CONFIG)
+    browser.find_element("id", "use").click()
+    settle(browser)
+    assert browser.execute_script("return Roofline.answer().workload.model") == "pasted"
+    assert browser.execute_script("return Roofline.answer().seconds") == pytest.approx(expected, rel=1e-9)
+    link = browser.current_url
+    open_page(browser, address, link.partition("#")[2])
+    settle(browser)
+    assert browser.execute_script("return Roofline.answer().seconds") == pytest.approx(expected, rel=1e-9)
+    assert not browser.get_log("browser")
+
+
+CONTRAST = """
+const rgb = (text) => (text.match(/[\\d.]+/g) || []).map(Number),
+  over = (top, below) => { const a = top[3] === undefined ? 1 : top[3];
+    return [0, 1, 2].map((i) => top[i] * a + below[i] * (1 - a)); },
+  linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4),
+  light = (c) => { const f = c.map((v) => linear(v / 255));
+    return 0.2126 * f[0] + 0.7152 * f[1] + 0.0722 * f[2]; };
+function behind(element) {
+  const box = element.closest(".op");
+  if (box) return rgb(getComputedStyle(box.querySelector(".box")).fill);
+  const layers = [];
+  for (let e = element; e; e = e.parentElement) layers.unshift(rgb(getComputedStyle(e).backgroundColor));
+  return layers.reduce((below, top) => over(top, below), [255, 255, 255]);
+}
+const bad = new Set();
+for (const e of document.querySelectorAll("body *")) {
+  if (["SCRIPT", "STYLE", "OPTION", "OPTGROUP", "TITLE"].includes(e.tagName)) continue;
+  const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()),
+    box = e.getBoundingClientRect();
+  if (!own || !box.width || !e.checkVisibility()) continue;
+  const style = getComputedStyle(e), back = behind(e),
+    front = over(rgb(e instanceof SVGElement ? style.fill : style.color), back),
+    [a, b] = [light(front), light(back)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
+  const size = parseFloat(style.fontSize) * (e.closest("#graph") ?
+    document.getElementById("graph").getBoundingClientRect().width /
+    document.getElementById("graph").viewBox.baseVal.width : 1);
+  const name = `${e.tagName}.${e.getAttribute("class")} ${e.textContent.slice(0, 20)}`;
+  if (ratio < 4.5) bad.add(`${name}: contrast ${ratio.toFixed(2)}`);
+  if (arguments[0] && size < 11.99) bad.add(`${name}: ${size.toFixed(1)} px`);
+}
+return [...bad];
+"""
+"""Visible text whose contrast is below WCAG AA's 4.5, or (with an argument) that is smaller than 12 px."""
+COMPARED = "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16&compare=1&offloadKv=0.1&stage=verify"
+
+
+def test_contrast_is_that_of_wcag_aa(browser: Any, address: str) -> None:
+    for state in (COMPARED, "stage=prefill&context=4096&hardware=h100-sxm", "batch=x"):
+        open_page(browser, address, state)
+        browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+        if state == "batch=x":
+            browser.execute_script("document.querySelector('main').classList.remove('stale')")
+        assert browser.execute_script(CONTRAST, False) == []
+        with dark_mode(browser):
+            assert browser.execute_script(CONTRAST, False) == []
+
+
+TARGETS = """
+const small = [];
+for (const e of document.querySelectorAll("button, select, input, textarea, summary, .op")) {
+  if (!e.checkVisibility()) continue;
+  // A radio button or a box is pressed on its label, too.
+  const target = ["radio", "checkbox"].includes(e.type) ? e.closest("label") : e,
+    box = target.getBoundingClientRect();
+  if (box.height < 43.9 || box.width < 43.9) small.push(`${e.tagName} ${e.name || e.id}: ${box.width} x ${box.height}`);
+}
+return small;
+"""
+
+
+def test_it_fits_a_phone(browser: Any, address: str) -> None:
+    with window(browser, 390, 844):
+        for state in (COMPARED, "model=deepseek-v3&hardware=h200&devices=8"):
+            open_page(browser, address, state)
+            browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+            assert browser.execute_script(CONTRAST, True) == []
+            assert browser.execute_script(TARGETS) == []
+    with window(browser, 1024, 768):
+        open_page(browser, address, COMPARED)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 1024
+    open_page(browser, address, "model=qwen3-30b-a3b&hardware=h100-sxm&batch=16")
+    screenshot(browser, "phone", 390, 2600)
+
+
+def test_dark_mode_of_a_large_model(browser: Any, address: str) -> None:
+    with dark_mode(browser):
+        state = "model=deepseek-v3&hardware=h200&devices=8&stage=verify&batch=32&context=4096&weights=fp8"
+        open_page(browser, address, f"{state}&activations=fp8")
+        assert browser.execute_script("return Roofline.answer().workload.model") == "deepseek-v3"
+        screenshot(browser, "dark", 1440, 1500)
+
+
+def test_everything_is_reached_by_the_keyboard(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-3-8b&hardware=a100-80g")
+    browser.execute_script("document.activeElement.blur()")
+    reached = browser.execute_script(
+        "return [...document.querySelectorAll('button, select, input, textarea, summary, [tabindex]')]"
+        ".filter(e => e.checkVisibility() && e.tabIndex < 0 && !e.classList.contains('op')).map(e => e.outerHTML)"
+    )
+    assert reached == []
+    assert len(browser.find_elements("css selector", "#graph .op[tabindex='0']")) == 1
+    browser.find_element("css selector", "body").send_keys("/")
+    assert browser.switch_to.active_element.get_attribute("id") == "search"
+    browser.find_element("css selector", "[data-method=rest]").send_keys(ENTER)
+    assert "method=rest" in browser.current_url
+    # Focus stays where it was, though the list is drawn anew.
+    settle(browser)
+    assert browser.execute_script("return document.activeElement.dataset.method") == "rest"
