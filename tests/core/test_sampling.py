@@ -95,6 +95,13 @@ def test_distributions_equal_those_of_transformers(values: dict[str, Any], seed:
     torch.testing.assert_close(p, torch.softmax(scores[0], -1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("penalty", [1e-320, 1e300])
+def test_extreme_penalties_stay_finite(penalty: float) -> None:
+    logits = torch.tensor([2.0, -3.0, 0.5])
+    found = apply_penalties(logits, np.array([0, 1]), 2, SamplingParams(repetition_penalty=penalty))
+    assert found.isfinite().all() and found[2] == 0.5
+
+
 def test_temperature_zero_is_one_hot_at_the_first_of_equals() -> None:
     tree = tree_from_lists([[1]], [[-1]])
     distributions = distributions_of([1], 1, SamplingParams(), torch.tensor([[0.0, 4.0, 4.0]]), tree)

@@ -134,6 +134,22 @@ def test_half_typed_figures_are_no_exception(browser: Any, address: str) -> None
     assert not browser.get_log("browser")
 
 
+SAVED = """
+const saved = [], click = HTMLAnchorElement.prototype.click;
+HTMLAnchorElement.prototype.click = function () { saved.push(this.download); };
+navigator.clipboard.writeText = async (text) => { saved.push(text); };
+for (const id of ["link", "table", "picture"]) document.getElementById(id).click();
+setTimeout(() => { HTMLAnchorElement.prototype.click = click; arguments[0](saved); }, 700);
+"""
+
+
+def test_buttons_copy_the_link_and_save_table_and_picture(browser: Any, address: str) -> None:
+    open_page(browser, address, "model=llama-2-7b&batch=3")
+    saved = browser.execute_async_script(SAVED)
+    assert sorted(saved) == sorted([browser.current_url, "llama-2-7b-decode.csv", "llama-2-7b-decode.png"])
+    assert text(browser, "#link") == "Copied"
+
+
 def test_what_a_prediction_rests_on_is_shown(browser: Any, address: str) -> None:
     open_page(browser, address, "model=llama-3-8b&hardware=a100-80g&method=eagle3")
     assert "Acceptance published: Spec-Bench leaderboard, Vicuna-13B" in text(browser, "#methods .why")

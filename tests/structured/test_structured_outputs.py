@@ -154,6 +154,13 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_and_lifts_no_rule(monkey
         ({"json": "[1]"}, "a JSON schema must be an object"),
         ({"json": {"a": {"properties": {"b": {"not": {}}}}}}, None),
         ({"json": {"properties": {"b": {"not": {"type": "null"}}}}}, r"\"not\".*\(not at #/properties/b\)"),
+        (
+            {"json": {"properties": {"b": {"items": {"type": "string", "pattern": "("}}}}},
+            r"unclosed group \(pattern at #/pro"
+            r"perties/b/items\)",
+        ),
+        ({"json": {"properties": {"b": 3}}}, r"\(properties/b at #\)"),
+        ({"json": {"$ref": "#"}}, r"no text can match it \(\$ref at #\)"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum .5. is greater than maximum .3."),
         ({"json": "[" * 10**5}, "nested more than 64 levels deep"),
         ({"regex": "(a[b"}, r"the regex cannot be used: at 1\(8\): .*unclosed character class$"),

@@ -1,13 +1,15 @@
-"""Whether a server under load gives the text of plain decoding: every answer is compared with that of the same request
-alone and without drafts.
+"""Whether a server gives one text for one request: every answer, under load, with drafts, with a cold cache and a warm
+one, is compared with that of the same request alone, without drafts and with a cold cache.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
+from uuid import uuid4
 
-from foretell.bench.load_test import Server, Workload, ask
+from foretell.bench.load_test import Answer, Server, ask
 from foretell.bench.text_table import TextTable
 
 PLAIN = {"speculative": {"max_drafts": 0}}
@@ -17,88 +19,158 @@ _SHOWN = 30
 
 
 @dataclass(frozen=True)
-class Difference:
-    """An answer that differs: the prompt, and both texts from their first difference on."""
+class IdentityRequest:
+    """A request of the check: greedy without a seed, at temperature 1 with one."""
 
     prompt: str
-    text: str
-    plain: str
+    seed: int | None
+
+    def fields(self) -> dict[str, object]:
+        """Its sampling parameters."""
+        return {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class IdentityCase:
+    """How the requests are sent: so many at a time, with drafts or without, the second time if the cache is warm."""
+
+    concurrency: int
+    drafts: bool
+    warm: bool
 
     def __str__(self) -> str:
-        return f"{self.prompt[:_SHOWN]!r}: {self.text[:_SHOWN]!r}, and plainly {self.plain[:_SHOWN]!r}"
+        drafts, cache = "drafts" if self.drafts else "no drafts", "warm" if self.warm else "cold"
+        return f"{self.concurrency}, {drafts}, {cache}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An answer that differs: its request, and both texts from their first difference on."""
+
+    request: IdentityRequest
+    text: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.request.prompt[:_SHOWN]!r}: {self.text[:_SHOWN]!r}, and expected {self.expected[:_SHOWN]!r}"
 
 
 @dataclass(frozen=True)
 class IdentityResult:
-    """The answers of a server with so many streams at a time, half of them greedy and half sampled with a seed."""
+    """The answers of a server in one case. `cached`: share of the prompts' tokens that its cache had."""
 
     server: str
-    concurrency: int
-    sampled: bool
-    answers: int
+    case: IdentityCase
+    greedy: int
+    sampled: int
+    cached: float
     differences: tuple[Difference, ...]
 
-    @property
-    def share(self) -> float:
-        """Share of the answers that are equal."""
-        return 1 - len(self.differences) / self.answers
+    def share(self, sampled: bool) -> float:
+        """Share of the greedy answers, or of those with seeds, that are as expected; 1 where there are none."""
+        wrong = sum((d.request.seed is not None) is sampled for d in self.differences)
+        return 1 - wrong / max(1, self.sampled if sampled else self.greedy)
 
 
-def check_identity(
-    server: Server,
-    workload: Workload,
-    concurrencies: Sequence[int],
-    on_result: Callable[[IdentityResult], None] | None = None,
-) -> list[IdentityResult]:
-    """Compare all answers, greedy and with a seed per prompt at temperature 1.
+def identity_requests(prompts: Sequence[str], count: int | None = None) -> list[IdentityRequest]:
+    """Every prompt greedily and with a seed; `count`: so many requests, for which the prompts are repeated with a
+    number behind them.
+    """
+    count = 2 * len(prompts) if count is None else count
+    pairs = (divmod(i // 2, len(prompts)) for i in range(count))
+    texts = [prompts[n] if not k else f"{prompts[n]} ({k + 1})" for k, n in pairs]
+    return [IdentityRequest(text, _FIRST_SEED + i // 2 if i % 2 else None) for i, text in enumerate(texts)]
+
+
+def identity_cases(concurrencies: Sequence[int]) -> list[IdentityCase]:
+    """All cases: at every number of streams without and with drafts, each with a cold and a warm cache."""
+    return [IdentityCase(n, *rest) for n, *rest in product(concurrencies, (False, True), (False, True))]
+
+
+def expected_answers(server: Server, requests: Sequence[IdentityRequest], max_tokens: int) -> list[str]:
+    """The text of every request alone, without drafts and with a cold cache.
 
     Raises:
         ValueError: a request failed.
     """
-    requests = [_Case(server, p, i, sampled) for i, p in enumerate(workload.prompts) for sampled in (False, True)]
-    plain = [case.ask(workload.max_tokens, plain=True) for case in requests]
+    alone, run = IdentityCase(1, False, False), uuid4().hex
+    return [_ask(server, request, max_tokens, alone, f"{run}-{i}").text for i, request in enumerate(requests)]
+
+
+def check_identity(
+    server: Server,
+    requests: Sequence[IdentityRequest],
+    max_tokens: int,
+    expected: Sequence[str],
+    concurrencies: Sequence[int],
+    on_result: Callable[[IdentityResult], None] | None = None,
+) -> list[IdentityResult]:
+    """Compare the answers of every case with the expected ones.
+
+    Every stream sends each of its requests twice. The field `cache_salt` keeps the cache of a request apart from that
+    of all others, so that it is cold the first time and warm the second.
+
+    Raises:
+        ValueError: a request failed.
+    """
     found = list[IdentityResult]()
-    for concurrency in concurrencies:
-        with ThreadPoolExecutor(concurrency) as pool:
-            texts = list(pool.map(lambda case: case.ask(workload.max_tokens), requests))
-        for sampled in (False, True):
-            pairs = [
-                (case, *pair) for case, *pair in zip(requests, texts, plain, strict=True) if case.sampled is sampled
-            ]
-            differences = tuple(_difference(case.prompt, text, other) for case, text, other in pairs if text != other)
-            found.append(IdentityResult(server.name, concurrency, sampled, len(pairs), differences))
+    cases = identity_cases(concurrencies)
+    for cold, warm in zip(cases[::2], cases[1::2], strict=True):
+        run = uuid4().hex
+
+        def twice(numbered: tuple[int, IdentityRequest], case: IdentityCase = cold, run: str = run) -> list[Answer]:
+            number, request = numbered
+            return [_ask(server, request, max_tokens, case, f"{run}-{number}") for _ in range(2)]
+
+        with ThreadPoolExecutor(cold.concurrency) as pool:
+            answers = list(pool.map(twice, enumerate(requests)))
+        for time, case in enumerate((cold, warm)):
+            found.append(_compare(server.name, case, requests, [pair[time] for pair in answers], expected))
             if on_result is not None:
                 on_result(found[-1])
     return found
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A request of the check."""
+def _compare(
+    server: str,
+    case: IdentityCase,
+    requests: Sequence[IdentityRequest],
+    answers: Sequence[Answer],
+    expected: Sequence[str],
+) -> IdentityResult:
+    differences = tuple(
+        _difference(request, answer.text, text)
+        for request, answer, text in zip(requests, answers, expected, strict=True)
+        if answer.text != text
+    )
+    sampled = sum(request.seed is not None for request in requests)
+    cached = sum(a.cached_tokens for a in answers) / max(1, sum(a.prompt_tokens for a in answers))
+    return IdentityResult(server, case, len(requests) - sampled, sampled, cached, differences)
 
-    server: Server
-    prompt: str
-    number: int
-    sampled: bool
 
-    def ask(self, max_tokens: int, plain: bool = False) -> str:
-        """The text of its answer."""
-        sampling = {"temperature": 1, "seed": _FIRST_SEED + self.number} if self.sampled else {"temperature": 0}
-        fields = json.loads(self.server.fields) | sampling | (PLAIN if plain else {})
-        return ask(replace(self.server, fields=json.dumps(fields)), self.prompt, max_tokens).text
+def _ask(server: Server, request: IdentityRequest, max_tokens: int, case: IdentityCase, salt: str) -> Answer:
+    fields: Mapping[str, object] = {
+        **json.loads(server.fields),
+        **request.fields(),
+        **({} if case.drafts else PLAIN),
+        "cache_salt": salt,
+    }
+    return ask(replace(server, fields=json.dumps(fields)), request.prompt, max_tokens)
 
 
 def identity_table(results: Sequence[IdentityResult]) -> TextTable:
-    """A row per server and number of streams."""
+    """A row per server and case."""
 
-    def rows() -> Iterator[tuple[str, int, str, str]]:
-        for greedy, sampled in zip(results[::2], results[1::2], strict=True):
-            name = f"{greedy.server}, {greedy.concurrency}"
-            yield name, greedy.answers + sampled.answers, f"{greedy.share:.1%}", f"{sampled.share:.1%}"
+    def rows() -> Iterator[tuple[str, int, str, str, str]]:
+        for r in results:
+            name, answers = f"{r.server}, {r.case}", r.greedy + r.sampled
+            yield name, answers, f"{r.cached:.1%}", f"{r.share(False):.1%}", f"{r.share(True):.1%}"
 
-    return TextTable(("server, streams", "answers", "equal, temperature 0", "equal, with seeds"), list(rows()))
+    header = ("server, streams, drafts, cache", "answers", "cached", "equal, temperature 0", "equal, with seeds")
+    return TextTable(header, list(rows()))
 
 
-def _difference(prompt: str, text: str, plain: str) -> Difference:
-    at = next((i for i, (a, b) in enumerate(zip(text, plain, strict=False)) if a != b), min(len(text), len(plain)))
-    return Difference(prompt, text[at:], plain[at:])
+def _difference(request: IdentityRequest, text: str, expected: str) -> Difference:
+    pairs = enumerate(zip(text, expected, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(expected)))
+    return Difference(request, text[at:], expected[at:])

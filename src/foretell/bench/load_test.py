@@ -46,6 +46,9 @@ class Answer:
     tokens: int
     first: float
     last: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt's tokens, those that the server's cache had."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def ask(server: Server, prompt: str, max_tokens: int) -> Answer:
         **json.loads(server.fields),
     }
     address, started = urlsplit(server.url), time.perf_counter()
-    text, tokens, first, last = "", 0, 0.0, 0.0
+    text, first, last, usage = "", 0.0, 0.0, dict[str, Any]()
     connection = HTTPConnection(address.hostname or "", address.port or 80, timeout=_TIMEOUT)
     try:
         headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -94,7 +97,7 @@ def ask(server: Server, prompt: str, max_tokens: int) -> Answer:
         for event in _events(response):
             if "error" in event:
                 raise ValueError(f"{server.name}: {str(event['error'])[:300]}")
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            usage = event.get("usage") or usage
             piece = next((c["delta"].get("content") for c in event.get("choices", ())), None)
             if piece:
                 last = time.perf_counter() - started
@@ -103,7 +106,8 @@ def ask(server: Server, prompt: str, max_tokens: int) -> Answer:
         raise ValueError(f"{server.name}: no answer from {server.url}: {error}; start the server first") from error
     finally:
         connection.close()
-    return Answer(text, tokens, first, last)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Answer(text, usage.get("completion_tokens", 0), first, last, usage.get("prompt_tokens", 0), cached)
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:

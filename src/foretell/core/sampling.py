@@ -23,6 +23,8 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LN2 = 0.6931471805599453
 _LOG_TERMS = 12
+_LARGEST = 3e38
+"""Bound of a penalised logit: what float32 holds."""
 """Terms of the series of the inverse hyperbolic tangent in `exponential_variates`."""
 
 
@@ -199,7 +201,8 @@ def apply_penalties(
         place = torch.from_numpy(seen).to(out.device)
         value = out[place].double().cpu().numpy()
         r = sampling.repetition_penalty
-        value = np.where(value > 0, value / r, value * r)
+        with np.errstate(over="ignore"):
+            value = np.clip(np.where(value > 0, value / r, value * r), -_LARGEST, _LARGEST)
         count = np.bincount(history[prompt_length:], minlength=seen[-1] + 1)[seen]
         value -= np.where(count > 0, sampling.presence_penalty + sampling.frequency_penalty * count, 0.0)
         out[place] = torch.from_numpy(value).to(out)

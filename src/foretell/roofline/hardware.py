@@ -48,12 +48,12 @@ class Hardware:
     kind: str = "gpu"
 
     def __post_init__(self) -> None:
-        positive = {"bandwidth": self.bandwidth, **{f"peak {k}": v for k, v in self.peaks.items()}}
-        if self.capacity is not None:
-            positive["capacity"] = self.capacity
-        for name, value in positive.items():
+        positive = [("bandwidth", self.bandwidth / 1e9, "GB/s")]
+        positive += [(f"peak {k}", v / 1e12, "TOP/s") for k, v in self.peaks.items()]
+        positive += [] if self.capacity is None else [("capacity", self.capacity / 1e9, "GB")]
+        for name, value, unit in positive:
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"hardware {self.name!r}: {name} must be a positive number, found {value:g}")
+                raise ValueError(f"hardware {self.name!r}: {name} must be a positive number, found {value:g} {unit}")
         for name in ("vector_rate", "link_bandwidth", "host_bandwidth"):
             if not (value := getattr(self, name)) >= 0:
                 what = name.replace("_", " ")

@@ -5,9 +5,10 @@
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -16,18 +17,25 @@ from jaxtyping import UInt8
 
 from foretell.core.token_rules import TokenConstraint
 from foretell.structured.outputs import StructuredOutputs
+from foretell.structured.schema_faults import find_faults, keyword_places
 from foretell.tokenizer.codec import TextCodec
 
 _CACHED = 256
 """Compiled constraints that are kept, the most recently used ones."""
 _SECONDS = 10.0
 """Most time for a compilation."""
+_SEARCHED_SECONDS = 0.2
+"""Most time of a refused compilation whose schema is searched for the keywords at fault."""
 _MASK_SECONDS = 0.25
 """Most processor time for the tokens that may follow next: all requests of a step wait for it. A schema of usual size
 takes a millisecond, a choice of 3,000 texts ten.
 """
 _LIMITS = {"max_grammar_size": 100_000, "max_lexer_states": 50_000, "step_max_items": 50_000}
 """Bounds of llguidance on the symbols of a grammar, the states of its lexer, and the work per mask."""
+_SHOWN = 4
+"""Keywords of a schema that an error names, at most."""
+_NO_TEXT = "NoExtensionBias"
+"""Part of llguidance's message for a grammar without any text, such as a reference to itself."""
 
 
 class LlguidanceConstraint:
@@ -138,18 +146,29 @@ class ConstraintCompiler:
         return found
 
     def _compile(self, outputs: StructuredOutputs) -> LlguidanceConstraint:
+        started = time.monotonic()
         try:
-            grammar = self._grammar(outputs)
-            matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            return self._try_compile(outputs)
         except ValueError as error:
-            raise _invalid(outputs, str(error)) from None
+            message = str(error)
+            slow = time.monotonic() - started > _SEARCHED_SECONDS
+            raise _invalid(outputs, message, (lambda _: message) if slow else self._refuse) from None
+
+    def _refuse(self, outputs: StructuredOutputs) -> str:
+        """The message for which outputs are refused; empty if they compile."""
+        try:
+            self._try_compile(outputs)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _try_compile(self, outputs: StructuredOutputs) -> LlguidanceConstraint:
+        grammar = self._grammar(outputs)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise _invalid(outputs, matcher.get_error())
+            raise ValueError(matcher.get_error())
         constraint = LlguidanceConstraint(matcher, self._tokenizer, self._vocab)
-        try:
-            constraint.mask(constraint.start())
-        except ValueError as error:
-            raise _invalid(outputs, str(error)) from None
+        constraint.mask(constraint.start())
         return constraint
 
     def _grammar(self, outputs: StructuredOutputs) -> str:
@@ -194,26 +213,27 @@ def _first_line(message: str) -> str:
     return next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
 
 
-def _invalid(outputs: StructuredOutputs, message: str) -> ValueError:
-    """One sentence with the reason that llguidance gives, and where a named keyword stands in the schema."""
-    reason = _first_line(message)
-    detail = next((line[7:].strip() for line in message.splitlines() if line.startswith("error: ")), "")
+def _invalid(outputs: StructuredOutputs, message: str, refuse: Callable[[StructuredOutputs], str]) -> ValueError:
+    """One sentence with the reason that llguidance gives, and the keywords of a schema that it is about.
+
+    `refuse`: the message for which other outputs are refused; empty if they compile.
+    """
+    reason = _reason(message)
     places = list[str]()
     if outputs.kind == "json":
-        places = [f"{where} at {pointer}" for where, pointer in _keywords(outputs.schema) if f'"{where}"' in reason]
-    return ValueError(
-        f"the {outputs.kind} cannot be used: {reason.rstrip(':')}"
-        + (f": {detail}" if detail else "")
-        + (f" ({', '.join(places[:3])})" if places else "")
-    )
+        schema = outputs.schema
+        places = [f"{word} at {where}" for word, where in keyword_places(schema) if f'"{word}"' in reason]
+        places = places or find_faults(schema, reason, lambda changed: _reason(refuse(replace(outputs, json=changed))))
+    named = f" ({', '.join(places[:_SHOWN])})" if places else ""
+    return ValueError(f"the {outputs.kind} cannot be used: {reason}{named}")
 
 
-def _keywords(schema: object, pointer: str = "#") -> Iterator[tuple[str, str]]:
-    """The keys of a schema with the JSON pointers of the objects that hold them."""
-    if isinstance(schema, Mapping):
-        for key, value in schema.items():
-            yield str(key), pointer
-            yield from _keywords(value, f"{pointer}/{key}")
-    elif isinstance(schema, list):
-        for i, value in enumerate(schema):
-            yield from _keywords(value, f"{pointer}/{i}")
+def _reason(message: str) -> str:
+    """The first line of a message of llguidance, with the error that a later line names; empty for none."""
+    if not message:
+        return ""
+    if _NO_TEXT in message:
+        return "no text can match it"
+    message = message.replace("min/maxProperties", "minProperties and maxProperties")
+    detail = next((line[7:].strip() for line in message.splitlines() if line.startswith("error: ")), "")
+    return _first_line(message).rstrip(":") + (f": {detail}" if detail else "")

@@ -1,14 +1,22 @@
 """`foretell bench serve`: servers under load."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from foretell.bench.identity import IdentityResult, check_identity, identity_table
+from foretell.bench.identity import (
+    IdentityResult,
+    check_identity,
+    expected_answers,
+    identity_requests,
+    identity_table,
+)
 from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all
 from foretell.bench.questions import BUILT_IN
+from foretell.bench.saved_answers import read_answers, save_answers
 from foretell.cli.bench.inputs import load_selected_questions, parse_counts
 from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import parse_json
@@ -34,10 +42,23 @@ def serve_(
         bool,
         typer.Option(
             "--identity",
-            help="Compare every answer under load, greedy and with seeds, with that of the same request alone and "
-            "without drafts; status 1 if one of the first server differs. No speed is measured.",
+            help="Compare answers, greedy and with seeds, with and without drafts, with a cold and a warm cache, at "
+            "every number of streams, with that of the same request alone, without drafts and with a cold cache; "
+            "status 1 if one of the first server differs. No speed is measured.",
         ),
     ] = False,
+    requests: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="--identity: requests of every case (default: two per prompt)."),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="--identity: write the answers of the first server without drafts."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="--identity: compare with answers that --save wrote, of another server."),
+    ] = None,
 ) -> None:
     """Measure servers under load: tokens per second, time to the first token and between tokens, greedy.
 
@@ -45,7 +66,7 @@ def serve_(
 
         foretell bench serve ours=http://127.0.0.1:8000 peer=http://127.0.0.1:8080
 
-        foretell bench serve ours=http://127.0.0.1:8000 --identity
+        foretell bench serve ours=http://127.0.0.1:8000 --identity --requests 500 --concurrency 1,32
     """
     extra = dict(split_assignment(each, "--fields", "ours='{}'") for each in fields or ())
     named = [Server(*split_assignment(each, "a server", "ours=http://127.0.0.1:8000")) for each in servers]
@@ -58,28 +79,49 @@ def serve_(
     selected = load_selected_questions(questions, per_category, "")[1]
     workload = Workload(tuple(q.turns[0] for q in selected.questions), max_new_tokens)
 
+    counts = parse_counts(concurrency, "--concurrency")
     if identity:
-        _check_identity(named, workload, parse_counts(concurrency, "--concurrency"))
+        _check_identity(named, workload, counts, _IdentityOptions(requests, save, against))
         return
+    if requests is not None or save is not None or against is not None:
+        raise ValueError("--requests, --save and --against belong to --identity: add it")
 
     def report(result: LoadResult) -> None:
         speed = f"{result.tokens_per_second:.1f} tokens/s"
         typer.echo(f"{result.server}, {result.concurrency} streams: {speed}", err=True)
 
-    results = run_all(named, workload, parse_counts(concurrency, "--concurrency"), repeats, report)
+    results = run_all(named, workload, counts, repeats, report)
     typer.echo(load_table(results).markdown(), nl=False)
 
 
-def _check_identity(servers: Sequence[Server], workload: Workload, concurrencies: Sequence[int]) -> None:
+@dataclass(frozen=True)
+class _IdentityOptions:
+    requests: int | None
+    save: Path | None
+    against: Path | None
+
+
+def _check_identity(
+    servers: Sequence[Server], workload: Workload, concurrencies: Sequence[int], options: _IdentityOptions
+) -> None:
     """Print the shares of equal answers, and end with status 1 if one of the first server differs."""
+    requests = identity_requests(workload.prompts, options.requests)
+    most = workload.max_tokens
 
     def report(result: IdentityResult) -> None:
-        kind = "with seeds" if result.sampled else "at temperature 0"
-        typer.echo(f"{result.server}, {result.concurrency} streams: {result.share:.1%} equal {kind}", err=True)
+        shares = f"{result.share(False):.1%} equal at temperature 0, {result.share(True):.1%} with seeds"
+        typer.echo(f"{result.server}, {result.case}: {shares}", err=True)
         for difference in result.differences[:_SHOWN_DIFFERENCES]:
             typer.echo(f"  {difference}", err=True)
 
-    found = [result for server in servers for result in check_identity(server, workload, concurrencies, report)]
+    found = list[IdentityResult]()
+    saved = read_answers(options.against, requests, most) if options.against is not None else None
+    for server in servers:
+        if saved is None or (server is servers[0] and options.save is not None):
+            own = expected_answers(server, requests, most)
+            if server is servers[0] and options.save is not None:
+                save_answers(options.save, requests, own, most)
+        found += check_identity(server, requests, most, own if saved is None else saved, concurrencies, report)
     typer.echo(identity_table(found).markdown(), nl=False)
     if any(result.differences for result in found if result.server == servers[0].name):
         raise typer.Exit(1)
