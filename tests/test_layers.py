@@ -81,7 +81,7 @@ ORDER = [
     ("__init__",),
     ("train.data", "tune"),
     ("train", "train.objective", "quantize"),
-    ("train.recipe",),
+    ("compress", "train.recipe"),
     ("train.loop",),
     ("bench", "roofline", "verify", "serve"),
     ("cli",),

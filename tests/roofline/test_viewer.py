@@ -264,6 +264,9 @@ def test_the_export_opens_from_disk_and_loads_nothing(browser: Any, tmp_path: Pa
     assert CliRunner().invoke(app, ["export", str(file)]).exit_code == 0
     browser.get(file.as_uri())
     assert "per pass" in text(browser, "#headline")
+    browser.execute_script("document.getElementById('use').click()")
+    settle(browser)
+    assert "run `foretell roofline view`" in text(browser, "#pasted")
     assert (
         browser.execute_script(
             "return performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length"

@@ -175,6 +175,9 @@ def test_the_simulated_load_is_drawn(browser: Any, address: str) -> None:
     assert "ngram, 3 drafted" in text(browser, "#load .advice")
     assert len(browser.find_elements("css selector", "#latency .mark")) == 4
     assert len(browser.find_elements("css selector", "#goodput .curve.other")) == 2
+    open_page(browser, address, "model=llama-3-8b&hardware=a100-80g")
+    browser.execute_script("document.getElementById('more').scrollIntoView()")
+    screenshot(browser, "methods")
 
 
 def test_the_graph_is_searched_zoomed_and_panned(browser: Any, address: str) -> None:
@@ -190,6 +193,10 @@ def search_zoom_and_pan(browser: Any, address: str) -> None:
         "return box.bottom <= frame.bottom && frame.bottom <= innerHeight"
     )
     assert inside, "the head is on the first screen"
+    zone = browser.execute_script(
+        "return [...document.querySelectorAll('#roof .zonename')].map(t => t.getBBox()).map(b => b.x + b.width)"
+    )
+    assert max(zone) <= browser.execute_script("return document.getElementById('roof').viewBox.baseVal.width")
     search = browser.find_element("id", "search")
     search.send_keys("proj")
     assert text(browser, "#found") == "7 of 17"
@@ -238,6 +245,11 @@ def test_terms_are_explained(browser: Any, address: str) -> None:
     assert "One run of all layers" in text(browser, "#tip") and browser.find_element("id", "tip").is_displayed()
     browser.find_element("css selector", "body").send_keys(ESCAPE)
     assert not browser.find_element("id", "tip").is_displayed()
+    browser.execute_script(
+        "document.querySelector('label[data-term=fusion] .term').dispatchEvent("
+        "new PointerEvent('pointerdown', {pointerType: 'touch', bubbles: true}))"
+    )
+    assert "without writing what is between them" in text(browser, "#tip")
     listed = browser.execute_script("return document.querySelectorAll('#glossary dt').length")
     assert listed == len(known)
 

@@ -38,6 +38,7 @@ COMMANDS: Sequence[Command] = (
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),
     Command("export", "foretell.cli.export", "Write a trained speculator in the format of another engine."),
     Command("quantize", "foretell.cli.quantize", "Write a model with few bits per weight (RTN, GPTQ, AWQ, HQQ)."),
+    Command("compress", "foretell.cli.compress", "Prune a model, lower its rank or drop blocks; write it with a card."),
     Command("evaluate", "foretell.cli.evaluate", "Compare a dtype with the model's exact numbers: KL and perplexity."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("calibrate", "foretell.cli.calibrate", "Bound what a lossy method changes: thresholds of exits."),

@@ -64,11 +64,11 @@ def quantize(
     """
     console, started = Console(file=sys.stderr), time.perf_counter()
     quantizer = _quantizer(method, act_order)
-    _check_output(out, force)
+    check_output(out, force)
     source = Source.open(model, resolve_reference(model))
     target = plan(source, out, kind, group_size)
     wanted = calibration_tokens if quantizer.calibrated else 0
-    found = _text(source, text or [], wanted, held_back_tokens, seed, console)
+    found = calibration_text(source, text or [], wanted, held_back_tokens, seed, console)
     last = 0.0
 
     def report_progress(done: int) -> None:
@@ -96,7 +96,12 @@ def _quantizer(method: str, act_order: bool | None) -> Quantizer:
     return GPTQ(act_order=act_order)
 
 
-def _check_output(out: Path, force: bool) -> None:
+def check_output(out: Path, force: bool) -> None:
+    """Refuse an output that exists, unless it is replaced.
+
+    Raises:
+        ValueError: it exists, or its directory does not.
+    """
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent}: no such directory; make it, or write elsewhere")
     if not out.exists():
@@ -109,10 +114,14 @@ def _check_output(out: Path, force: bool) -> None:
         raise ValueError(f"{out}: no model is in this directory, so it is not replaced; name another output")
 
 
-def _text(
+def calibration_text(
     source: Source, files: list[Path], calibration: int, held_back: int, seed: int, console: Console
 ) -> CalibrationText:
-    """Calibration and held-back sequences of the user's files, or of what the model writes."""
+    """Calibration and held-back sequences of the user's files, or of what the model writes.
+
+    Raises:
+        ValueError: there is not enough text, or the model writes none.
+    """
     length = min(LENGTH, source.config.context)
     if files:
         documents = text_documents(find_files(files), source.codec)

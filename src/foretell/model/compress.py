@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock
@@ -68,10 +68,13 @@ def magnitude_prune(decoder: Decoder, sparsity: float) -> Decoder:
 
 def magnitude_prune_weight(weight: Float[torch.Tensor, "*e o i"], sparsity: float) -> Float[torch.Tensor, "*e o i"]:
     """The weight with the smallest entries of every output set to zero."""
-    count = round(sparsity * weight.shape[-1])
-    smallest = weight.abs().topk(count, -1, largest=False).indices
-    out: torch.Tensor = weight.scatter(-1, smallest, 0)
-    return out
+    return weight.masked_fill(least_in_rows(weight.abs(), round(sparsity * weight.shape[-1])), 0)
+
+
+def least_in_rows(score: Float[torch.Tensor, "*o i"], count: int) -> Bool[torch.Tensor, "*o i"]:
+    """True for the `count` smallest numbers of every row; of equal ones the first."""
+    smallest = score.argsort(dim=-1, stable=True)[..., :count]
+    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, smallest, True)
 
 
 def _map_matrices(decoder: Decoder, change: Callable[[torch.Tensor], torch.Tensor]) -> Decoder:

@@ -1,7 +1,8 @@
-"""Writes a quantised model as a directory of safetensors in the format of compressed-tensors (pack-quantized)."""
+"""Writes a model as a directory of safetensors, a quantised one in compressed-tensors' format pack-quantized."""
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,32 @@ _COPIED = (
 )  # fmt: skip
 
 
-class QuantizedDirectory:
+class CheckpointDirectory:
     """A directory that is being written.
 
     `source`: the directory whose configuration and tokenizer are copied, or None, then they are made from `config` and
-    `codec`.
+    `codec`. `further`: keys that are set in the configuration.
 
     Raises:
         ValueError: the model is multimodal, or there is no source and it cannot be described as a Llama model.
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, grid: IntegerGrid, source: Path | None, codec: TextCodec
+        self,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        source: Path | None,
+        codec: TextCodec,
+        further: Mapping[str, Any],
     ) -> None:
-        self._path, self._offset, self._dtype = path, config.norm_offset, grid.dtype
-        raw = llama_config(config, grid.dtype) if source is None else read_json(source / "config.json")
+        self._path, self._offset, self._dtype = path, config.norm_offset, dtype
+        raw = llama_config(config, dtype) if source is None else read_json(source / "config.json")
         if "text_config" in raw:
-            raise ValueError(f"{source}: a multimodal model; quantise a directory of its language model alone")
-        raw.pop("compression_config", None)
-        raw["quantization_config"] = _quantization_config(grid)
+            raise ValueError(f"{source}: a multimodal model; give a directory of its language model alone")
+        for key in ("compression_config", "quantization_config"):
+            raw.pop(key, None)
+        raw.update(further)
         path.mkdir()
         (path / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
         if source is None:
@@ -57,14 +65,15 @@ class QuantizedDirectory:
 
     def add(self, name: str, tensor: QuantizedRows | Float[Tensor, "*shape"]) -> None:
         """Add a tensor; a full shard is written."""
-        if isinstance(tensor, QuantizedRows):
-            found = packed_tensors(name.removesuffix(".weight"), tensor)
-        else:
-            norm = name.endswith("norm.weight")
-            found = {name: (tensor - self._offset if norm else tensor).to(self._dtype).contiguous()}
-        self._tensors |= found
+        self._tensors |= self._stored(name, tensor)
         if sum(t.nbytes for t in self._tensors.values()) >= _SHARD_BYTES:
             self._write_shard()
+
+    def _stored(self, name: str, tensor: QuantizedRows | Float[Tensor, "*shape"]) -> dict[str, Tensor]:
+        """The tensors of the file: of a norm without the offset of its architecture."""
+        assert isinstance(tensor, Tensor)
+        norm = name.endswith("norm.weight")
+        return {name: (tensor - self._offset if norm else tensor).to(self._dtype).contiguous()}
 
     def _write_shard(self) -> None:
         save_file(self._tensors, self._path / f"{len(self._shards)}.part", {"format": "pt"})
@@ -90,6 +99,20 @@ class QuantizedDirectory:
 
     def abandon(self) -> None:
         """Nothing is open."""
+
+
+class QuantizedDirectory(CheckpointDirectory):
+    """A directory with packed matrices; for the arguments see `CheckpointDirectory`."""
+
+    def __init__(
+        self, path: Path, config: ModelConfig, grid: IntegerGrid, source: Path | None, codec: TextCodec
+    ) -> None:
+        super().__init__(path, config, grid.dtype, source, codec, {"quantization_config": _quantization_config(grid)})
+
+    def _stored(self, name: str, tensor: QuantizedRows | Float[Tensor, "*shape"]) -> dict[str, Tensor]:
+        if isinstance(tensor, QuantizedRows):
+            return packed_tensors(name.removesuffix(".weight"), tensor)
+        return super()._stored(name, tensor)
 
 
 def _quantization_config(grid: IntegerGrid) -> dict[str, Any]:

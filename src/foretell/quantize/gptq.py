@@ -37,7 +37,7 @@ class GPTQ(Quantizer):
         hessian.diagonal()[dead] = 1
         weight[:, dead] = 0
         order = hessian.diagonal().argsort(descending=True, stable=True) if self.act_order else None
-        factor = _inverse_factor(hessian if order is None else hessian[order][:, order], self.damping)
+        factor = inverse_factor(hessian if order is None else hessian[order][:, order], self.damping)
         importance = grid.split(hessian.diagonal()[None])[0]
         if order is None:
             return _quantize_in_order(weight, grid, factor, importance)
@@ -46,7 +46,7 @@ class GPTQ(Quantizer):
         return _quantize_by(order, weight, grid, factor, parameters)
 
 
-def _inverse_factor(hessian: Float[Tensor, "i i"], damping: float) -> Float[Tensor, "i i"]:
+def inverse_factor(hessian: Float[Tensor, "i i"], damping: float) -> Float[Tensor, "i i"]:
     """The upper Cholesky factor of the inverse; the damping grows where rounding makes the matrix indefinite."""
     mean = hessian.diagonal().mean()
     while damping <= _MAX_DAMPING:

@@ -72,14 +72,14 @@ class Source:
     eos: tuple[int, ...]
 
     @staticmethod
-    def open(name: str, path: Path) -> "Source":
-        """Open a directory or a GGUF file.
+    def open(name: str, path: Path, action: str = "quantised") -> "Source":
+        """Open a directory or a GGUF file; `action`: what is to be done with it.
 
         Raises:
-            ValueError: see `load`; or an architecture that cannot be quantised.
+            ValueError: see `load`; or an architecture that is not supported.
         """
         config, weights, read_codec, eos = open_checkpoint(path)
-        require_supported(config, name)
+        require_supported(config, name, action)
         return Source(name, path, config, weights, read_codec(), eos)
 
 
@@ -174,10 +174,10 @@ def quantize_model(
             raise
         config, weights, _, _ = open_checkpoint(part)
         found = compare((source.config, source.weights), (config, weights), text.held_back)
-        _put_in_place(part, target.path)
+        put_in_place(part, target.path)
         return found
     finally:
-        _remove(part)
+        remove(part)
 
 
 def _open_output(part: Path, source: Source, target: Target) -> Output:
@@ -252,16 +252,17 @@ def _outer(matrix: Float[Tensor, "v d"], target: Target) -> QuantizedRows | Floa
     return QuantizedRows(target.outer, level, Parameters.stack([p.parameters for p in parts]))
 
 
-def _put_in_place(part: Path, out: Path) -> None:
+def put_in_place(part: Path, out: Path) -> None:
     """Rename; what was there is removed only afterwards."""
     old = out.with_name(f".{out.name}.{os.getpid()}.old")
     if out.is_dir():
         out.rename(old)
     part.rename(out)
-    _remove(old)
+    remove(old)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a directory, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

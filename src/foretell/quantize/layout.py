@@ -93,13 +93,16 @@ def _norm_names(c: ModelConfig) -> dict[str, tuple[str, int]]:
 def block_tensors(
     config: ModelConfig, i: int, block: DecoderBlock, quantized: Mapping[Role, QuantizedRows]
 ) -> Iterator[tuple[str, QuantizedRows | Float[torch.Tensor, "*shape"]]]:
-    """The tensors of a block in the order of `entries`; norms with the offset of their architecture."""
+    """The tensors of a block in the order of `entries`; a matrix that is not in `quantized` as the block has it, norms
+    with the offset of their architecture.
+    """
     found: Mapping[Role, Linear] = linears(block)
     for role in ROLES:
         first = 0
         for part in parts_of(config)[role]:
             rows = slice(first, first + part.outputs)
-            yield f"model.layers.{i}.{part.name}.weight", quantized[role].rows(rows.start, rows.stop)
+            name, packed = f"model.layers.{i}.{part.name}.weight", quantized.get(role)
+            yield name, found[role].weight.data[rows] if packed is None else packed.rows(rows.start, rows.stop)
             bias = found[role].bias
             if bias is not None:
                 yield f"model.layers.{i}.{part.name}.bias", bias.data[rows]
@@ -110,8 +113,8 @@ def block_tensors(
         yield f"model.layers.{i}.{name}.weight", norm.weight.data
 
 
-def require_supported(config: ModelConfig, source: str) -> None:
-    """Refuse a model with tensors that `entries` does not list.
+def require_supported(config: ModelConfig, source: str, action: str = "quantised") -> None:
+    """Refuse a model with tensors that `entries` does not list; `action`: what was to be done with it.
 
     Raises:
         ValueError: a mixture of experts, or another architecture.
@@ -119,5 +122,5 @@ def require_supported(config: ModelConfig, source: str) -> None:
     if config.experts is not None or config.architecture not in _ARCHITECTURES:
         kind = f"{config.architecture} with experts" if config.experts is not None else config.architecture
         raise ValueError(
-            f"{source}: {kind} cannot be quantised yet; known: {', '.join(_ARCHITECTURES)}, without experts"
+            f"{source}: {kind} cannot be {action} yet; known: {', '.join(_ARCHITECTURES)}, without experts"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -25,6 +25,12 @@ _CHUNK = 1 << 20
 """Numbers that a thread packs at a time: bounds the memory for widened rows."""
 _RELEASED = 64 << 20
 """Packed bytes after which the pages of the source are returned to the system."""
+TWO_OF_FOUR = "BF16_2:4"
+"""Kind of panels whose rows are bfloat16 with at most two of four consecutive inputs that are not zero."""
+TWO_OF_FOUR_INPUTS = 32
+"""Inputs of a block of such panels."""
+_SAMPLED_ROWS = 32
+"""Rows that are looked at first for this pattern."""
 _ROW_TYPES = list(FLOAT_KINDS)
 """Float rows that the kernels read, in the order of `RowType` in csrc/pack.h."""
 
@@ -67,6 +73,7 @@ class Panels:
     def _pack(self, order: Int[np.ndarray, " rows"], words: Tensor, kernels: ctypes.CDLL) -> int:
         kinds = {part.kind for part in self.parts}
         as_stored = len(kinds) == 1 and (self.kind in kinds or kinds <= FLOAT_KINDS.keys())
+        assert as_stored or self.kind != TWO_OF_FOUR
         address, first = np.zeros(len(order), np.uint64), 0
         widened = []
         """Rows that are alive until they are packed."""
@@ -131,7 +138,7 @@ def _turns(width: int) -> Int[np.ndarray, " rows"]:
 
 
 def _float_panels(parts: Sequence[Matrix], order: Int[np.ndarray, " rows"], precision: Precision) -> Panels:
-    """A float or int8 weight; with int8 activations, bfloat16.
+    """A float or int8 weight; with int8 activations, bfloat16. Bfloat16 rows of the pattern 2:4 are packed as such.
 
     int8 weights are rotated first and have one scale per output and group of inputs, stored after the group. Those of
     a checkpoint are rounded to bfloat16 before.
@@ -140,7 +147,22 @@ def _float_panels(parts: Sequence[Matrix], order: Int[np.ndarray, " rows"], prec
     operand: Precision = "bfloat16" if precision == "int8-activations" else precision
     rounded = precision != "float32" and any(isinstance(part, StoredMatrix) for part in parts)
     stored = tuple(map(_stored, parts))
-    return Panels(stored, _pad(order, PANEL), len(order), kinds[precision], operand, rounded)
+    kind = TWO_OF_FOUR if precision != "int8" and all(map(_is_two_of_four, stored)) else kinds[precision]
+    return Panels(stored, _pad(order, PANEL), len(order), kind, operand, rounded)
+
+
+def _is_two_of_four(part: StoredMatrix) -> bool:
+    """Whether a part can be packed as `TWO_OF_FOUR`."""
+    if part.kind != "BF16" or part.inputs % TWO_OF_FOUR_INPUTS:
+        return False
+    step = max(_CHUNK // part.inputs, 1)
+    edges = [0, min(_SAMPLED_ROWS, part.outputs), *range(_SAMPLED_ROWS + step, part.outputs, step), part.outputs]
+    numbers = part.data.view(torch.int16)
+    return all(
+        int(((numbers[first:last] & 0x7FFF) != 0).unflatten(1, (-1, 4)).sum(-1).max()) <= 2
+        for first, last in pairwise(edges)
+        if first < last
+    )
 
 
 def _stored(part: Matrix) -> StoredMatrix:

@@ -10,9 +10,11 @@ Precision = Literal["float32", "bfloat16", "int8", "int8-activations"]
 """Arithmetic of a network; see `foretell.model.backend.ARITHMETIC`."""
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int8-activations")
 PANEL_KINDS = (
-    "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z"
+    "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z",
+    "BF16_2:4",
 )  # fmt: skip
-"""How packed weights are stored: `int8` is rotated and has groups of 192 inputs, the others as in `StoredMatrix`."""
+"""How packed weights are stored: `int8` is rotated and has groups of 192 inputs, `BF16_2:4` holds two of four
+inputs, the others are as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")

@@ -101,7 +101,8 @@ const Roofline = (() => {
     addEventListener("hashchange", restore);
     let width = innerWidth;
     addEventListener("resize", () => {
-      if (innerWidth === width || !answer) return;
+      if (!answer) return;
+      if (innerWidth === width) return navigation.update();
       width = innerWidth;
       changed();
     });

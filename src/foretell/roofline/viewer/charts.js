@@ -163,7 +163,10 @@ const Charts = (() => {
     label(svg, W - R, H - 5, "OPs per byte", "end");
     label(svg, 2, 13, "OP/s");
     label(svg, L + 6, T + 15, "memory bound", "start", "zonename memory");
-    label(svg, turn + 6, H - B - 8, "compute bound", "start", "zonename compute");
+    const lines = W - R - turn < 100 ? ["compute", "bound"] : ["compute bound"];
+    lines.forEach((text, i) =>
+      label(svg, turn + 6, H - B - 8 - 15 * (lines.length - 1 - i), text, "start", "zonename compute"),
+    );
     lists.forEach((a, i) => {
       const [left, right] = [10 ** x0, 10 ** x1];
       const d = `M${X(left)} ${Y(a.rates.bandwidth * left)}L${X(turns[i])} ${Y(peaks[i])}L${X(right)} ${Y(peaks[i])}`;

@@ -97,9 +97,13 @@ const Glossary = (() => {
       tip.style.top = `${Math.max(8, top)}px`;
     };
     document.addEventListener("pointerover", (event) => event.pointerType === "mouse" && show(event.target));
-    document.addEventListener("pointerdown", (event) =>
-      event.pointerType === "mouse" || !event.target.matches("[data-term]") ? hide() : show(event.target),
-    );
+    // A tap on the words explains them; a tap on a control beside them does not.
+    document.addEventListener("pointerdown", (event) => {
+      const isTouch = event.pointerType !== "mouse",
+        words = isTouch && event.target.closest(".term, dfn, dt [data-term], p [data-term], h2");
+      if (words) show(words);
+      else hide();
+    });
     document.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && show(event.target));
     document.addEventListener("focusout", hide);
     document.addEventListener("keydown", (event) => event.key === "Escape" && hide());

@@ -11,7 +11,8 @@ constexpr int kMaxGroup = 16;  // query heads per key-value head
 
 constexpr int kAbiVersion = 2;  // raised when the meaning of a field changes but its layout does not
 
-// How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), or as blocks of a GGUF file.
+// How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), as blocks of a GGUF file, or as
+// bfloat16 of which two in four inputs may not be zero.
 enum Kind : int32_t {
   kFloat32 = 0,
   kBfloat16 = 1,
@@ -25,10 +26,11 @@ enum Kind : int32_t {
   kQ5_K = 9,
   kQ6_K = 10,
   kMXFP4 = 11,
-  kQ4_Z = 12
+  kQ4_Z = 12,
+  kTwoOfFour = 13
 };
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
-// scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third.
+// scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third, kTwoOfFour with the first two.
 enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand = 2, kInt8BlocksOperand = 3 };
 // kRelu2: relu(up)^2, without a gate.
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };

@@ -8,6 +8,7 @@
 #include "quantized.h"
 #include "row_ops.h"
 #include "threads.h"
+#include "two_of_four.h"
 
 namespace {
 
@@ -31,7 +32,7 @@ auto with_operand(int32_t operand, const Run& run) {
   }
 }
 
-// Calls `run` with the TypeTag of a kind of GGUF blocks.
+// Calls `run` with the TypeTag of a kind of blocks.
 template <class Run>
 auto with_blocks(int32_t kind, const Run& run) {
   switch (kind) {
@@ -53,9 +54,20 @@ auto with_blocks(int32_t kind, const Run& run) {
       return run(TypeTag<Q6_K>());
     case kMXFP4:
       return run(TypeTag<MXFP4>());
+    case kTwoOfFour:
+      return run(TypeTag<TwoOfFour>());
     default:
       return run(TypeTag<Q4_Z>());
   }
+}
+
+// Group `group` of a block as words of P, [word of the input][32 outputs], as a panel of P has them.
+template <class P, class K>
+void widen_words(const uint32_t* block, int group, uint32_t* words) {
+  if constexpr (std::is_same_v<K, TwoOfFour>)
+    widen_two_of_four<P>(block, words);
+  else
+    widen_group<P, K>(block, group, words);
 }
 
 inline bool has_blocks(const Weight& w) { return w.kind > kInt8; }
@@ -164,7 +176,7 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   const size_t size = panel_words(w);
   const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
   // Quantised panels are fetched sooner by two small blocks than by one large block.
-  const bool halves = !P::kPrefetchesAhead && tokens > 3 && tokens <= P::kMaxTokens;
+  const bool halves = P::kSplitsTokens && tokens > 3 && tokens <= P::kMaxTokens;
   const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
   auto pick = pick_tile<P, Prefetch::kHalf>;
   if constexpr (P::kPrefetchesAhead)
@@ -189,10 +201,11 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   }
 }
 
-// The same for blocks of kind K whose numbers are widened to words of P, two groups of a panel at a time.
+// The same for blocks of kind K whose numbers are widened to words of P, a few groups of a panel at a time.
 template <class P, class K>
 void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
-  constexpr int kChunk = 2, kMostTokens = 5 * FloatProduct<P>::kMaxTokens, kDepth = P::kDepth;
+  constexpr int kChunk = std::is_same_v<K, TwoOfFour> ? 6 : 2;
+  constexpr int kMostTokens = 5 * FloatProduct<P>::kMaxTokens, kDepth = P::kDepth;
   constexpr int kGroups = K::kInputs / kGroupInputs;  // per block
   alignas(64) uint32_t words[kChunk * kGroupInputs / kDepth * kPanel];
   Float out[2 * kMostTokens];
@@ -209,7 +222,7 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
           const uint32_t* block = w.words + p * size + g / kGroups * K::kWords;
           const int line = g % kGroups * (K::kWords / kGroups);
           for (int i = 0; i < K::kWords / kGroups; i += 2 * kLanes) __builtin_prefetch(block + 1024 + line + i, 0, 2);
-          widen_group<P, K>(block, g % kGroups, words + (g - first) * (kGroupInputs / kDepth) * kPanel);
+          widen_words<P, K>(block, g % kGroups, words + (g - first) * (kGroupInputs / kDepth) * kPanel);
         }
         const uint32_t* rows = x.words + start * x.stride + first * (kGroupInputs / kDepth);
         for (int b = 0, t = 0; b < blocks.count; ++b) {
@@ -247,12 +260,13 @@ inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const 
     } else {
       with_blocks(w.kind, [&](auto k) {
         using K = typename decltype(k)::Type;
-        if (w.operand == kInt8BlocksOperand)
-          return multiply_panel_quantized<K>(panel, w.in, x.words, x.stride, tiles, sums, finish);
+        if constexpr (!std::is_same_v<K, TwoOfFour>)
+          if (w.operand == kInt8BlocksOperand)
+            return multiply_panel_quantized<K>(panel, w.in, x.words, x.stride, tiles, sums, finish);
         constexpr int kWords = kGroupInputs / Bfloat16::kDepth, kGroups = K::kInputs / kGroupInputs;
         const auto words = [&](int first, int count) {
           for (int group = first / kWords; group < (first + count) / kWords; ++group)
-            widen_group<Bfloat16, K>(panel + group / kGroups * K::kWords, group % kGroups,
+            widen_words<Bfloat16, K>(panel + group / kGroups * K::kWords, group % kGroups,
                                      widened + (group * kWords - first) * kPanel);
           return (const uint32_t*)widened;
         };
@@ -275,9 +289,11 @@ inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& o
     using K = typename decltype(k)::Type;
     if (w.operand == kFloat32Operand)
       multiply_widened<Float32, K>(w, x, tokens, output, team);
+    else if (std::is_same_v<K, TwoOfFour> && tokens <= TwoOfFourProduct::kMaxTokens)
+      multiply_tiles<TwoOfFourProduct>(w, x, tokens, output, following, team);
     else if (w.operand == kBfloat16Operand)
       multiply_widened<Bfloat16, K>(w, x, tokens, output, team);
-    else
+    else if constexpr (!std::is_same_v<K, TwoOfFour>)
       multiply_tiles<QuantizedProduct<K>>(w, x, tokens, output, following, team);
   });
 }

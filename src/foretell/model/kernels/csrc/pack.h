@@ -169,7 +169,7 @@ inline void widen_blocks(int32_t kind, const uint8_t* const* rows, int count, in
         std::memset(panel.get(), 0, 4 * (size_t)K::kWords);
         for (int r = 0; r < few; ++r) K::pack(rows[first + r] + b * K::kBytes, panel.get(), r);
         for (int g = 0; g < K::kInputs / kGroupInputs; ++g) {
-          widen_group<Float32, K>(panel.get(), g, wide.get());
+          widen_words<Float32, K>(panel.get(), g, wide.get());
           for (int r = 0; r < few; ++r)
             for (int i = 0; i < kGroupInputs; ++i)
               std::memcpy(out + (size_t)(first + r) * in + b * K::kInputs + g * kGroupInputs + i,

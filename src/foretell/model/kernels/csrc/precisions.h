@@ -92,6 +92,7 @@ struct FloatProduct {
   static constexpr int kMaxTokens = kAccumulators / 2;
   static constexpr int kFewTokens = 2;             // at most so many tokens are bound by memory
   static constexpr bool kPrefetchesAhead = true;
+  static constexpr bool kSplitsTokens = false;
   static size_t row_words(int in) { return ((size_t)in + P::kDepth - 1) / P::kDepth; }
   static size_t panel_words(int in) { return row_words(in) * kPanel; }
 
@@ -137,6 +138,7 @@ struct Int8 {
   static constexpr int kMaxTokens = kAccumulators / 2;
   static constexpr int kFewTokens = 2;
   static constexpr bool kPrefetchesAhead = true;
+  static constexpr bool kSplitsTokens = false;
   static int padded(int in) { return (in + kBlock - 1) / kBlock * kBlock; }
   static int groups(int in) { return (in + kGroup - 1) / kGroup; }
   static size_t row_words(int in) { return padded(in) / 4 + 2 * (size_t)groups(in); }

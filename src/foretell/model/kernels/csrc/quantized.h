@@ -331,6 +331,7 @@ template <class K>
 struct QuantizedProduct {
   static constexpr int kMaxTokens = 6;
   static constexpr bool kPrefetchesAhead = false;
+  static constexpr bool kSplitsTokens = true;
 
   // Adds to out[2 * t], out[2 * t + 1]: the panel's 32 outputs for token t.
   template <int T, Prefetch>

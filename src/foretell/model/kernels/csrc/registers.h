@@ -493,6 +493,44 @@ inline Word lookup_bytes(const uint8_t* table, Word codes) {
 #endif
 }
 
+// Two vectors of half words from one. Bit 2 l + h of a mask belongs to half h of lane l. `a` has the halves of `v`
+// whose bits are set in the first mask, else zeros; `b` likewise those of the second, but a half that both have comes
+// from the other half of its lane.
+inline void expand_halves(Word v, const uint32_t* masks, Word& a, Word& b) {
+#if FORETELL_AVX512
+  const __m512i whole = (__m512i)v, turned = _mm512_rol_epi32(whole, 16);
+  const __mmask32 first = _load_mask32((__mmask32*)masks), second = _load_mask32((__mmask32*)masks + 1);
+  const __m512i chosen = _mm512_mask_blend_epi16(_kand_mask32(first, second), whole, turned);
+  a = (Word)_mm512_maskz_mov_epi16(first, whole);
+  b = (Word)_mm512_maskz_mov_epi16(second, chosen);
+#elif FORETELL_AVX2
+  const __m256i bit =
+      _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
+  for (int i = 0; i < kParts; ++i) {
+    const __m256i whole = (__m256i)v.part[i];
+    const auto halves = [&](uint32_t mask) {
+      return _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_set1_epi16((int16_t)(mask >> (16 * i))), bit), bit);
+    };
+    const __m256i in_first = halves(masks[0]), in_second = halves(masks[1]);
+    const __m256i turned = _mm256_or_si256(_mm256_slli_epi32(whole, 16), _mm256_srli_epi32(whole, 16));
+    a.part[i] = (WordPart)_mm256_and_si256(whole, in_first);
+    b.part[i] = (WordPart)_mm256_and_si256(_mm256_blendv_epi8(whole, turned, in_first), in_second);
+  }
+#else
+  uint32_t lane[kLanes], found[2][kLanes];
+  store(lane, v);
+  for (int l = 0; l < kLanes; ++l) {
+    const auto halves = [l](uint32_t mask) {
+      return (mask >> 2 * l & 1) * 0xFFFFu | (mask >> (2 * l + 1) & 1) * 0xFFFF0000u;
+    };
+    const uint32_t taken = halves(masks[0]), turned = lane[l] << 16 | lane[l] >> 16;
+    found[0][l] = lane[l] & taken;
+    found[1][l] = ((lane[l] & ~taken) | (turned & taken)) & halves(masks[1]);
+  }
+  a = load<Word>(found[0]), b = load<Word>(found[1]);
+#endif
+}
+
 // The lowest byte of every lane, 16 bytes.
 inline void store_bytes(void* p, Int v) {
 #if FORETELL_AVX512

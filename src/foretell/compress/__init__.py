@@ -1,0 +1,24 @@
+"""Compresses models by pruning, low rank or fewer blocks: methods, calibration, and checkpoints with a card."""
+
+from collections.abc import Callable, Mapping
+
+from foretell.compress.base import Compressor
+from foretell.compress.low_rank import ASVD, SVD, SVDLLM
+from foretell.compress.pruning import Magnitude, Wanda
+from foretell.compress.sparsegpt import SparseGPT
+from foretell.compress.sparsity import Sparsity
+
+PRUNING: Mapping[str, Callable[[Sparsity], Compressor]] = {
+    "magnitude": Magnitude,
+    "wanda": Wanda,
+    "sparsegpt": SparseGPT,
+}
+"""Methods that set weights to zero, by name."""
+LOW_RANK: Mapping[str, Callable[[float], Compressor]] = {"svd": SVD, "asvd": ASVD, "svd_llm": SVDLLM}
+"""Methods that replace matrices by products of two thin ones, by name; made of the share of the rank that is kept."""
+SHORTGPT = "shortgpt"
+"""The method that leaves out blocks."""
+METHODS = (*PRUNING, *LOW_RANK, SHORTGPT)
+"""Names of all methods."""
+
+__all__ = ["LOW_RANK", "METHODS", "PRUNING", "SHORTGPT"]

@@ -1,0 +1,71 @@
+"""The card of a compressed model: what was done to it, on which text, and what it cost."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from foretell.compress import LOW_RANK, SHORTGPT
+from foretell.quantize.evaluate import Comparison
+
+CARD = "compression.json"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What `compression.json` and README.md say."""
+
+    method: str
+    amount: str
+    source: str
+    blocks: tuple[int, ...]
+    """Blocks of the source that are left."""
+    two_of_four: bool
+    """Whether the CPU kernels have a product of their own for its matrices."""
+    zeros: float
+    """Share of zeros in the matrices of the blocks."""
+    calibration: str
+    """Where the calibration text comes from."""
+    calibration_tokens: int
+    calibration_sha256: str
+    """Of the calibration tokens."""
+    comparison_text: str
+    """Where the text of the comparison comes from, which was held back from calibration."""
+    comparison: Comparison
+
+    @property
+    def speed(self) -> str:
+        """How Foretell runs the model, in a sentence."""
+        if self.method == SHORTGPT:
+            return "It has fewer blocks, so a pass reads less."
+        if self.method in LOW_RANK:
+            return "The products of the thin matrices are stored and run as dense matrices, as fast as the source."
+        if self.two_of_four:
+            return "The CPU kernels multiply its 2:4 matrices from 9 bits per weight; elsewhere it runs dense."
+        return "It runs as a dense model, as fast as the source: zeros are multiplied like other numbers."
+
+
+def write_card(folder: Path, card: Card) -> None:
+    """Write the card for programs and for people."""
+    (folder / CARD).write_text(json.dumps(asdict(card), indent=2) + "\n", "utf-8")
+    (folder / "README.md").write_text(_text(card), "utf-8")
+
+
+def _text(card: Card) -> str:
+    found = card.comparison
+    calibration = f"{card.calibration_tokens:,} tokens of {card.calibration} (SHA-256 {card.calibration_sha256})"
+    rows = {
+        "Source": card.source,
+        "Method": f"{card.method}, {card.amount}",
+        "Zeros in the matrices of the blocks": f"{card.zeros:.1%}",
+        "Calibration": calibration if card.calibration_tokens else "none",
+        "Compared on": f"{found.tokens:,} positions of {card.comparison_text}, held back from calibration",
+        "Perplexity before": f"{found.perplexity:.3f}",
+        "Perplexity after": f"{found.quantized_perplexity:.3f}",
+        "KL divergence from the source": f"{found.kl:.4f} nats",
+        "Same most probable token": f"{found.same_top:.1%}",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"# A compressed model\n\nMade with `foretell compress`. It is another model than its source: its answers "
+        f"differ. {card.speed}\n\n| | |\n|---|---|\n{table}\n"
+    )

@@ -1,0 +1,108 @@
+"""Low rank: a matrix W [o, i] becomes A B, A [o, r] and B [r, i], whose outputs are near on the inputs it sees.
+
+All three methods are one projection, A = E and B = E^T W, with E the r main directions of the outputs W S^(1/2): their
+singular value decompositions of W, W D and W L differ only in the moment S = 1, D^2 or L L^T of the inputs.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+
+from foretell.compress.base import Compressor
+from foretell.quantize.base import InputStatistics
+
+Tensor = torch.Tensor
+_DAMPING = 1e-6
+"""Added to the moment's diagonal, as a share of its mean, so that fewer tokens than inputs still span all of them."""
+_LEAST = 1e-30
+"""Mean of the diagonal of inputs that are all zero."""
+_ASVD_EXPONENT = 0.5
+"""Of the mean magnitudes of the inputs in ASVD (alpha in the paper)."""
+
+
+@dataclass(frozen=True)
+class _LowRank(Compressor):
+    """`share`: of the full rank, min(o, i), that is kept.
+
+    Raises:
+        ValueError: a share that is not above 0 and at most 1.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"--rank-share {self.share:g}: the share of the rank that is kept lies above 0, up to 1")
+
+    def rank(self, outputs: int, inputs: int) -> int:
+        """The rank of a matrix of this shape."""
+        return max(1, round(self.share * min(outputs, inputs)))
+
+    @abstractmethod
+    def moment(self, inputs: InputStatistics | None, width: int) -> Float[Tensor, "i i"]:
+        """The moment S of the inputs that the method takes."""
+
+    def factors(
+        self, weight: Float[Tensor, "o i"], inputs: InputStatistics | None
+    ) -> tuple[Float[Tensor, "o r"], Float[Tensor, "r i"]]:
+        """A, whose columns are orthonormal, and B, in float64."""
+        wide = weight.double()
+        return project(wide, self.moment(inputs, weight.shape[1]).double(), self.rank(*weight.shape))
+
+    def compress(self, weight: Float[Tensor, "o i"], inputs: InputStatistics | None) -> Float[Tensor, "o i"]:
+        """The product of the two thin matrices."""
+        first, second = self.factors(weight, inputs)
+        return (first @ second).to(weight.dtype)
+
+
+class SVD(_LowRank):
+    """The nearest matrix of this rank, whatever the inputs."""
+
+    calibrated = False
+
+    def moment(self, inputs: InputStatistics | None, width: int) -> Float[Tensor, "i i"]:
+        """The identity."""
+        return torch.eye(width)
+
+
+class ASVD(_LowRank):
+    """Weighs every input by the root of its mean magnitude (Yuan et al., arXiv 2312.05821)."""
+
+    def moment(self, inputs: InputStatistics | None, width: int) -> Float[Tensor, "i i"]:
+        """Squared weights on the diagonal."""
+        assert inputs is not None
+        return inputs.mean_magnitude.pow(2 * _ASVD_EXPONENT).diag()
+
+
+class SVDLLM(_LowRank):
+    """Least mean squared error of the outputs on the calibration text: truncation-aware whitening (Wang et al., arXiv
+    2403.07378).
+    """
+
+    def moment(self, inputs: InputStatistics | None, width: int) -> Float[Tensor, "i i"]:
+        """The second moment of the inputs."""
+        assert inputs is not None
+        return inputs.second_moment
+
+
+def project(
+    weight: Float[Tensor, "o i"], moment: Float[Tensor, "i i"], rank: int
+) -> tuple[Float[Tensor, "o r"], Float[Tensor, "r i"]]:
+    """E [o, r] and E^T W, with E the main directions of W S W^T; both in float64.
+
+    Raises:
+        ValueError: the moment is not finite.
+    """
+    if not moment.isfinite().all():
+        raise ValueError("the calibration inputs of a matrix are not finite; give other --text")
+    damping = _DAMPING * moment.diagonal().mean().clamp_min(_LEAST)
+    damped = moment + damping * torch.eye(len(moment), dtype=moment.dtype)
+    if len(weight) <= weight.shape[1]:
+        directions = torch.linalg.eigh(weight @ damped @ weight.T).eigenvectors[:, -rank:]
+    else:
+        outputs = weight @ torch.linalg.cholesky(damped)
+        main = torch.linalg.eigh(outputs.T @ outputs).eigenvectors[:, -rank:]
+        directions = torch.linalg.qr(outputs @ main).Q
+    return directions, directions.T @ weight

@@ -1,0 +1,169 @@
+"""`foretell compress` from end to end, on a small random model."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from command import expect_error, run_foretell, save_tiny_model
+from foretell.compress import METHODS
+from foretell.load import load, open_checkpoint
+from foretell.quantize import calibration
+from foretell.quantize.evaluate import compare
+from helpers import chain_tree, random_tokens
+
+AMOUNT = {
+    **dict.fromkeys(("magnitude", "wanda", "sparsegpt"), ("--pattern", "2:4")),
+    **dict.fromkeys(("svd", "asvd", "svd_llm"), ("--rank-share", "0.5")),
+    "shortgpt": ("--sparsity", "0.25"),
+}
+
+
+@cache
+def model() -> Path:
+    return save_tiny_model(Path(mkdtemp()) / "model", layers=4)
+
+
+@cache
+def text() -> Path:
+    path = Path(mkdtemp()) / "text.jsonl"
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), 5)) for _ in range(40)]
+    path.write_text("\n".join(json.dumps({"text": " ".join(random.choice(words, 90))}) for _ in range(12)))
+    return path
+
+
+def arguments(out: Path, method: str, *more: str) -> list[str | Path]:
+    sizes = ("--calibration-tokens", "2048", "--held-back-tokens", "1024")
+    return ["compress", model(), "--out", out, "--method", method, "--text", text(), *sizes, *more]
+
+
+def compress(out: Path, method: str, *more: str) -> dict[str, object]:
+    result = run_foretell(*arguments(out, method, *(more or AMOUNT[method])), "--json")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert not [p for p in out.parent.iterdir() if p.name.startswith(".")]
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_with_a_card_is_written_and_loads(method: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = compress(out, method)
+    card = json.loads((out / "compression.json").read_text())
+    assert card.items() <= found.items() and card["method"] == method and card["source"] == str(model())
+    assert card["comparison_text"] == str(text()) and card["calibration_tokens"] == (
+        0 if method in ("magnitude", "svd") else 2048
+    )
+    assert f"| Method | {method}, {card['amount']} |" in (out / "README.md").read_text()
+    before, after = (open_checkpoint(path) for path in (model(), out))
+    assert after.config.layers == len(card["blocks"]) == (3 if method == "shortgpt" else 4)
+    tokens = torch.from_numpy(np.array(random_tokens(40, 257)))[None]
+    assert 0 < compare(before[:2], after[:2], tokens).kl < 2
+    assert card["comparison"]["perplexity"] != card["comparison"]["quantized_perplexity"]
+    old, new = load(str(model())), load(str(out))
+    assert new.tokens("Hello") == old.tokens("Hello") and new.eos == old.eos
+    assert card["zeros"] == (0.5 if "2:4" in AMOUNT[method] else pytest.approx(0, abs=1e-3))
+
+
+def test_transformers_reads_the_numbers_that_foretell_reads(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for method in ("wanda", "shortgpt"):
+        compress(tmp_path / method, method)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / method, dtype=torch.float32)
+        tokens = random_tokens(20, 257)
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([tokens])).logits[0]
+        found = load(str(tmp_path / method), "float32").runner().forward([0], chain_tree(tokens)).logits
+        torch.testing.assert_close(found.reshape(20, -1), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_shortgpt_leaves_out_the_block_that_does_nothing(tmp_path: Path) -> None:
+    idle = save_tiny_model(tmp_path / "idle", layers=4)
+    tensors = load_file(idle / "model.safetensors")
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.2.{name}.weight"].zero_()
+    save_file(tensors, idle / "model.safetensors")
+    given = arguments(tmp_path / "out", "shortgpt", "--sparsity", "0.25", "--json")
+    given[1] = idle
+    found = json.loads(run_foretell(*given).stdout)
+    assert found["blocks"] == [0, 1, 3] and found["comparison"]["kl"] < 1e-9
+
+
+def test_an_interrupted_run_goes_on_and_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compress(tmp_path / "whole", "sparsegpt")
+    started = list[int]()
+
+    def interrupt_at(block: int) -> None:
+        def collect(config, ropes, i, *rest):  # type: ignore[no-untyped-def]
+            if i == block:
+                raise KeyboardInterrupt
+            started.append(i)
+            return calibration.collect(config, ropes, i, *rest)
+
+        monkeypatch.setattr("foretell.compress.job.collect", collect)
+
+    interrupt_at(2)
+    run_foretell(*arguments(tmp_path / "out", "sparsegpt", *AMOUNT["sparsegpt"]))
+    assert not (tmp_path / "out").exists() and (tmp_path / ".out.compress").is_dir()
+    interrupt_at(-1)
+    compress(tmp_path / "out", "sparsegpt")
+    assert started == [0, 1, 2, 3]
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert same[0] == same[1]
+    interrupt_at(1)
+    run_foretell(*arguments(tmp_path / "other", "wanda", "--sparsity", "0.5"))
+    interrupt_at(-1)
+    started.clear()
+    compress(tmp_path / "other", "wanda", "--sparsity", "0.25")
+    assert started == [0, 1, 2, 3], "the work of another job is not continued"
+
+
+def test_the_answer_of_its_source_stays_the_same_when_it_drafts(tmp_path: Path) -> None:
+    compress(tmp_path / "out", "wanda")
+    answers = []
+    drafting: list[str | Path] = ["--method", "draft_model", "--draft-model", tmp_path / "out"]
+    for more in ([], drafting):
+        result = run_foretell("generate", "abcd", "--model", model(), "--max-new-tokens", "24", "--json", *more)
+        assert result.exit_code == 0, result.output
+        answers.append(json.loads(result.stdout)["text"])
+    assert answers[0] == answers[1] and answers[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        ("wamda", ["--sparsity", "0.5"], "did you mean 'wanda'"),
+        ("wanda", [], "--method wanda takes --sparsity or --pattern, found neither"),
+        ("wanda", ["--sparsity", "0.5", "--pattern", "2:4"], "found --sparsity and --pattern"),
+        ("wanda", ["--rank-share", "0.5"], "takes --sparsity or --pattern, found --rank-share"),
+        ("svd", ["--sparsity", "0.5"], "--method svd takes --rank-share, found --sparsity"),
+        ("wanda", ["--sparsity", "1.5"], "lies in 0..1, found 1.5"),
+        ("wanda", ["--pattern", "4:2"], "--pattern 4:2: name how many of how many weights are kept"),
+        ("wanda", ["--pattern", "2:5"], "the 16 inputs of qkv in"),
+        ("svd", ["--rank-share", "0"], "--rank-share 0: the share of the rank"),
+        ("shortgpt", ["--sparsity", "0.1"], "leaves out 0 of 4 blocks"),
+        ("shortgpt", ["--sparsity", "1"], "leaves out 4 of 4 blocks"),
+        ("wanda", ["--sparsity", "0.5", "--calibration-tokens", "40000"], "tokens of text were found, and 41,024"),
+        ("magnitude", ["--sparsity", "0.5", "--text", "none.txt"], "none.txt"),
+    ],
+)
+def test_bad_input_is_one_sentence(method: str, given: list[str], said: str, tmp_path: Path) -> None:
+    assert said in expect_error(*arguments(tmp_path / "out", method, *given))
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_outputs_and_models_are_refused(tmp_path: Path) -> None:
+    assert "compress writes a directory" in expect_error(*arguments(tmp_path / "m.gguf", "svd", "--rank-share", "1"))
+    compress(tmp_path / "out", "magnitude")
+    assert "exists already" in expect_error(*arguments(tmp_path / "out", "magnitude", "--sparsity", "0.5"))
+    experts = save_tiny_model(tmp_path / "experts")
+    raw = json.loads((experts / "config.json").read_text()) | {"model_type": "mixtral", "num_local_experts": 2}
+    (experts / "config.json").write_text(json.dumps(raw))
+    said = expect_error("compress", experts, "--out", tmp_path / "new", "--sparsity", "0.5")
+    assert "mixtral with experts cannot be compressed yet" in said

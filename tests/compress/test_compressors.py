@@ -1,0 +1,147 @@
+"""Compression methods: what their papers promise, on random matrices."""
+
+import pytest
+import torch
+
+from foretell.compress import LOW_RANK, PRUNING
+from foretell.compress.low_rank import ASVD, SVD, SVDLLM
+from foretell.compress.pruning import Magnitude, Wanda
+from foretell.compress.sparsegpt import SparseGPT
+from foretell.compress.sparsity import Pattern, Sparsity
+from foretell.quantize.base import InputStatistics, output_error
+
+TWO_OF_FOUR = Sparsity.of(Pattern(2, 4))
+
+
+def random_weight(seed: int = 0, outputs: int = 24, inputs: int = 160) -> torch.Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics(seed: int = 1, inputs: int = 160, tokens: int = 600) -> InputStatistics:
+    """Of correlated inputs whose sizes differ."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(inputs, inputs, generator=generator) * 0.1 + torch.eye(inputs)
+    sizes = 0.1 + 3 * torch.rand(inputs, generator=generator) ** 4
+    x = torch.randn(tokens, inputs, generator=generator) @ mixed * sizes
+    return InputStatistics(x.T @ x / tokens, x.abs().mean(0))
+
+
+def alike(inputs: int = 160) -> InputStatistics:
+    """Of inputs that are all equally large and independent."""
+    return InputStatistics(torch.eye(inputs) * 3, torch.ones(inputs) * 2)
+
+
+@pytest.mark.parametrize("method", PRUNING)
+def test_no_sparsity_changes_nothing_and_full_sparsity_leaves_nothing(method: str) -> None:
+    weight = random_weight()
+    assert torch.equal(PRUNING[method](Sparsity(0)).compress(weight, statistics()), weight)
+    assert not PRUNING[method](Sparsity(1)).compress(weight, statistics()).any()
+
+
+@pytest.mark.parametrize("method", PRUNING)
+@pytest.mark.parametrize("pattern", [Pattern(2, 4), Pattern(4, 8), Pattern(1, 4), Pattern(3, 5)])
+def test_a_pattern_keeps_exactly_so_many_of_every_group(method: str, pattern: Pattern) -> None:
+    pruned = PRUNING[method](Sparsity.of(pattern)).compress(random_weight(), statistics())
+    kept = (pruned.unflatten(1, (-1, pattern.group)) != 0).sum(-1)
+    assert torch.equal(kept, torch.full_like(kept, pattern.kept))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_every_output_loses_the_same_share(share: float) -> None:
+    for method in (Magnitude, Wanda):
+        kept = (method(Sparsity(share)).compress(random_weight(), statistics()) != 0).sum(1)
+        assert torch.equal(kept, torch.full_like(kept, 160 - round(share * 160)))
+    zeros = SparseGPT(Sparsity(share)).compress(random_weight(), statistics()) == 0
+    assert [int(part.sum()) for part in zeros.split(128, 1)] == [round(share * 24 * width) for width in (128, 32)]
+
+
+@pytest.mark.parametrize("sparsity", [Sparsity(0.5), TWO_OF_FOUR], ids=str)
+def test_wanda_is_magnitude_for_equal_inputs_and_does_not_depend_on_their_scale(sparsity: Sparsity) -> None:
+    weight, inputs = random_weight(), statistics()
+    by_size = Magnitude(sparsity).compress(weight, None)
+    assert torch.equal(Wanda(sparsity).compress(weight, alike()), by_size)
+    found = Wanda(sparsity).compress(weight, inputs)
+    assert not torch.equal(found, by_size)
+    scaled = InputStatistics(inputs.second_moment * 64, inputs.mean_magnitude * 8)
+    assert torch.equal(Wanda(sparsity).compress(weight, scaled), found)
+
+
+def test_of_equal_scores_the_first_goes() -> None:
+    weight = torch.tensor([[1.0, -1, 1, 1, 2, 2, 2, 2]])
+    assert Magnitude(TWO_OF_FOUR).compress(weight, None).tolist() == [[0, 0, 1, 1, 0, 0, 2, 2]]
+    assert Magnitude(Sparsity(0.25)).compress(weight, None).tolist() == [[0, 0, 1, 1, 2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("sparsity", [Sparsity(0.5), TWO_OF_FOUR], ids=str)
+def test_sparsegpt_loses_less_than_wanda_and_wanda_less_than_magnitude(sparsity: Sparsity) -> None:
+    lost = dict.fromkeys(PRUNING, 0.0)
+    for seed in range(8):
+        weight, inputs = random_weight(seed), statistics(seed + 100)
+        for method in PRUNING:
+            lost[method] += output_error(PRUNING[method](sparsity).compress(weight, inputs) - weight, inputs)
+    assert 1.2 * lost["sparsegpt"] < lost["wanda"] < 0.9 * lost["magnitude"]
+
+
+@pytest.mark.parametrize("sparsity", [Sparsity(0.5), TWO_OF_FOUR], ids=str)
+def test_sparsegpt_of_unrelated_inputs_leaves_the_other_weights(sparsity: Sparsity) -> None:
+    weight = random_weight()
+    found = SparseGPT(sparsity).compress(weight, alike())
+    torch.testing.assert_close(found, torch.where(found == 0, 0, weight))
+
+
+def test_sparsegpt_takes_unused_inputs_and_refuses_infinite_ones() -> None:
+    moment = statistics().second_moment.clone()
+    moment[5], moment[:, 5] = 0, 0
+    assert not SparseGPT(Sparsity(0.5)).compress(random_weight(), InputStatistics(moment, moment[0]))[:, 5].any()
+    with pytest.raises(ValueError, match="not finite"):
+        SparseGPT(Sparsity(0.5)).compress(random_weight(), InputStatistics(moment * torch.inf, moment[0]))
+
+
+@pytest.mark.parametrize("shape", [(24, 160), (160, 24), (32, 32)], ids=str)
+@pytest.mark.parametrize("method", LOW_RANK)
+def test_full_rank_is_exact(method: str, shape: tuple[int, int]) -> None:
+    weight = random_weight(0, *shape)
+    torch.testing.assert_close(LOW_RANK[method](1.0).compress(weight, statistics(inputs=shape[1])), weight)
+
+
+@pytest.mark.parametrize("shape", [(24, 160), (160, 24)], ids=str)
+def test_svd_is_the_nearest_matrix_of_its_rank(shape: tuple[int, int]) -> None:
+    weight = random_weight(0, *shape)
+    u, sigma, v = torch.linalg.svd(weight.double(), full_matrices=False)
+    torch.testing.assert_close(SVD(0.5).compress(weight, None), ((u * sigma)[:, :12] @ v[:12]).float())
+    for method in (ASVD, SVDLLM):
+        torch.testing.assert_close(method(0.5).compress(weight, alike(shape[1])), SVD(0.5).compress(weight, None))
+
+
+@pytest.mark.parametrize("shape", [(24, 160), (160, 24)], ids=str)
+def test_whitening_loses_the_singular_values_that_it_drops(shape: tuple[int, int]) -> None:
+    weight, inputs = random_weight(0, *shape), statistics(inputs=shape[1])
+    root = torch.linalg.cholesky(inputs.second_moment.double())
+    dropped = torch.linalg.svdvals(weight.double() @ root)[12:].square().sum()
+    lost = {m: output_error(LOW_RANK[m](0.5).compress(weight, inputs) - weight, inputs) for m in LOW_RANK}
+    assert lost["svd_llm"] == pytest.approx(float(dropped), rel=1e-3)
+    assert lost["svd_llm"] < min(lost["asvd"], lost["svd"])
+
+
+def test_factors_are_thin_orthonormal_and_nested() -> None:
+    weight, inputs = random_weight(), statistics()
+    first, second = SVDLLM(0.5).factors(weight, inputs)
+    assert first.shape == (24, 12) and second.shape == (12, 160)
+    torch.testing.assert_close(first.T @ first, torch.eye(12, dtype=torch.float64))
+    smaller, _ = SVDLLM(0.25).factors(weight, inputs)
+    torch.testing.assert_close(smaller, first[:, -6:])
+
+
+def test_low_rank_takes_fewer_tokens_than_inputs_and_refuses_infinite_ones() -> None:
+    weight, inputs = random_weight(), statistics(tokens=20)
+    found = SVDLLM(0.9).compress(weight, inputs)
+    assert found.isfinite().all() and output_error(found - weight, inputs) < 1e-3
+    with pytest.raises(ValueError, match="not finite"):
+        SVDLLM(0.5).compress(weight, InputStatistics(inputs.second_moment * torch.inf, inputs.mean_magnitude))
+
+
+@pytest.mark.parametrize("method", [*PRUNING, *LOW_RANK])
+def test_results_do_not_depend_on_chance(method: str) -> None:
+    made = PRUNING[method](Sparsity(0.5)) if method in PRUNING else LOW_RANK[method](0.5)
+    first, second = (made.compress(random_weight(), statistics()) for _ in range(2))
+    assert torch.equal(first, second)
