@@ -51,6 +51,7 @@ ORDER = [
         "model.compact_runner",
         "model.compress",
         "model.cuda_graph",
+        "model.evicting_runner",
         "model.kernels.decoder",
         "model.load.quantization_config",
         "model.latent",

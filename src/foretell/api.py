@@ -19,7 +19,9 @@ from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Request, Update, describe_error
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
+from foretell.model.cache_policy import CachePolicy
 from foretell.model.config import ModelConfig
+from foretell.model.evicting_runner import EvictingRunner
 from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
@@ -74,7 +76,7 @@ class Answer:
             finish_reason=completion.finish_reason,
             method=method.name,
             drafter=method.drafter_label or method.draft.label,
-            lossless=method.lossless and plan is None,
+            lossless=method.lossless and plan is None and not engine.runner.backend.cache_policy,
             statistics=completion.statistics,
             backend=engine.runner.backend,
             logprobs=completion.logprobs,
@@ -100,6 +102,7 @@ class Model:
     """A loaded language model with its tokenizer; `foretell.load` makes it.
 
     `network`: the model's weights on the own decoder, or a function that makes a runner of another kind.
+    `cache_policy`: which keys and values of long texts it keeps, which is lossy; None: all.
     """
 
     def __init__(
@@ -111,10 +114,13 @@ class Model:
         precision: str,
         eos: tuple[int, ...],
         checkpoint: Checkpoint | None = None,
+        cache_policy: CachePolicy | None = None,
     ) -> None:
         self.name, self.config, self.codec = name, config, codec
         self._network = network if isinstance(network, Network) else None
         self._runner = partial(DecoderRunner, network) if isinstance(network, Network) else network
+        if cache_policy is not None:
+            self._runner = partial(EvictingRunner, self.network, cache_policy)
         self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
         self._speculators: dict[object, Speculator] = {}
 

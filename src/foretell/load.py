@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
+from foretell.model.cache_policy import parse_eviction
+from foretell.model.compact_runner import check_compactible
 from foretell.model.compress import DecoderTransform
 from foretell.model.config import CacheDtype, ModelConfig, with_context, with_rope_scaling
 from foretell.model.config_readers.architectures import is_decoder_family
@@ -55,6 +57,7 @@ def load(
     max_model_len: int | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     kv_cache_dtype: str = "auto",
+    kv_cache_policy: str | None = None,
 ) -> Model:
     """Load a model.
 
@@ -72,6 +75,8 @@ def load(
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
     `kv_cache_dtype`: `int8` keeps keys and values as int8, one scale per token and head, which halves the bytes of
     bfloat16 and changes the target's distribution a little; `auto` keeps them as the model computes.
+    `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET` or `tova@BUDGET` keeps about so many keys and values per
+    layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all are kept.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -81,12 +86,14 @@ def load(
     for name, value, known in (("dtype", dtype, DTYPES), ("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))):
         if value not in known:
             raise unknown(name, value, known)
+    policy = None if kv_cache_policy is None else parse_eviction(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     if _is_foreign(path):
-        if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto":
+        if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto" or policy is not None:
             raise ValueError(
-                f"{reference}: rope_scaling, max_model_len and kv_cache_dtype are for architectures of the own decoder"
+                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype and kv_cache_policy are for architectures "
+                "of the own decoder"
             )
         return _load_with_transformers(reference, path, dtype, torch_device)
     opened = open_checkpoint(path)
@@ -96,6 +103,8 @@ def load(
             f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
         )
     config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    if policy is not None:
+        check_compactible(config)
     precision = choose_precision(reference, dtype, config, opened.weights, torch_device)
     weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
     if memory_limit is None and runs_on_kernels(config, torch_device):
@@ -108,7 +117,8 @@ def load(
             else build_streamed_network(config, weights, precision, torch_device, memory_limit)
         )
     checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
-    return Model(reference, config, codec.result(), network, weights.variant or precision, opened.eos, checkpoint)
+    variant = weights.variant or precision
+    return Model(reference, config, codec.result(), network, variant, opened.eos, checkpoint, policy)
 
 
 def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Model | Path:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.bench.replay import ReplayRunner
 from foretell.catalogue import BuildContext, build
 from foretell.core.tree import root_tree
 from foretell.draft import SparseCacheDrafter
@@ -277,8 +278,10 @@ def test_selected_drafts_are_lossless_behind_shared_prefixes(kind: str, name: st
 
 def test_methods_that_need_the_whole_cache_say_so() -> None:
     runner = CompactRunner(target())
-    with pytest.raises(ValueError, match="CompactRunner has no whole one of the own decoder; use another method"):
+    with pytest.raises(ValueError, match="with a KV cache policy the target keeps a part of it only"):
         SparseCacheRunner(target(), Quest(8), 3).attach(runner)
+    with pytest.raises(ValueError, match="ReplayRunner is not of the own decoder; use another method"):
+        SparseCacheRunner(target(), Quest(8), 3).attach(ReplayRunner(VOCAB, 256))
     with pytest.raises(ValueError, match="works in an engine only"):
         SparseCacheRunner(target(), Quest(8), 3).follow(context_of(TEXT))
     with pytest.raises(ValueError, match="keeps a part of it"):

@@ -24,6 +24,17 @@ def evaluate(
         str, typer.Option(metavar="NAMES", help="Dtypes to compare, with commas between; see `generate`.")
     ] = "auto",
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    kv_cache_policy: options.KvCachePolicy = None,
+    start: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            metavar="N",
+            min=1,
+            help="With --kv-cache-policy: tokens of a sequence that are its prompt; the others are decoded and "
+            "compared. Default: half of them.",
+        ),
+    ] = None,
     against: Annotated[
         str, typer.Option(metavar="NAME", help="Dtype of the exact model; its cache is as it computes.")
     ] = "float32",
@@ -43,22 +54,28 @@ def evaluate(
     models are in memory; take `--against bfloat16` where float32 does not fit.
 
         foretell evaluate --dtype int8,int8-activations --kv-cache-dtype int8 --text notes.txt
+
+        foretell evaluate --against auto --kv-cache-policy snapkv@512 --length 2048 --from 1024 --text notes.txt
     """
     from foretell.cli.quantize import format_comparison
     from foretell.cli.setup import spinner
     from foretell.load import load
     from foretell.verify.precision import compare_precision
 
+    if start is not None and kv_cache_policy is None:
+        raise ValueError("--from is read with --kv-cache-policy only: name one, or leave --from out")
     with spinner(f"loading {model}"):
         exact = load(model, against, device)
     found, origin = _sequences(exact, text or [], tokens, min(length, exact.config.context), seed)
     reports = []
     for name in options.split_commas(dtype):
         with spinner(f"comparing {name} on {found.numel():,} tokens"):
-            other = load(model, name, device, kv_cache_dtype=kv_cache_dtype)
-            compared = compare_precision(exact, other, found)
+            other = load(model, name, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy)
+            first = None if kv_cache_policy is None else found.shape[1] // 2 if start is None else start
+            compared = compare_precision(exact, other, found, first)
         label = {"dtype": other.precision, "backend": str(other.runner().backend), "against": exact.precision}
-        reports.append(label | {"kv_cache_dtype": kv_cache_dtype} | asdict(compared))
+        cache = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_policy": kv_cache_policy}
+        reports.append(label | cache | asdict(compared))
         if not as_json:
             typer.echo("{dtype} ({backend}) beside {against}".format(**label), nl=False)
             typer.echo(f", {compared.tokens:,} positions of {origin}:\n{format_comparison(compared)}")

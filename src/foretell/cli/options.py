@@ -125,6 +125,14 @@ RopeScaling = Annotated[
         help='Scaling of rotary positions for longer texts, for example \'{"rope_type": "yarn", "factor": 4.0}\'.',
     ),
 ]
+KvCachePolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-policy",
+        metavar="NAME@BUDGET",
+        help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv or tova).",
+    ),
+]
 KvCacheDtype = Annotated[
     str,
     typer.Option(

@@ -109,17 +109,22 @@ def parse_method(
 
 @dataclass(frozen=True)
 class LongTextOptions:
-    """Options of the target for long texts, from `--max-model-len`, `--rope-scaling` and `--kv-cache-dtype`."""
+    """Options of the target for long texts, from `--max-model-len`, `--rope-scaling`, `--kv-cache-dtype` and
+    `--kv-cache-policy`.
+    """
 
     max_model_len: int | None = None
     rope_scaling: str | None = None
     """A JSON object."""
     kv_cache_dtype: str = "auto"
+    kv_cache_policy: str | None = None
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options; see `foretell.load`."""
         scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
-        return load(model, dtype, device, memory_limit, self.max_model_len, scaling, self.kv_cache_dtype)
+        return load(
+            model, dtype, device, memory_limit, self.max_model_len, scaling, self.kv_cache_dtype, self.kv_cache_policy
+        )
 
 
 def load_models(

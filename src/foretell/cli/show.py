@@ -77,7 +77,11 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
     if len(answers) > 1:
         line = Text(f"{len(answers)} answers · ", style="dim") + line
     plans = [a.plan for a in answers if a.plan is not None]
-    if plans:
+    policy = answers[0].backend.cache_policy
+    if policy:
+        price = f"keys and values were evicted beyond {policy}; foretell evaluate --kv-cache-policy measures the price"
+        line.append("LOSSY", "bold red not dim").append(f" · {price}", "dim")
+    elif plans:
         line.append("LOSSY", "bold red not dim").append(f" · {_plan_summary(plans)}", "dim")
     elif all(a.lossless for a in answers):
         line.append("lossless" if all(a.exact for a in answers) else "lossless up to rounding", "dim")

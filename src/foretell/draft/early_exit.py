@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, TopTokens, top_tokens
+from foretell.model.compact_runner import check_whole
 from foretell.model.network import Network
 from foretell.model.partial_pass import NodeStates, PartialPass
 from foretell.model.runner import Runner
@@ -172,7 +173,12 @@ class EarlyExitDrafter(Predictor):
         self._pass: PartialPass | None = None
 
     def attach(self, runner: Runner) -> None:
-        """Draft in the cache of this runner."""
+        """Draft in the cache of this runner.
+
+        Raises:
+            ValueError: it keeps a part of the text's keys and values only.
+        """
+        check_whole(runner)
         self._runner, self._pass = runner, None
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:

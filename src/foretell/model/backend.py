@@ -36,6 +36,9 @@ class Backend:
     cache_dtype: str = "auto"
     """Numbers of cached keys and values; `auto`: as `precision` says."""
 
+    cache_policy: str = ""
+    """What evicts keys and values of long texts, which is lossy; empty: nothing."""
+
     @property
     def arithmetic(self) -> str:
         """How numbers are stored and multiplied, in one sentence."""
@@ -49,7 +52,8 @@ class Backend:
 
     @property
     def _cache(self) -> str:
-        return "" if self.cache_dtype == "auto" else f"{self.cache_dtype} cache"
+        words = ("" if self.cache_dtype == "auto" else self.cache_dtype), self.cache_policy
+        return " ".join([*filter(None, words), "cache"]) if any(words) else ""
 
     def __str__(self) -> str:
         return " ".join(

@@ -34,6 +34,8 @@ class CachePolicy(ABC):
     name: ClassVar[str]
     observed: ClassVar[int] = 0
     """Number of last tokens whose queries it reads."""
+    evicts: ClassVar[bool] = False
+    """Whether its paper evicts the other keys, not only leaves them unread."""
 
     budget: int
 
@@ -70,7 +72,7 @@ class CachePolicy(ABC):
 class StreamingLLM(CachePolicy):
     """The first tokens and the last ones (arXiv 2309.17453)."""
 
-    name = "streaming_llm"
+    name, evicts = "streaming_llm", True
 
     def scores(
         self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
@@ -84,7 +86,7 @@ class SnapKV(CachePolicy):
     sum of its softmax weights, maximum-pooled over 7 keys.
     """
 
-    name, observed = "snapkv", 16
+    name, observed, evicts = "snapkv", 16, True
 
     def scores(
         self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
@@ -97,7 +99,7 @@ class SnapKV(CachePolicy):
 class TOVA(CachePolicy):
     """The keys with the highest softmax weights of the last token, mean over a layer's heads (arXiv 2401.06104)."""
 
-    name, observed = "tova", 1
+    name, observed, evicts = "tova", 1, True
 
     def scores(
         self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
@@ -168,3 +170,18 @@ def cache_policy(name: str, budget: int) -> CachePolicy:
     if name not in POLICIES:
         raise unknown("cache policy", name, POLICIES)
     return POLICIES[name](budget)
+
+
+def parse_eviction(text: str) -> CachePolicy:
+    """A policy that evicts keys, from `NAME@BUDGET`.
+
+    Raises:
+        ValueError: there is none of this name, or the budget is no number or too small.
+    """
+    name, _, budget = text.partition("@")
+    known = [n for n, policy in POLICIES.items() if policy.evicts]
+    if name not in known:
+        raise unknown("KV cache policy", name, known)
+    if not budget.isdecimal():
+        raise ValueError(f"a KV cache policy needs a budget of keys, as in {name}@1024; found {text!r}")
+    return POLICIES[name](int(budget))

@@ -102,6 +102,19 @@ class CompactRunner(DecoderRunner):
         return False
 
 
+def check_whole(runner: Runner) -> None:
+    """Refuse a target that keeps a part of its keys and values.
+
+    Raises:
+        ValueError: it does.
+    """
+    if isinstance(runner, CompactRunner):
+        raise ValueError(
+            "this method drafts with the target's own cache, and with a KV cache policy the target keeps a part of it "
+            "only; use another method"
+        )
+
+
 @torch.inference_mode()
 def observe_queries(
     runner: DecoderRunner, row: int, tokens: Sequence[int], slots: int
@@ -177,10 +190,11 @@ class SparseCacheRunner(CompactRunner):
         Raises:
             ValueError: it is not a runner of the own decoder, with the whole cache.
         """
-        if isinstance(target, CompactRunner) or not isinstance(target, DecoderRunner):
+        check_whole(target)
+        if not isinstance(target, DecoderRunner):
             raise ValueError(
-                f"this method drafts with a part of the target's cache, and {type(target).__name__} has no whole one "
-                "of the own decoder; use another method"
+                f"this method drafts with a part of the target's cache, and {type(target).__name__} is not of the own "
+                "decoder; use another method"
             )
         self._target = target
 
