@@ -123,6 +123,10 @@ class Model:
             self._runner = partial(EvictingRunner, self.network, cache_policy)
         self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
         self._speculators: dict[object, Speculator] = {}
+        self.expected_pass: Mapping[int, float] | None = None
+        """Expected seconds of a pass by its number of tokens, with which methods begin that choose the number of their
+        drafts by cost; None: nothing is known before the first pass.
+        """
 
     @property
     def network(self) -> Network:
@@ -233,6 +237,7 @@ class Model:
             cache_bytes=cache_bytes,
             disable_by_batch_size=disable_by_batch_size,
             switch=switch,
+            expected_pass=self.expected_pass,
         )
 
     def tokens(

@@ -302,3 +302,20 @@ def test_the_model_reads_the_tokens_of_steps_that_it_did_not_draft_for() -> None
 def test_bad_parts_are_refused(make, words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_expected_seconds_are_where_learning_begins() -> None:
+    cost, table = PassCost(), {1: 1.0, 64: 1.3}
+    cost.expect(table)
+    assert cost.seconds(1, 128) == pytest.approx(CHEAP.seconds(1, 128)) and not cost.fixed
+    for _ in range(40):
+        cost.update(1, 2.0)
+        cost.update(64, 6.0)
+    assert cost.seconds(64, 64)[0] / cost.seconds(1, 1)[0] == pytest.approx(3.0, rel=0.05)
+    learned = cost.seconds(1, 64)
+    cost.expect(table)
+    assert (cost.seconds(1, 64) == learned).all(), "what was observed stays"
+    EXPENSIVE.expect(table)
+    assert EXPENSIVE.seconds(64, 64)[0] == 64.0, "what was given stays"
+    with pytest.raises(ValueError, match="positive seconds"):
+        PassCost().expect({1: 0.0})

@@ -18,7 +18,7 @@ from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
 from foretell.roofline.fit_runtime import refit
 from foretell.roofline.formats import parse_format
-from foretell.roofline.hardware import known_hardware, read_hardware_file, user_hardware_file
+from foretell.roofline.hardware import CALIBRATED, known_hardware, read_hardware_file, user_hardware_file
 from foretell.roofline.measured import compare_measured
 from foretell.roofline.method_profiles import find_method, with_draft_vocab
 from foretell.roofline.model_configs import builtin_models, find_model
@@ -125,8 +125,6 @@ def check_output_options(as_json: bool, as_csv: bool) -> None:
         raise ValueError("--json and --csv were given; leave out one of them")
 
 
-CALIBRATED = "this-machine"
-"""Name of the hardware entry that `calibrate` writes."""
 _PIPED_WIDTH = 160
 """Width of tables where neither a terminal nor COLUMNS sets one."""
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from foretell.api import Model
 from foretell.catalogue import DEFAULT_METHOD, find
 from foretell.catalogue.config import SpeculativeConfig
+from foretell.cli.expected_pass import expected_pass
 from foretell.engine.method import AnyMethod
 from foretell.load import load, load_draft
 from foretell.utils.validation import parse_object
@@ -147,6 +148,7 @@ def load_models(
     texts = tuple(read_text(path) for path in references or ())
     with spinner(f"loading {model}"):
         target = long_text.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
+        target.expected_pass = expected_pass(target) if device == "cpu" else None
         drafts = tuple(load_draft(d, dtype, device) for d in wish.drafts)
     return ModelSetup(target, wish.config, drafts, texts)
 

@@ -59,7 +59,8 @@ class Engine:
     is decoded plainly, if the method keeps the text of a seed (None: never). `switch` decides in every step whether the
     engine's own method drafts, under the same condition (None: it always does). `itl_target`: seconds between two
     tokens of an answer that chunks of prompts leave room for (None: chunks are always as large as `chunk`). `clock`
-    gives seconds.
+    gives seconds. `expected_pass`: seconds of a pass by its number of tokens, with which methods and controller begin;
+    what is measured corrects them (None: nothing is known).
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
@@ -82,13 +83,16 @@ class Engine:
         itl_target: float | None = None,
         disable_by_batch_size: int | None = None,
         switch: DraftSwitch | None = None,
+        expected_pass: Mapping[int, float] | None = None,
     ) -> None:
         if rows < 1 or chunk < 1:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
         self._detokenizer, self._clock = detokenizer, clock
         self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
-        self._disable_by_batch_size = disable_by_batch_size
+        self._disable_by_batch_size, self._expected_pass = disable_by_batch_size, expected_pass
+        if controller is not None and expected_pass is not None:
+            controller.cost.expect(expected_pass)
         can_switch = method.accept.same_seed and not isinstance(method.draft, NoDrafter)
         self.switch = switch if can_switch else None
         if cache_bytes is not None:
@@ -176,6 +180,8 @@ class Engine:
         changed = bound.bind()
         if changed or is_new:
             method.attach(self.runner)
+            if self._expected_pass is not None:
+                method.tree.expect_cost(self._expected_pass)
             method.tree.share_cost(None if self.controller is None else self.controller.cost)
         if changed:
             for row in self._rows.free:

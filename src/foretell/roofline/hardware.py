@@ -165,6 +165,10 @@ def _curve(points: Sequence[Sequence[float]]) -> Curve:
     return tuple((float(rows), float(rate) * 1e12) for rows, rate in points)
 
 
+CALIBRATED = "this-machine"
+"""Name of the entry that `foretell roofline calibrate` writes."""
+
+
 def user_hardware_file() -> Path:
     """The file of this user's own and calibrated hardware."""
     base = os.environ.get("XDG_CONFIG_HOME")

@@ -1,7 +1,7 @@
 """The interface of shapes, which build token trees from a drafter, and functions that shapes over predictors share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar
 
@@ -43,6 +43,10 @@ class Shape(ABC, Generic[D]):
 
     def share_cost(self, cost: PassCost | None) -> None:
         """Use the seconds of a pass that something else learns; None: learn them here. For shapes that need them."""
+        return
+
+    def expect_cost(self, table: Mapping[int, float]) -> None:
+        """Begin with these seconds of a pass by its number of tokens; see `PassCost.expect`."""
         return
 
     def bind(self, engine: BindingEngine) -> bool:

@@ -1,5 +1,6 @@
 """EAGLE-2's dynamic tree with as many levels and nodes as pay on this machine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,6 +83,10 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
             self._learns_cost, self.cost = self._learns_own, self._own_cost
         else:
             self._learns_cost, self.cost = False, cost
+
+    def expect_cost(self, table: Mapping[int, float]) -> None:
+        """Begin with these seconds of a pass; see `PassCost.expect`."""
+        self._own_cost.expect(table)
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The most profitable nodes of each request's dynamic tree."""

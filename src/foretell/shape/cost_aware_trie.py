@@ -1,6 +1,6 @@
 """Retrieved tries sized by the cost of a pass; drafting stops where it does not pay."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,6 +132,10 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         """Use the seconds of a pass that something else learns, unless a table was given; None: learn them here."""
         if not self._own_cost.fixed:
             self._learns_cost, self.cost = cost is None, self._own_cost if cost is None else cost
+
+    def expect_cost(self, table: Mapping[int, float]) -> None:
+        """Begin with these seconds of a pass; see `PassCost.expect`."""
+        self._own_cost.expect(table)
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
         """The trie for each request that maximises expected tokens per second."""

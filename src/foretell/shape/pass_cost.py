@@ -40,14 +40,8 @@ class PassCost:
     """
 
     def __init__(self, table: Mapping[int, float] | None = None, slope: float = 0.03) -> None:
-        sizes = np.arange(1, _MAX_TOKENS + 1)
         self._fixed = table is not None
-        self._prior: Float[np.ndarray, " n"] = 1 + slope * (sizes - 1.0)
-        if table is not None:
-            if not table or min(table) < 1 or min(table.values()) <= 0:
-                raise ValueError("a cost table needs positive seconds for pass sizes of 1 token or more")
-            known = sorted(table)
-            self._prior = np.interp(sizes, known, [table[k] for k in known])
+        self._prior: Float[np.ndarray, " n"] = 1 + slope * np.arange(_MAX_TOKENS) if table is None else _filled(table)
         self._ratio, self._weight = np.zeros(_MAX_TOKENS), np.zeros(_MAX_TOKENS)
         """Observed over prior seconds of each size, and the weight of the observations."""
         self._interpolated_ratio = np.ones(_MAX_TOKENS)
@@ -57,6 +51,17 @@ class PassCost:
         self._speed = 1.0
         """Their median."""
         self._passes, self._last_seen = 0, np.zeros(_MAX_TOKENS, np.int64)
+
+    def expect(self, table: Mapping[int, float]) -> None:
+        """Begin with these seconds by number of tokens, interpolated; what is observed corrects them. Nothing changes
+        where the seconds were given, or some were observed.
+
+        Raises:
+            ValueError: an empty table, or values that are not positive.
+        """
+        expected = _filled(table)
+        if not self._fixed and not self._passes:
+            self._prior = self._estimate = expected
 
     @property
     def fixed(self) -> bool:
@@ -109,3 +114,11 @@ class PassCost:
         self._interpolated_ratio = np.interp(np.arange(_MAX_TOKENS), seen, self._ratio[seen])
         # A larger pass cannot cost less: such an observation is measurement noise.
         self._estimate = np.maximum.accumulate(self._prior * self._interpolated_ratio)
+
+
+def _filled(table: Mapping[int, float]) -> Float[np.ndarray, " n"]:
+    """The seconds of all sizes."""
+    if not table or min(table) < 1 or min(table.values()) <= 0:
+        raise ValueError("a cost table needs positive seconds for pass sizes of 1 token or more")
+    known = sorted(table)
+    return np.interp(np.arange(1, _MAX_TOKENS + 1), known, [table[k] for k in known])

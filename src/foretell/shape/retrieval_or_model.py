@@ -1,7 +1,7 @@
 """Per request and step: drafts from retrieval, from the model, or none, whichever is expected to be fastest."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -91,6 +91,10 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         """Use the seconds of a pass that something else learns; None: learn them here."""
         self.trie.share_cost(cost)
         self.model_shape.share_cost(self.trie.cost)
+
+    def expect_cost(self, table: Mapping[int, float]) -> None:
+        """Begin with these seconds of a pass; see `PassCost.expect`."""
+        self.trie.expect_cost(table)
 
     def grow(self, draft: HybridDrafter, context: Context) -> TokenTree:
         """A trie, the model's tree or only a root for each request."""

@@ -1,0 +1,68 @@
+"""Methods begin with the times that the roofline model predicts for a calibrated machine."""
+
+from pathlib import Path
+
+import pytest
+
+from foretell.api import Model
+from foretell.cli.expected_pass import expected_pass
+from foretell.cli.roofline_machine import processor_name
+from foretell.engine.controller import Controller
+from foretell.load import load
+from foretell.roofline.analysis import AnalyzedModel, predict_seconds
+from foretell.roofline.calibrate import PROBES, add_to_file, calibrated_hardware, fit_costs, pass_workload, time_probes
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import Hardware, user_hardware_file
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load("smollm2-135m", dtype="bfloat16")
+
+
+@pytest.fixture
+def calibrated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hardware:
+    """This machine with invented rates, in a hardware file of its own."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    timers = [(config, lambda n, s: 1e-3 + 2e-4 * n + 1e-7 * s) for config in PROBES]
+    fits = {"16": fit_costs(time_probes(timers))}
+    found = calibrated_hardware("this-machine", processor_name(), "test", 70e9, 24e9, fits)
+    add_to_file(user_hardware_file(), found, {})
+    return found
+
+
+def test_without_a_calibration_nothing_is_expected(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert expected_pass(model) is None
+    user_hardware_file().parent.mkdir()
+    user_hardware_file().write_text("no toml [", "utf-8")
+    assert expected_pass(model) is None
+
+
+def test_the_prediction_of_a_calibrated_machine_is_expected(model: Model, calibrated: Hardware) -> None:
+    found = expected_pass(model)
+    assert found is not None and sorted(found) == [1, 2, 4, 8, 16, 32, 64, 128]
+    workload = pass_workload(parse_format("16"), 8, 256)
+    assert found[8] == pytest.approx(predict_seconds(AnalyzedModel("m", model.config), calibrated, workload))
+    assert list(found.values()) == sorted(found.values())
+
+
+def test_a_calibration_of_another_machine_is_not_used(model: Model, calibrated: Hardware) -> None:
+    text = user_hardware_file().read_text("utf-8")
+    user_hardware_file().write_text(text.replace(processor_name(), "another, 9 threads"), "utf-8")
+    assert expected_pass(model) is None
+
+
+def test_an_engine_begins_with_what_is_expected(model: Model) -> None:
+    model.expected_pass = {1: 1.0, 2: 2.0, 64: 64.0}
+    try:
+        controller = Controller()
+        model.engine("hybrid", controller=controller)
+        assert controller.cost.seconds(64, 64)[0] == 64.0
+        dear = [a.text for a in model.generate("Say hello.", max_new_tokens=8, method="hybrid")]
+        model.expected_pass = {1: 1.0, 64: 1.0}
+        assert [a.text for a in model.generate("Say hello.", max_new_tokens=8, method="hybrid")] == dear
+    finally:
+        model.expected_pass = None
