@@ -56,7 +56,7 @@ class NodeStates:
 
     states: Float[torch.Tensor, "k d"]
     index: Int[np.ndarray, "b n"]
-    before: Float[torch.Tensor, "k d"]
+    before: Float[torch.Tensor, "m d"]
     """Outputs of the layer before, where the pass keeps them; else empty."""
 
 
