@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 
 from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree
@@ -116,7 +116,7 @@ class ExitRule:
         if not self.decay >= 0 or self.horizon < 1:
             raise ValueError(f"decay and horizon are at least 0 and 1, found {self.decay} and {self.horizon}")
 
-    def threshold(self, exit_: int, position: Float[np.ndarray, "*t"] | int) -> Float[np.ndarray, "*t"]:
+    def threshold(self, exit_: int, position: Real[np.ndarray, "*t"] | int) -> Float[np.ndarray, "*t"]:
         """The threshold of an exit at positions of the answer."""
         level = self.thresholds[exit_]
         at = np.asarray(position, np.float64)
