@@ -121,7 +121,7 @@ class ExitRule:
         level = self.thresholds[exit_]
         at = np.asarray(position, np.float64)
         if not self.decay or level >= 1:
-            return np.full(at.shape, level)
+            return np.full(at.shape, level, np.float64)
         return np.clip(0.9 * level + 0.1 * np.exp(-self.decay * at / self.horizon), 0, 1)
 
 
