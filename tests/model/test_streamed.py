@@ -1,4 +1,4 @@
-"""Weights that are read from the disk in every pass: the numbers stay the same, the limit holds, and errors are told."""
+"""Weights that are read from disk in every pass: the numbers stay the same, the limit holds, and errors are told."""
 
 import os
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_every_limit_gives_the_bits_of_the_model_in_memory_and_holds(weights: GG
         assert network.store.peak_bytes <= max(least, limit)
         in_memory = network.store.fetch_count <= len(blocks)
         assert in_memory == (limit == all_bytes)
-    with pytest.raises(ValueError, match="limit of .* is too small: what stays in memory and one block alone take"):
+    with pytest.raises(ValueError, match=r"limit of .* is too small: what stays in memory and one block alone take"):
         limited(weights, least - PAGE)
 
 
@@ -136,17 +136,8 @@ def test_the_next_parts_are_read_while_one_runs() -> None:
 
     store = BlockStore(6, fetch, lambda: None, 5, 0, [1] * 6)
     assert store.resident_blocks == 2
-    for asked, expected in (
-        (0, [0, 2, 3]),
-        (1, [1]),
-        (2, [4]),
-        (3, [5]),
-        (4, [2]),
-        (5, [3]),
-        (0, []),
-        (1, []),
-        (2, [4]),
-    ):
+    first, second = ([[0, 2, 3], [1], [4], [5], [2], [3]], [[], [], [4], [5], [2], [3]])
+    for asked, expected in zip([*range(6), *range(6)], first + second, strict=True):
         read.clear()
         assert store.get(asked).number == asked
         store.wait()

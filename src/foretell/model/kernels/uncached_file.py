@@ -39,7 +39,7 @@ class UncachedFile:
             OSError: the file ends before, or cannot be read.
         """
         memory = allocate(size)
-        view, have = memoryview(memory.numpy()), 0
+        view, have = memory.numpy().data, 0
         while have < size:
             got = os.preadv(self._file, [view[have:]], offset + have)
             if not got:
