@@ -86,7 +86,7 @@ def picture(results: Sequence[WayResult]) -> bytes:
         axes.scatter([], [], color=colour, label=family)
     axes.axhline(1, color="#333333", linewidth=1)
     axes.set_xscale("symlog", linthresh=1e-4)
-    axes.set_xlim(left=-3e-5)
+    axes.set_xlim(-3e-5, 4 * max(1e-3, *(r.price.kl for r in results)))
     axes.set_xlabel("price: KL divergence per token, nats (0: lossless)")
     axes.set_ylabel("gain over plain decoding")
     axes.legend(frameon=False, fontsize=7)

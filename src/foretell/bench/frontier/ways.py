@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -63,14 +64,14 @@ class WayInputs:
 def _dtypes(inputs: WayInputs) -> Iterator[Way]:
     for name in inputs.dtypes:
         if name != inputs.exact.dtype:
-            yield Way(name, "weights", replace(inputs.exact, dtype=name), lambda p, n=name: p.dtype(n))
+            yield Way(name, "weights", replace(inputs.exact, dtype=name), partial(Predictor.dtype, name=name))
 
 
 def _kv_dtypes(inputs: WayInputs) -> Iterator[Way]:
     for name in get_args(CacheDtype):
         if name != "auto":
             options = replace(inputs.exact, kv_cache_dtype=name)
-            yield Way(f"kv-{name}", "kv-dtype", options, lambda p, n=name: p.kv_dtype(n))
+            yield Way(f"kv-{name}", "kv-dtype", options, partial(Predictor.kv_dtype, name=name))
 
 
 def _kv_policies(inputs: WayInputs) -> Iterator[Way]:
@@ -78,7 +79,7 @@ def _kv_policies(inputs: WayInputs) -> Iterator[Way]:
         for name, policy in POLICIES.items():
             if policy.evicts:
                 options = replace(inputs.exact, kv_cache_policy=f"{name}@{budget}")
-                yield Way(f"{name}@{budget}", "kv-policy", options, lambda p, n=budget: p.kv_budget(n))
+                yield Way(f"{name}@{budget}", "kv-policy", options, partial(Predictor.kv_budget, budget=budget))
 
 
 def _checkpoints(inputs: WayInputs) -> Iterator[Way]:
@@ -91,7 +92,7 @@ def _checkpoints(inputs: WayInputs) -> Iterator[Way]:
                 "was done to it; give a directory that `foretell compress` or `foretell quantize` wrote"
             )
         options = replace(inputs.exact, model=str(path), dtype="auto" if kind == "quantized" else inputs.exact.dtype)
-        yield Way(path.stem, "checkpoint", options, lambda p, c=opened.config, k=kind: p.checkpoint(c, k))
+        yield Way(path.stem, "checkpoint", options, partial(Predictor.checkpoint, config=opened.config, kind=kind))
 
 
 def _kind(path: Path, storage: str) -> CheckpointKind:
@@ -114,7 +115,7 @@ def _exits(inputs: WayInputs) -> Iterator[Way]:
                 f"exits@{known.disagreement:g}",
                 "exits",
                 inputs.exact,
-                lambda p, c=known: p.exits(c.depth, c.layers),
+                partial(Predictor.exits, depth=known.depth, layers=known.layers),
                 MethodSpec("early_exit_lossy", "early_exit_lossy", config),
                 (str(folder),),
             )
@@ -133,7 +134,7 @@ def _lossless_methods(inputs: WayInputs) -> Iterator[Way]:
 
 def _method(inputs: WayInputs, text: str, family: str) -> Way:
     spec = MethodSpec.parse(text)
-    return Way(spec.label, family, inputs.exact, lambda p: p.method(spec.method), spec, inputs.drafts)
+    return Way(spec.label, family, inputs.exact, partial(Predictor.method, name=spec.method), spec, inputs.drafts)
 
 
 FAMILIES: Mapping[str, Callable[[WayInputs], Iterator[Way]]] = {
