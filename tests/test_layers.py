@@ -84,6 +84,7 @@ ORDER = [
     ("compress", "train.recipe"),
     ("train.loop",),
     ("assess", "bench", "roofline", "verify", "serve"),
+    ("reproduce",),
     ("cli",),
     ("__main__",),
 ]

@@ -4,7 +4,7 @@ here.
 
 from foretell.reproduce.claim import Claim, Finding, Series, Verdict
 from foretell.reproduce.claims import CLAIMS, claim_of
-from foretell.reproduce.lab import Lab, LabRun, LabSettings
+from foretell.reproduce.lab import Lab, LabRun, LabSettings, mixed_prompts
 from foretell.reproduce.pages import write_report
 from foretell.reproduce.reproduce import ClaimResult, reproduce
 
@@ -19,6 +19,7 @@ __all__ = [
     "Series",
     "Verdict",
     "claim_of",
+    "mixed_prompts",
     "reproduce",
     "write_report",
 ]

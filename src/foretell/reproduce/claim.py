@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -48,14 +49,13 @@ class Claim:
     """The claim, without what depends on hardware."""
     criterion: str
     """When it counts as holding here, with the tolerance."""
-    check: Callable[["Lab"], Finding] | None
-    obstacle: str = ""
-    """Why it cannot be checked with what ships."""
+    check: Callable[["Lab"], Finding]
+    """Raises ValueError where something is missing that the method needs."""
 
 
 def rises(values: Sequence[float], slack: float) -> bool:
     """Whether no value is lower than the one before by more than a share `slack` of it."""
-    return all(b >= a * (1 - slack) for a, b in zip(values, values[1:], strict=False))
+    return all(b >= a * (1 - slack) for a, b in pairwise(values))
 
 
 def percent(value: float) -> str:

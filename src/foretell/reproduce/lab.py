@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 from foretell.api import Model
@@ -26,14 +27,21 @@ COPY = (
 """Prompts whose answers repeat them; written for this package."""
 
 
+def mixed_prompts(per_category: int) -> tuple[str, ...]:
+    """The first turns of the built-in questions, so many of each category."""
+    return tuple(q.turns[0] for q in load_questions(BUILT_IN).select(per_category).questions)
+
+
 class LabSettings(FileModel):
     """What all runs of a folder have in common."""
 
     format: str = "foretell reproduce 1"
     model: str
     dtype: str
+    draft_models: tuple[str, ...]
     new_tokens: int
-    per_category: int
+    prompts: str
+    """Digest of the prompts of the checks that need no prompts of their own."""
 
 
 class LabRun(FrozenModel):
@@ -60,32 +68,47 @@ class LabRun(FrozenModel):
         return self.new_tokens / self.passes
 
     @property
+    def drafting_passes(self) -> int:
+        """Passes without the first of each answer, which reads the prompt and has no drafts."""
+        return self.passes - self.answers
+
+    @property
+    def tokens_per_drafting_pass(self) -> float:
+        """Mean new tokens of these passes."""
+        return (self.new_tokens - self.answers) / self.drafting_passes if self.drafting_passes else 1.0
+
+    @property
     def acceptance(self) -> float:
-        """Share of passes that accept their first draft."""
-        return self.accepted_per_position[0] / self.passes if self.accepted_per_position else 0.0
+        """Share of the drafting passes that accept their first draft."""
+        return self.conditional_acceptance(1)
 
     def conditional_acceptance(self, depth: int) -> float:
         """Share of the passes that accepted a draft at `depth` - 1 that accept one at `depth`; depths begin with 1."""
-        reached = (self.passes, *self.accepted_per_position)
+        reached = (self.drafting_passes, *self.accepted_per_position)
         return self.accepted_per_position[depth - 1] / reached[depth - 1] if depth < len(reached) else 0.0
 
 
 class Lab:
     """A model, prompts, and the runs so far.
 
+    `mixed`: prompts of many kinds, for the checks that need none of their own.
+    `drafts`: draft models or speculators for methods that take one; where there is none, those that ship.
     `rows`: answers that are decoded together. Methods are built afresh for every run, so that runs do not depend on
     their order.
     """
 
-    def __init__(self, model: Model, store: RunStore[LabRun], settings: LabSettings, rows: int = 8) -> None:
-        self.model, self._store, self._settings, self._rows = model, store, settings, rows
+    def __init__(
+        self,
+        model: Model,
+        store: RunStore[LabRun],
+        settings: LabSettings,
+        mixed: Sequence[str],
+        drafts: Sequence[Model | Path] = (),
+        rows: int = 8,
+    ) -> None:
+        self.model, self._store, self._settings = model, store, settings
+        self.mixed, self._drafts, self._rows = tuple(mixed), drafts, rows
         self._runs = {run.key: run for run in store.records}
-
-    @cached_property
-    def mixed(self) -> tuple[str, ...]:
-        """The first turns of the built-in questions, of all categories."""
-        questions = load_questions(BUILT_IN).select(self._settings.per_category).questions
-        return tuple(q.turns[0] for q in questions)
 
     @cached_property
     def free(self) -> tuple[str, ...]:
@@ -107,7 +130,6 @@ class Lab:
         temperature: float = 0.0,
         references: Sequence[str] = (),
         repeat: int = 1,
-        drafts: Sequence["Model | Path"] = (),
     ) -> LabRun:
         """Decode `prompts` (default: `mixed`) with a method, `repeat` times with other seeds; once per folder.
 
@@ -117,7 +139,7 @@ class Lab:
         prompts = tuple(prompts or self.mixed)
         key = json.dumps([method, options or {}, prompts, temperature, list(references), repeat], sort_keys=True)
         if key not in self._runs:
-            run = self._decode(key, method, options, prompts, temperature, references, repeat, drafts)
+            run = self._decode(key, method, options, prompts, temperature, references, repeat)
             self._store.append(run)
             self._runs[key] = run
         return self._runs[key]
@@ -135,14 +157,13 @@ class Lab:
         temperature: float,
         references: Sequence[str],
         repeat: int,
-        drafts: Sequence["Model | Path"],
     ) -> LabRun:
-        built = self.model.method(method, dict(options or {}) or None, drafts=drafts, references=references)
-        engine = self.model.engine(built, rows=self._rows)
+        built = self.model.method(method, dict(options or {}) or None, drafts=self._drafts, references=references)
+        engine, longest = self.model.engine(built, rows=self._rows), self._settings.new_tokens
         requests = [
-            self.model.request(p, SamplingParams(temperature=temperature, seed=s), max_new_tokens=self._settings.new_tokens)
-            for s in range(repeat)
-            for p in prompts
+            self.model.request(text, SamplingParams(temperature=temperature, seed=seed), max_new_tokens=longest)
+            for seed in range(repeat)
+            for text in prompts
         ]
         done = engine.complete(requests)
         plain: Sequence[Sequence[int]] = [c.tokens for c in done]
@@ -153,8 +174,7 @@ class Lab:
 
 def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[int]]) -> LabRun:
     statistics = [c.statistics for c in done]
-    depth = max(len(s.accepted_per_position) for s in statistics)
-    accepted = [sum(s.accepted_per_position[i] for s in statistics if i < len(s.accepted_per_position)) for i in range(depth)]
+    accepted = [sum(passes) for passes in zip_longest(*(s.accepted_per_position for s in statistics), fillvalue=0)]
     tokens = sum(s.new_tokens for s in statistics)
     return LabRun(
         key=key,

@@ -22,16 +22,18 @@ def _capped_geometric(lab: Lab) -> Finding:
     lengths = (1, 2, 4, 6)
     runs = {n: _chain(lab, "draft_model", n) for n in lengths}
     acceptance = runs[1].acceptance
-    measured = [(n, runs[n].tokens_per_pass) for n in lengths]
+    measured = [(n, runs[n].tokens_per_drafting_pass) for n in lengths]
     predicted = [(n, expected_tokens(acceptance, n)) for n in lengths]
     error = max(abs(m / p - 1) for (_, m), (_, p) in zip(measured, predicted, strict=True))
     return Finding(
         error <= 0.1,
-        f"with the acceptance {acceptance:.2f} of chains of one, the formula is off by at most {percent(error)} up to chains "
+        f"with the acceptance {acceptance:.2f} of chains of one, the formula is off by at most {percent(error)} up "
+        f"to chains "
         "of 6",
         (Series.of("measured", measured), Series.of("(1 - a^(n+1)) / (1 - a)", predicted)),
         "drafted tokens n",
-        reason="Acceptance is not independent along a chain: a text that is easy stays easy, so the mean of powers is above "
+        reason="Acceptance is not independent along a chain: a text that is easy stays easy, so the mean of powers "
+        "is above "
         "the power of the mean (Jensen).",
     )
 
@@ -83,7 +85,8 @@ def _scalable_tree(lab: Lab) -> Finding:
     ]
     return Finding(
         rises([y for _, y in sequoia], 0.0) and sequoia[2][1] > chain[2][1],
-        f"its trees go on growing ({sequoia[0][1]:.2f} to {sequoia[-1][1]:.2f} tokens per pass from 4 to 32 drafts), a chain "
+        f"its trees go on growing ({sequoia[0][1]:.2f} to {sequoia[-1][1]:.2f} tokens per pass from 4 to 32 drafts), "
+        f"a chain "
         f"of 16 gives {chain[2][1]:.2f}",
         (Series.of("sequoia", sequoia), Series.of("chain", chain)),
         "drafts",
@@ -96,7 +99,8 @@ def _dynamic(lab: Lab) -> Finding:
     dynamic, fixed = (lab.run(m, options).tokens_per_pass for m in ("dynamic_tree", "sequoia"))
     return Finding(
         dynamic >= fixed * 0.98,
-        f"trees that follow the draft's confidence {dynamic:.2f} tokens per pass, the best fixed tree {fixed:.2f}, 16 drafts",
+        f"trees that follow the draft's confidence {dynamic:.2f} tokens per pass, the best fixed tree {fixed:.2f}, "
+        f"16 drafts",
         (Series.of("tokens per pass", [(0, fixed), (1, dynamic)]),),
         "0: fixed tree, 1: dynamic tree",
         reason="The fixed tree may be deeper than the dynamic one's five steps.",
@@ -109,7 +113,8 @@ def _paced(lab: Lab) -> Finding:
     plain_loads, loads = 1.0, 1 / yields[-1]
     return Finding(
         yields[-1] > 1.3 and rises(yields, 0.01),
-        f"the target's weights are read {loads:.2f} times per token instead of {plain_loads:.0f}; a lower threshold drafts "
+        f"the target's weights are read {loads:.2f} times per token instead of {plain_loads:.0f}; a lower threshold "
+        f"drafts "
         "more before the target is asked",
         (Series.of("llmcad", [(t, r.tokens_per_pass) for t, r in points]),),
         "confidence below which the target is asked",
@@ -121,7 +126,8 @@ def _cascade(lab: Lab) -> Finding:
     cascade, chain = (lab.run(m, options).tokens_per_pass for m in ("cascade", "draft_model"))
     return Finding(
         abs(cascade / chain - 1) <= 0.02,
-        f"{cascade:.2f} tokens per pass, {chain:.2f} without the cascade: the drafts are the same, made in fewer passes of "
+        f"{cascade:.2f} tokens per pass, {chain:.2f} without the cascade: the drafts are the same, made in fewer "
+        f"passes of "
         "the draft model",
         (Series.of("tokens per pass", [(0, chain), (1, cascade)]),),
         "0: draft model alone, 1: drafted for by copies",
@@ -133,12 +139,25 @@ def _learns(lab: Lab) -> Finding:
     online = lab.run("online", {"num_speculative_tokens": 5, "online_update_interval": 2, "online_learning_rate": 3e-4})
     return Finding(
         online.tokens_per_pass >= base.tokens_per_pass,
-        f"{online.tokens_per_pass:.2f} tokens per pass while it learns from its corrections, {base.tokens_per_pass:.2f} "
+        f"{online.tokens_per_pass:.2f} tokens per pass while it learns from its corrections, "
+        f"{base.tokens_per_pass:.2f} "
         "without",
         (Series.of("tokens per pass", [(0, base.tokens_per_pass), (1, online.tokens_per_pass)]),),
         "0: fixed, 1: learning",
-        reason="The answers of this check hold too few corrections to learn from; the paper's curves rise over thousands of "
+        reason="The answers of this check hold too few corrections to learn from; the paper's curves rise over "
+        "thousands of "
         "requests.",
+    )
+
+
+def _other_tokenizer(lab: Lab) -> Finding:
+    run = lab.run("universal_draft")
+    return Finding(
+        run.identical == run.answers and run.tokens_per_pass > 1,
+        f"{run.identical} of {run.answers} answers identical, {run.tokens_per_pass:.2f} tokens per pass",
+        (Series.of("universal_draft", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
+        "depth of the draft",
+        "passes that accept",
     )
 
 
@@ -157,10 +176,9 @@ CLAIMS = (
     ),
     Claim(
         "universal_draft",
-        "A draft model with another tokenizer drafts losslessly.",
-        "-",
-        None,
-        "No second model with another tokenizer ships; the tests of the suite check it with two tokenizers.",
+        "A draft model with another tokenizer drafts, and the text stays the same.",
+        "all greedy answers identical, and more than 1 token per pass",
+        _other_tokenizer,
     ),
     Claim(
         "llmcad",

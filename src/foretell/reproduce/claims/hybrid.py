@@ -12,7 +12,8 @@ def _better_than_its_parts(lab: Lab, method: str, parts: tuple[str, ...]) -> Fin
         ", ".join(f"{m} {v:.2f}" for m, v in values.items()) + " tokens per pass",
         (Series.of("tokens per pass", list(enumerate(values.values()))),),
         ", ".join(f"{i}: {m}" for i, m in enumerate(values)),
-        reason="The method drafts fewer tokens where its parts' drafts would not pay in time, which depends on the machine.",
+        reason="The method drafts fewer tokens where its parts' drafts would not pay in time, which depends on the "
+        "machine.",
     )
 
 

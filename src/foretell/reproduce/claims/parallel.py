@@ -27,7 +27,8 @@ def _few_fixed_points(lab: Lab) -> Finding:
     values = [y for _, y in points]
     return Finding(
         1.0 <= values[-1] <= 1.5 and rises(values, 0.01),
-        f"{values[-1]:.2f} tokens per pass with a window of 8: the iteration never needs more passes than plain decoding, "
+        f"{values[-1]:.2f} tokens per pass with a window of 8: the iteration never needs more passes than plain "
+        f"decoding, "
         "and seldom fewer",
         (Series.of("jacobi", points),),
         "window, tokens",

@@ -29,7 +29,8 @@ def _copies_pay_on_copied_text(lab: Lab) -> Finding:
 def _longer_copies(lab: Lab) -> Finding:
     references = lab.plain_texts()
     points = [
-        (n, lab.run("llma", {"num_speculative_tokens": n}, references=references).tokens_per_pass) for n in (2, 4, 8, 15)
+        (n, lab.run("llma", {"num_speculative_tokens": n}, references=references).tokens_per_pass)
+        for n in (2, 4, 8, 15)
     ]
     values = [y for _, y in points]
     return Finding(
@@ -81,9 +82,7 @@ def _both_are_better(lab: Lab) -> Finding:
 def _larger_datastore(lab: Lab) -> Finding:
     texts = lab.plain_texts()
     shares = (0.25, 0.5, 1.0)
-    points = [
-        (s, lab.run("rest", references=texts[: max(1, round(s * len(texts)))]).tokens_per_pass) for s in shares
-    ]
+    points = [(s, lab.run("rest", references=texts[: max(1, round(s * len(texts)))]).tokens_per_pass) for s in shares]
     values = [y for _, y in points]
     return Finding(
         rises(values, 0.01) and values[-1] > values[0] * 1.05,
@@ -99,7 +98,8 @@ def _phrases(lab: Lab) -> Finding:
     deep = sum(run.accepted_per_position[1:]) / max(1, sum(run.accepted_per_position))
     return Finding(
         run.tokens_per_pass > 1.1 and deep > 0.3,
-        f"{run.tokens_per_pass:.2f} tokens per pass; {100 * deep:.0f} % of the accepted tokens continue a phrase beyond its "
+        f"{run.tokens_per_pass:.2f} tokens per pass; {100 * deep:.0f} % of the accepted tokens continue a phrase "
+        f"beyond its "
         "first token",
         (Series.of("phrases", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
         "depth in the phrase",

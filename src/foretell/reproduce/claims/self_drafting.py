@@ -24,7 +24,8 @@ def _skipped_layers(lab: Lab) -> Finding:
     halves = lab.run("layer_skip", {"exit_layer": 15, "confidence_threshold": 0.0, "num_speculative_tokens": 3})
     return Finding(
         run.acceptance > halves.acceptance,
-        f"a draft that skips sub-layers all over the model is accepted in {percent(run.acceptance)} of the passes, one that "
+        f"a draft that skips sub-layers all over the model is accepted in {percent(run.acceptance)} of the passes, "
+        f"one that "
         f"skips the last ones in {percent(halves.acceptance)}",
         (Series.of("share of accepted first drafts", [(0, halves.acceptance), (1, run.acceptance)]),),
         "0: last layers skipped, 1: chosen sub-layers skipped",
@@ -54,7 +55,8 @@ def _pruned(lab: Lab) -> Finding:
     values = [y for _, y in points]
     return Finding(
         values[0] >= 0.6 and rises(values[::-1], 0.0),
-        f"with {counts[0]} of the least influential blocks left out {percent(values[0])} of the first drafts are accepted, "
+        f"with {counts[0]} of the least influential blocks left out {percent(values[0])} of the first drafts are "
+        f"accepted, "
         f"with {counts[-1]} {percent(values[-1])}",
         (Series.of("pruned_draft", points),),
         "blocks left out",
@@ -67,12 +69,14 @@ def _part_of_the_cache(lab: Lab) -> Finding:
     options = {"confidence_threshold": 0.0, "num_speculative_tokens": 3}
     budgets = (64, 256, 1024)
     points = [
-        (b, lab.run("sparse_kv_draft", {**options, "cache_budget": b}, prompts=lab.long).tokens_per_pass) for b in budgets
+        (b, lab.run("sparse_kv_draft", {**options, "cache_budget": b}, prompts=lab.long).tokens_per_pass)
+        for b in budgets
     ]
     values = [y for _, y in points]
     return Finding(
         values[-1] >= 0.85 * 4 and rises(values, 0.05),
-        f"{values[0]:.2f} of at most 4 tokens per pass with {budgets[0]} cached keys, {values[-1]:.2f} with {budgets[-1]}",
+        f"{values[0]:.2f} of at most 4 tokens per pass with {budgets[0]} cached keys, {values[-1]:.2f} with "
+        f"{budgets[-1]}",
         (Series.of("sparse_kv_draft", points),),
         "cached keys that the draft reads",
         reason="One text of two thousand tokens is a small sample.",
