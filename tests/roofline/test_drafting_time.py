@@ -29,8 +29,8 @@ def test_a_fit_finds_the_times_that_made_its_steps() -> None:
             seconds = true.seconds(requests, drafted) * (20 if draw.random() < 0.01 else 1)
             samples.append(DraftingSample(requests, drafted * requests, seconds))
     found = fit_drafting_time(samples)
-    for requests, drafted in ((1, 0.0), (4, 2.5), (16, 1.0)):
-        assert found.seconds(requests, drafted) == pytest.approx(true.seconds(requests, drafted), rel=0.1)
+    for asked in ((1, 0.0), (4, 2.5), (16, 1.0)):
+        assert found.seconds(*asked) == pytest.approx(true.seconds(*asked), rel=0.1)
     with pytest.raises(ValueError, match="at least 12 steps, found 3"):
         fit_drafting_time(samples[:3])
 
@@ -73,8 +73,8 @@ def test_a_hardware_file_with_a_wrong_number_of_figures_is_refused(tmp_path: Pat
 def test_attention_reads_its_cache_at_the_calibrated_rate() -> None:
     """Sixteen sequences of one token cost more than one of sixteen: each reads keys and values of its own."""
 
-    def seconds(batch: int, tokens: int, **times: float) -> float:
-        measured = replace(CPU, runtime=Runtime("measured", **times))
+    def seconds(batch: int, tokens: int, cache_read: float = 0.0, logit_time: float = 0.0) -> float:
+        measured = replace(CPU, runtime=Runtime("measured", cache_read=cache_read, logit_time=logit_time))
         form = parse_format("16")
         asked = Workload("verify", batch, 512, tokens, weights=form, activations=form, fusion="full")
         return predict_seconds(SMALL, measured, asked)

@@ -159,7 +159,8 @@ def fit_costs(timings: Sequence[PassTiming], cache_bytes: float = 2.0) -> Calibr
     found = robust_nnls(table / scale) / scale
     misfit = float(np.median(np.abs(table @ found - 1)))
     per_weight, per_attention_op = found[4 : 4 + len(ROWS)], found[4 + len(ROWS) :]
-    return CalibrationFit(*map(float, found[:4]), tuple(per_weight), tuple(per_attention_op), misfit)
+    per_pass, per_op, per_byte, per_logit = map(float, found[:4])
+    return CalibrationFit(per_pass, per_op, per_byte, per_logit, tuple(per_weight), tuple(per_attention_op), misfit)
 
 
 def robust_nnls(table: Array) -> Array:

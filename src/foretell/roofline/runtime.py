@@ -30,7 +30,8 @@ class Runtime:
     operation, per pass of target or drafter, and per speculative step. collective_latency: added per exchange between
     devices. cache_read: seconds per byte of keys and values, which attention adds to its compute time in place of the
     bandwidth's (0: the bandwidth's). logit_time: added per logit. error: relative error within which 80 % of the
-    checked measurements lie; 0: unknown.
+    checked measurements lie; 0: unknown. expansion: every verified token is a sequence of its own, which reads the
+    cache again.
 
     Raises:
         ValueError: a share outside (0, 1], an overlap outside [0, 1] or a negative time.
@@ -52,6 +53,7 @@ class Runtime:
     cache_read: float = 0.0
     logit_time: float = 0.0
     error: float = 0.0
+    expansion: bool = False
 
     def __post_init__(self) -> None:
         for name in _SHARES:
@@ -81,7 +83,8 @@ def _runtime(name: str, raw: Mapping[str, str | float]) -> Runtime:
         for f in fields(Runtime)
         if f.name in (*_SHARES, *_TIMES, "overlap", "convert", "error") and f.name in raw
     }
-    return Runtime(name, str(raw["title"]), str(raw["source"]), **figures)
+    expansion = bool(raw.get("expansion", False))
+    return Runtime(name, str(raw["title"]), str(raw["source"]), expansion=expansion, **figures)
 
 
 def find_runtime(name: str) -> Runtime:
