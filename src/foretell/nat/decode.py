@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretell.nat.network import Kind, Memory, NatModel, causal_mask, padding_mask
-from foretell.nat.objective import autoregressive_inputs, copied_sources
+from foretell.nat.objective import autoregressive_inputs, copied_sources, lowest
 from foretell.nat.pairs import BEGIN, END, MASK, PAD, UNKNOWN, pad
 
 
@@ -90,8 +90,7 @@ def least_confident(
     confidence: Float[torch.Tensor, "b t"], count: Int[torch.Tensor, " b"], real: Bool[torch.Tensor, "b t"]
 ) -> Bool[torch.Tensor, "b t"]:
     """The `count` positions of the least confidence, padding excluded."""
-    rank = confidence.masked_fill(~real, float("inf")).argsort(dim=1, stable=True).argsort(1)
-    return (rank < count[:, None]) & real
+    return lowest(confidence.masked_fill(~real, float("inf")), count) & real
 
 
 def _length_candidates(

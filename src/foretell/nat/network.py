@@ -91,7 +91,8 @@ class _Layer(nn.Module):
     def __init__(self, c: NatConfig, cross: bool) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(c.hidden), _Attention(c)
-        self.cross_norm, self.cross = (nn.LayerNorm(c.hidden), _Attention(c)) if cross else (None, None)
+        self.cross_norm = nn.LayerNorm(c.hidden) if cross else None
+        self.cross = _Attention(c) if cross else None
         self.mlp = nn.Sequential(
             *(nn.LayerNorm(c.hidden), nn.Linear(c.hidden, c.ffn), nn.GELU(), nn.Linear(c.ffn, c.hidden))
         )

@@ -46,7 +46,8 @@ def loss_of(model: NatModel, batch: PairBatch) -> Float[torch.Tensor, ""]:
 
 def autoregressive_inputs(target: Int[torch.Tensor, "b t"]) -> Int[torch.Tensor, "b u"]:
     """The begin token, then the target."""
-    return F.pad(target, (1, 0), value=BEGIN)
+    inputs: torch.Tensor = F.pad(target, (1, 0), value=BEGIN)
+    return inputs
 
 
 def _autoregressive(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
@@ -58,11 +59,17 @@ def _autoregressive(model: NatModel, memory: Memory, batch: PairBatch) -> torch.
     return _cross_entropy(logits, label, label != PAD, batch.smoothing)
 
 
+def lowest(score: Float[torch.Tensor, "b t"], count: Int[torch.Tensor, " b"]) -> Bool[torch.Tensor, "b t"]:
+    """The `count` positions of every row with the lowest scores, the earlier one of equal ones."""
+    found: torch.Tensor = score.argsort(dim=1, stable=True).argsort(dim=1) < count[:, None]
+    return found
+
+
 def draw_masked(length: Int[torch.Tensor, " b"], width: int) -> Bool[torch.Tensor, "b t"]:
     """For every row a uniform number (1 to its length) of random positions below its length."""
     count = (torch.rand(len(length)) * length).long() + 1
     score = torch.rand(len(length), width).masked_fill(torch.arange(width) >= length[:, None], 2.0)
-    return score.argsort(1).argsort(1) < count[:, None]
+    return lowest(score, count)
 
 
 def _cmlm(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
@@ -79,7 +86,7 @@ def glance(
     real = target != PAD
     wrong = ((predicted != target) & real).sum(1)
     score = torch.rand(target.shape).masked_fill(~real, 2.0)
-    return score.argsort(1).argsort(1) < (share * wrong).round().long()[:, None]
+    return lowest(score, (share * wrong).round().long())
 
 
 def _glat(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
@@ -99,7 +106,8 @@ def corrupt(target: Int[torch.Tensor, "b t"], vocab: int) -> Int[torch.Tensor, "
     """Replace every token by a uniform random one, with a probability that is uniform per row."""
     noise = torch.randint(UNKNOWN + 1, vocab, target.shape)
     replaced = (torch.rand(target.shape) < torch.rand(len(target), 1)) & (target != PAD)
-    return torch.where(replaced, noise, target)
+    corrupted: torch.Tensor = torch.where(replaced, noise, target)
+    return corrupted
 
 
 def _sundae(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:

@@ -162,7 +162,7 @@ class NatTrainer:
         loss = loss_of(self.model, batch)
         if not math.isfinite(float(loss.detach())):
             raise ValueError(f"the loss is {float(loss.detach())} at step {step + 1}; try a lower --lr")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
