@@ -65,7 +65,7 @@ def generate(
         raise ValueError("a masked diffusion model needs a prompt of at least one token")
     if len(prompt) + settings.length > context:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and an answer of {settings.length} are more than this model's context of "
+            f"a prompt of {len(prompt)} tokens and an answer of {settings.length} exceed this model's context of "
             f"{context}; ask for a shorter --length"
         )
     run = _Run(predictor, prompt, settings)
@@ -97,12 +97,12 @@ class _Run:
         size = own or self._settings.block_length
         begin = self._prompt // own * own if own else self._prompt
         for at in range(begin, end, size):
-            yield max(at, self._prompt), min(at + size, end)
+            yield at, min(at + size, end)
 
     def reveal_block(self, begin: int, end: int) -> None:
         """Reveal all tokens of a block."""
-        counts = split_evenly(end - begin, min(self._settings.steps or end - begin, end - begin))
-        step = 0
+        masks = int((self.token[begin:end] == self._predictor.mask).sum())
+        counts, step = split_evenly(masks, min(self._settings.steps or masks, masks)), 0
         while masked := [i for i in range(begin, end) if self.token[i] == self._predictor.mask]:
             logits = self._read(begin, end, masked, fresh=step == 0)
             found = choose_tokens(logits, self._settings.temperature, self._settings.remasking, self._generator)

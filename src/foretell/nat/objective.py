@@ -50,7 +50,7 @@ def autoregressive_inputs(target: Int[torch.Tensor, "b t"]) -> Int[torch.Tensor,
     return inputs
 
 
-def _autoregressive(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
+def _autoregressive(model: NatModel, memory: Memory, batch: PairBatch) -> Float[torch.Tensor, ""]:
     """Cross-entropy of the next token, the end token included."""
     inputs = autoregressive_inputs(batch.target)
     label = F.pad(batch.target, (0, 1), value=PAD)
@@ -72,7 +72,7 @@ def draw_masked(length: Int[torch.Tensor, " b"], width: int) -> Bool[torch.Tenso
     return lowest(score, count)
 
 
-def _cmlm(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
+def _cmlm(model: NatModel, memory: Memory, batch: PairBatch) -> Float[torch.Tensor, ""]:
     """Cross-entropy of masked tokens from the others (conditional masked language model, arXiv 1904.09324)."""
     masked = draw_masked(batch.length, batch.target.shape[1])
     logits = _decode_all(model, memory, batch, batch.target.masked_fill(masked, MASK))
@@ -89,7 +89,7 @@ def glance(
     return lowest(score, (share * wrong).round().long())
 
 
-def _glat(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
+def _glat(model: NatModel, memory: Memory, batch: PairBatch) -> Float[torch.Tensor, ""]:
     """Glancing (Qian et al., arXiv 2008.07905): the more a first pass got wrong, the more of the target the second pass
     is shown; cross-entropy of what it is not shown.
     """
@@ -110,7 +110,7 @@ def corrupt(target: Int[torch.Tensor, "b t"], vocab: int) -> Int[torch.Tensor, "
     return corrupted
 
 
-def _sundae(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
+def _sundae(model: NatModel, memory: Memory, batch: PairBatch) -> Float[torch.Tensor, ""]:
     """Step-unrolled denoising (Savinov et al., arXiv 2112.06749): the loss of a corrupted target, and of what the model
     makes of it; no gradient flows through the sample.
     """
@@ -122,7 +122,7 @@ def _sundae(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
     return torch.stack(list(both)).mean()
 
 
-def _fertility(model: NatModel, memory: Memory, batch: PairBatch) -> torch.Tensor:
+def _fertility(model: NatModel, memory: Memory, batch: PairBatch) -> Float[torch.Tensor, ""]:
     """Cross-entropy of the tokens, given the true fertilities, and of the fertilities."""
     assert batch.fertility is not None and model.fertility_head is not None
     inputs = copied_sources(model, batch.source, batch.fertility, batch.target.shape[1])
