@@ -102,17 +102,17 @@ class Reference:
             at = f"model.layers.{i}."
             h = self._norm(x, w[at + "input_layernorm.weight"])
             q, k, v = (self._heads(at + f"self_attn.{letter}", h) for letter in "qkv")
-            repeated = (part.repeat_interleave(HEADS // KV_HEADS, 0) for part in (k, v))
+            k, v = (part.repeat_interleave(HEADS // KV_HEADS, 0) for part in (k, v))
             mask = None
             if self.block:
                 number = torch.arange(n) // self.block
                 mask = number[None] <= number[:, None]
-            mixed = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask).transpose(0, 1).reshape(n, -1)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).reshape(n, -1)
             x = x + mixed @ w[at + "self_attn.o_proj.weight"].T
             h = self._norm(x, w[at + "post_attention_layernorm.weight"])
             gate, up = (h @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T
-        out = self._norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+        out: torch.Tensor = self._norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
         if self.kind == "Dream":
             out = torch.cat((out[:1], out[:-1]))
         out[:, self.mask] = float("-inf")
