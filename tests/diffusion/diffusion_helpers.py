@@ -119,7 +119,8 @@ class Reference:
         return out
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * weight
+        normed: torch.Tensor = x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * weight
+        return normed
 
     def _heads(self, name: str, h: torch.Tensor) -> torch.Tensor:
         part = h @ self.weights[f"{name}_proj.weight"].T + self.weights.get(f"{name}_proj.bias", 0)

@@ -66,7 +66,7 @@ def test_the_predictor_is_the_trained_network() -> None:
     network = job.recipe.network
     assert isinstance(network, MaskedDiffusion)
     with torch.no_grad():
-        network.mask_embedding += 0.3
+        network.mask_embedding.add_(0.3)
         token = torch.randint(0, 255, (1, 10), generator=torch.Generator().manual_seed(0))
         masked = torch.zeros(1, 10, dtype=torch.bool)
         masked[0, [3, 4, 8]] = True
@@ -136,8 +136,8 @@ def test_a_prompt_is_never_masked() -> None:
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
-    command = ("train", "masked_diffusion", "--model", tiny_target(), "--data", shared(), "--out", tmp_path)
-    command += ("--measure-prompts", "3")
+    given = ("--model", tiny_target(), "--data", shared(), "--out", tmp_path, "--measure-prompts", "3")
+    command = ("train", "masked_diffusion", *given)
     text = expect_error(*command, "--set", "mask_token=257", "--batch-tokens", "128")
     assert "mask_token=257: outside the target's vocabulary, which has 257 tokens" in text
     text = expect_error(*command, "--batch-tokens", "128")
