@@ -84,7 +84,7 @@ ORDER = [
     ("train", "train.objective", "quantize"),
     ("compress", "train.recipe"),
     ("train.loop",),
-    ("bench", "diffusion", "nat", "roofline", "verify", "serve"),
+    ("assess", "bench", "diffusion", "nat", "roofline", "verify", "serve"),
     ("cli",),
     ("__main__",),
 ]
