@@ -66,20 +66,19 @@ async def _events(job: AnyJob, choices: Choices, format: AnswerFormat, interval:
     try:
         async for batch in job.batches(interval):
             if not batch:
-                for data in format.ping() if begun else [PING]:
-                    yield data
+                yield b"".join(format.ping()) if begun else PING
                 continue
+            data = list[bytes]()
             if not begun:
                 begun = True
-                yield b"".join(format.begin(choices))
+                data += format.begin(choices)
             for piece in choices.add(batch):
-                for data in format.piece(piece, usage(choices) if format.head.continuous_usage else None):
-                    yield data
-        for data in format.end(usage(choices), measurements(choices)):
-            yield data
+                data += format.piece(piece, usage(choices) if format.head.continuous_usage else None)
+            if data:
+                yield b"".join(data)
+        yield b"".join(format.end(usage(choices), measurements(choices)))
     except ApiError as error:
-        for data in [*(() if begun else format.begin(choices)), *format.error(error)]:
-            yield data
+        yield b"".join([*(() if begun else format.begin(choices)), *format.error(error)])
     finally:
         job.close()
 
