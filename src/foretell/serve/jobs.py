@@ -8,7 +8,8 @@ from typing import Protocol
 
 from foretell.engine.request import Request, Update
 from foretell.serve.errors import ApiError, server_error, unavailable
-from foretell.serve.worker import EngineWorker, Event
+from foretell.serve.event_buffer import Event
+from foretell.serve.worker import EngineWorker
 
 Batch = list[tuple[int, float, Update]]
 """Updates with the index of their request in the job and their time."""
