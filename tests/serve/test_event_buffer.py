@@ -37,10 +37,11 @@ def test_further_events_are_delivered_once_the_interval_is_over() -> None:
     assert delivered == [1, 3]
 
 
-@pytest.mark.parametrize(("interval", "fewer"), [(0.0, False), (10.0, True)])
-def test_a_stream_has_the_same_text_in_fewer_pieces(interval: float, fewer: bool) -> None:
+@pytest.mark.parametrize(("interval", "tokens", "fewer"), [(0.0, 1, False), (10.0, 1, True), (0.0, 12, True)])
+def test_a_stream_has_the_same_text_in_fewer_pieces(interval: float, tokens: int, fewer: bool) -> None:
     with running_server(replace(SETTINGS, stream_interval=interval)) as server:
         fields = {"max_tokens": 30, "stream": True, "ignore_eos": True, "speculative": {"max_drafts": 0}}
+        fields["stream_interval"] = tokens
         whole = server.chat(**fields | {"stream": False}).json()["choices"][0]["message"]["content"]
         lines = server.chat(**fields).text.split("\n\n")
         assert lines[-2] == "data: [DONE]"
