@@ -83,7 +83,7 @@ ORDER = [
     ("train", "train.objective", "quantize"),
     ("compress", "train.recipe"),
     ("train.loop",),
-    ("bench", "roofline", "verify", "serve"),
+    ("assess", "bench", "roofline", "verify", "serve"),
     ("cli",),
     ("__main__",),
 ]
