@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from serving import SETTINGS, running_server
@@ -40,8 +41,8 @@ def test_further_events_are_delivered_once_the_interval_is_over() -> None:
 @pytest.mark.parametrize(("interval", "tokens", "fewer"), [(0.0, 1, False), (10.0, 1, True), (0.0, 12, True)])
 def test_a_stream_has_the_same_text_in_fewer_pieces(interval: float, tokens: int, fewer: bool) -> None:
     with running_server(replace(SETTINGS, stream_interval=interval)) as server:
-        fields = {"max_tokens": 30, "stream": True, "ignore_eos": True, "speculative": {"max_drafts": 0}}
-        fields["stream_interval"] = tokens
+        fields: dict[str, Any] = {"max_tokens": 30, "stream": True, "stream_interval": tokens, "ignore_eos": True}
+        fields["speculative"] = {"max_drafts": 0}
         whole = server.chat(**fields | {"stream": False}).json()["choices"][0]["message"]["content"]
         lines = server.chat(**fields).text.split("\n\n")
         assert lines[-2] == "data: [DONE]"
