@@ -22,6 +22,7 @@ from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.images import VisionLanguage
 from foretell.model.load.memory import check_memory
 from foretell.model.load.native import packed_bytes, weight_dtype
 from foretell.model.load.network import (
@@ -35,7 +36,7 @@ from foretell.model.load.quantization_config import parse_quantization, refuse_q
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.rounding import RoundedWeights
-from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
+from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.network import Network
 from foretell.speculator import is_speculator
@@ -233,7 +234,9 @@ def _load_with_transformers(reference: str, path: Path, dtype: str, device: torc
     SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
-    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _eos_tokens(path, config))
+    vision = VisionLanguage(model, path) if reads_images(model) else None
+    runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
+    return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
