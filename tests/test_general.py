@@ -146,6 +146,7 @@ GREEDY_RULES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "blockwise_lossy": lambda p: p >= np.sort(p)[-_default("accept_top_k")],
     "bild_lossy": lambda p: best(p) | (p >= np.exp(-_default("rollback_threshold"))),
     "early_exit_lossy": lambda p: p >= 0,
+    "skip_decode_lossy": lambda p: p >= 0,
     "medusa_lossy": best,
     "typical_lossy": best,
     "typical_tree": best,

@@ -21,7 +21,7 @@ from foretell.catalogue.options.self_drafting import (
     SelfSpeculativeOptions,
 )
 from foretell.draft import DraftModel, EarlyExitDrafter
-from foretell.draft.early_exit import ExitRule, TrainedExits
+from foretell.draft.exit_heads import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.compress import fake_quantize, identity, magnitude_prune
 from foretell.model.influence import measure_influence

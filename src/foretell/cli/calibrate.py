@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import data, options
-from foretell.draft.early_exit import Confidence
+from foretell.draft.exit_heads import Confidence
 from foretell.load import load
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset
