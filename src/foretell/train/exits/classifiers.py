@@ -44,7 +44,7 @@ def fit_classifiers(
     exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"], settings: HaltingSettings, seed: int = 0
 ) -> None:
     """Fit the classifiers. `target`: the target's own token after every token."""
-    outcomes = measure_outcomes(exits, states, target)
+    outcomes = measure_outcomes(exits, states, target, whole=settings.halting != "agreement")
     generator = torch.Generator().manual_seed(seed)
     if settings.halting == "agreement":
         count, loss = len(states), _agreement_loss(exits, states, outcomes)
@@ -56,8 +56,10 @@ def fit_classifiers(
 
 
 @torch.no_grad()
-def measure_outcomes(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"]) -> ExitOutcomes:
-    """What every exit, and the whole model, gives at every token."""
+def measure_outcomes(
+    exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"], whole: bool = True
+) -> ExitOutcomes:
+    """What every exit, and the whole model, gives at every token; without `whole`, the model's likelihoods are 0."""
     likelihood, correct = list[torch.Tensor](), list[torch.Tensor]()
     for i in range(len(exits.config.layers)):
         parts = [
@@ -66,8 +68,10 @@ def measure_outcomes(exits: Exits, states: LayerStates, target: Int[torch.Tensor
         ]
         likelihood.append(torch.cat([p for p, _ in parts]))
         correct.append(torch.cat([c for _, c in parts]))
-    head = exits.full_lm_head.float()
-    own = [F.linear(x.float(), head).log_softmax(-1).amax(-1) for x in states.final.split(CHUNK)]
+    own = [torch.zeros(len(states))]
+    if whole:
+        head = exits.full_lm_head.float()
+        own = [F.linear(x.float(), head).log_softmax(-1).amax(-1) for x in states.final.split(CHUNK)]
     layers, total = exits.config.layers, exits.config.target.layers
     depth = torch.tensor([*layers, total]) / total
     everywhere = torch.ones(len(states), dtype=torch.bool)
