@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from foretell.accept import AcceptExits, Match
 from foretell.accept.base import Acceptor
 from foretell.catalogue.exits import packed_exits
 from foretell.core.sampling import SamplingParams
+from foretell.draft import NoDrafter
 from foretell.draft.beta_mixture import AdaptiveThresholds, BetaMixtureThreshold
 from foretell.draft.early_exit import EarlyExitDrafter
 from foretell.draft.exit_heads import ExitHeads, ExitRule, SharedHead
@@ -21,7 +23,7 @@ from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Chain
+from foretell.shape import Chain, RootOnly
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.exits import Exits, ExitsConfig
 from helpers import VOCAB, random_tokens, wide_target
@@ -52,10 +54,10 @@ def heads() -> ExitHeads:
 
 
 def answer(
-    draft: EarlyExitDrafter, accept: Acceptor, in_one_call: bool, chain: Chain = Chain(4, draw=False), rows: int = 3
+    draft: EarlyExitDrafter, accept: Acceptor, in_one_call: bool, chain: Chain | None = None, rows: int = 3
 ) -> tuple[list[tuple[int, ...]], list[int], int]:
     """Answers, how much was drafted for each, and the tokens that left."""
-    engine = Engine(DecoderRunner(decoder()), Method(draft, chain, accept), rows=rows)
+    engine = Engine(DecoderRunner(decoder()), Method(draft, chain or Chain(4, draw=False), accept), rows=rows)
     assert draft._chain is not None
     if not in_one_call:
         draft._chain = None
@@ -64,8 +66,12 @@ def answer(
     return [tuple(map(int, c.tokens)) for c in completed], drafted, int(draft.exit_counts.sum())
 
 
+def plain_decoding() -> Method[Any]:
+    return Method(NoDrafter(), RootOnly(), Match())
+
+
 def plain() -> list[tuple[int, ...]]:
-    engine = Engine(DecoderRunner(decoder()), rows=1)
+    engine = Engine(DecoderRunner(decoder()), plain_decoding(), rows=1)
     return [tuple(map(int, c.tokens)) for c in engine.complete(REQUESTS)]
 
 
@@ -108,5 +114,5 @@ def test_adaptive_thresholds_learn_the_same_from_both() -> None:
 def test_sampled_requests_draft_with_the_target_s_noise() -> None:
     requests = [replace(r, sampling_params=SamplingParams(temperature=1.0, seed=5)) for r in REQUESTS]
     engine = Engine(DecoderRunner(decoder()), Method(EarlyExitDrafter(heads()), Chain(4, draw=False), Match()), rows=3)
-    expected = Engine(DecoderRunner(decoder()), rows=1).complete(requests)
+    expected = Engine(DecoderRunner(decoder()), plain_decoding(), rows=1).complete(requests)
     assert [c.tokens for c in engine.complete(requests)] == [c.tokens for c in expected]

@@ -45,7 +45,8 @@ def teacher_forced(prompt: list[int], tokens: list[int], budget: LayerBudget) ->
             states[torch.from_numpy(runs)] = network.run(
                 states[torch.from_numpy(runs)], layout, cache, BlockRange(layer, layer + 1)
             ).hidden_states[-1]
-        return network.logits(network.final_norm(states))[len(prompt) - 1 :].numpy()
+        logits: np.ndarray = network.logits(network.final_norm(states))[len(prompt) - 1 :].numpy()
+        return logits
 
 
 def test_the_budget_falls_and_its_layers_are_those_of_the_position_before() -> None:

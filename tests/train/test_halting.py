@@ -84,13 +84,13 @@ def test_equal_rollouts_give_no_gradient_and_a_penalty_leads_to_the_first_exit()
     generator = torch.Generator().manual_seed(0)
     same = ExitOutcomes(torch.zeros(30, 4), torch.ones(30, 4).bool(), outcomes().depth)
     score = torch.zeros(30, 3, requires_grad=True)
-    policy_loss(score, same, 0.0, generator).backward()  # type: ignore[no-untyped-call]
+    policy_loss(score, same, 0.0, generator).backward()
     assert score.grad is not None and score.grad.abs().max() == 0, "all depths have the same reward"
     bias = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.Adam([bias], 0.1)
     for _ in range(150):
         optimizer.zero_grad()
-        policy_loss(bias.expand(30, 3), same, 5.0, generator).backward()  # type: ignore[no-untyped-call]
+        policy_loss(bias.expand(30, 3), same, 5.0, generator).backward()
         optimizer.step()
     q = geometric_distribution(bias[None]).exp()[0]
     assert q[0] > 0.8 and ROLLOUTS == 8

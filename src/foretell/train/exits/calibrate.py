@@ -65,6 +65,10 @@ class CalibrationResult:
     check_loss: float
     check_depth: float
     check_answers: int
+    curve: tuple[tuple[float, float, float], ...]
+    """Of the chosen exits per level of `LEVELS`: the level, the mean loss of the tested answers, and the mean share of
+    the layers that run.
+    """
 
 
 def calibrate(
@@ -121,7 +125,12 @@ def calibrate(
         depth=mean_depth(tested, layers, exits, rule),
     )
     check = [_loss(a, layers, exits, rule, settings) for a in checked]
-    return CalibrationResult(calibration, float(np.mean(check)), mean_depth(checked, layers, exits, rule), len(checked))
+    curve = tuple(
+        (level, float(loss.mean()), mean_depth(tested, layers, exits, each))
+        for level, loss, each in zip(LEVELS, losses, rules, strict=True)
+    )
+    depth = mean_depth(checked, layers, exits, rule)
+    return CalibrationResult(calibration, float(np.mean(check)), depth, len(checked), curve)
 
 
 @torch.inference_mode()

@@ -25,7 +25,8 @@ _STEPS, _RATE, _BATCH = 200, 3e-2, 4096
 _LEAST_LIKELIHOOD = -20.0
 """Log-probability that counts for tokens outside the draft vocabulary."""
 
-Batch = Int[torch.Tensor, " n"]
+Loss = Callable[[torch.Tensor], torch.Tensor]
+"""Loss of the classifiers at the tokens, or answers, of these indices."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _exit_outcomes(
     return likelihood.clamp_min(_LEAST_LIKELIHOOD), draft_tokens(exits, logits.argmax(-1)) == target
 
 
-def _agreement_loss(exits: Exits, states: LayerStates, outcomes: ExitOutcomes) -> Callable[[Batch], torch.Tensor]:
+def _agreement_loss(exits: Exits, states: LayerStates, outcomes: ExitOutcomes) -> Loss:
     """Logistic regression of "this exit gives the target's token", both classes weighted alike; mean over exits."""
     label = outcomes.correct[:, :-1].float()
     share = label.mean(0).clamp(1e-3, 1 - 1e-3)
@@ -104,7 +105,7 @@ def _agreement_loss(exits: Exits, states: LayerStates, outcomes: ExitOutcomes) -
 
 def _token_loss(
     exits: Exits, states: LayerStates, outcomes: ExitOutcomes, settings: HaltingSettings, generator: torch.Generator
-) -> Callable[[Batch], torch.Tensor]:
+) -> Loss:
     if settings.halting == "policy":
         return lambda index: policy_loss(
             _scores(exits, states, index), select(outcomes, index), settings.penalty, generator
@@ -117,9 +118,7 @@ def _token_loss(
     )
 
 
-def _sequence_loss(
-    exits: Exits, states: LayerStates, outcomes: ExitOutcomes, settings: HaltingSettings
-) -> Callable[[Batch], torch.Tensor]:
+def _sequence_loss(exits: Exits, states: LayerStates, outcomes: ExitOutcomes, settings: HaltingSettings) -> Loss:
     """One depth per answer, from the state of its first token, which has attended to the prompt."""
     best = sequence_exits(outcomes, settings.oracle, settings.penalty, states.lengths)
     ends = torch.tensor(states.lengths).cumsum(0)
@@ -128,11 +127,11 @@ def _sequence_loss(
     return lambda index: F.nll_loss(multinomial_distribution(exits.depth_scores(h[index])), best[index])
 
 
-def _scores(exits: Exits, states: LayerStates, index: Batch) -> Float[torch.Tensor, "n e"]:
+def _scores(exits: Exits, states: LayerStates, index: Int[torch.Tensor, " n"]) -> Float[torch.Tensor, "n e"]:
     return torch.stack([exits.exit_score(i, h[index].float()) for i, h in enumerate(states.layers)], 1)
 
 
-def _train(exits: Exits, count: int, loss_of: Callable[[Batch], torch.Tensor], generator: torch.Generator) -> None:
+def _train(exits: Exits, count: int, loss_of: Loss, generator: torch.Generator) -> None:
     trained = exits.classifier.requires_grad_(), exits.classifier_bias.requires_grad_()
     optimizer = torch.optim.Adam(trained, _RATE)
     for step in range(_STEPS):
