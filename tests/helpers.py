@@ -139,7 +139,7 @@ class TinyCheckpoint(Checkpoint):
 
 _OPTIONS: Mapping[str, Mapping[str, object]] = {
     "early_exit_lossy": {"exit_threshold": 0.02},
-    "skip_decode_lossy": {"min_layers": 1, "horizon": 8},
+    "skip_decode_lossy": {"min_layers": 1, "horizon": 2},
     "sparse_kv_draft": {"cache_budget": 8, "cache_refresh": 3},
     "triforce": {"cache_budget": 8, "cache_refresh": 3},
 }
