@@ -172,8 +172,8 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   const uint64_t* noise;
   const double* noise_scale;
   int32_t candidates;
-  // Least confidence in a node for it to be added, and to be expanded: its probability given its parent or, if `margin`,
-  // the difference of the two largest probabilities after its parent.
+  // Least confidence in a node for it to be added, and to be expanded: its probability given its parent or, if
+  // `margin`, the difference of the two largest probabilities after its parent.
   double min_confidence, min_expand_confidence;
   int32_t margin;
   // Null, or receive the outputs of the layers, [requests * (1 + width * depth), hidden], the roots' first, and the row
