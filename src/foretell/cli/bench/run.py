@@ -29,7 +29,7 @@ from foretell.cli.bench.inputs import (
     load_selected_questions,
     resumable,
 )
-from foretell.cli.options import split_commas
+from foretell.cli.options import MemoryLimit, split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import resolve_dtype
 from foretell.model.load.reference import DEFAULT_MODEL
@@ -65,8 +65,10 @@ def run(
             help="Methods keep their state from question to question, as in a server, separately for each repeat.",
         ),
     ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Questions that a method answers at the same time.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is answered; times are medians.")] = 3,
     threads: Threads = None,
+    target_memory_limit: MemoryLimit = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, each competitor in a process of its own.")] = True,
     gguf_cache: Folder = None,
 ) -> None:
@@ -83,9 +85,11 @@ def run(
         threads=set_threads(threads),
         dtypes=tuple(dict.fromkeys(resolve_dtype(model, name, device) for name in split_commas(dtype))),
         device=device,
+        batch=batch,
         remember=remember,
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
+        memory_limit=None if target_memory_limit is None else target_memory_limit << 20,
     )
     plan = BenchPlan.from_settings(settings, split_commas(methods), split_commas(peers), gguf_cache or default_folder())
     with resumable(out), RunStore(out, settings, QuestionResult) as store:
