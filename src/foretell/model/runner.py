@@ -30,6 +30,11 @@ class Runner(ABC):
         """What computes the passes; by default unknown, without batch invariance."""
         return Backend("custom", precision="")
 
+    @property
+    def innermost(self) -> "Runner":
+        """The runner that does the work, where this one passes every call on to another."""
+        return self
+
     @abstractmethod
     def length(self, row: int) -> int:
         """Number of committed tokens of a row."""
@@ -205,6 +210,8 @@ class DecoderRunner(Runner):
         scored: Bool[np.ndarray, "b n"],
     ) -> PartialPass:
         """The pass over a tree, as far as others have run it."""
+        if len(begun) == 1 and begun[0].tree is tree and begun[0].rows == tuple(rows) and not begun[0].filled.any():
+            return begun[0]
         found = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
         for part in begun:
             found.adopt(part, scored)
