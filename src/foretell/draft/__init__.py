@@ -20,6 +20,7 @@ from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
 from foretell.draft.sparse_cache import SparseCacheDrafter
+from foretell.draft.sparse_target import SparseTargetDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "PromptLookup",
     "Retriever",
     "SparseCacheDrafter",
+    "SparseTargetDrafter",
     "SuffixRetriever",
     "TokenRecycling",
 ]
