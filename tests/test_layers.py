@@ -85,7 +85,7 @@ ORDER = [
     ("train", "train.objective", "quantize"),
     ("compress", "sparsify", "train.recipe"),
     ("train.loop",),
-    ("bench", "roofline", "verify", "serve"),
+    ("assess", "bench", "roofline", "verify", "serve"),
     ("cli",),
     ("__main__",),
 ]

@@ -40,6 +40,7 @@ COMMANDS: Sequence[Command] = (
     Command("quantize", "foretell.cli.quantize", "Write a model with few bits per weight (RTN, GPTQ, AWQ, HQQ)."),
     Command("compress", "foretell.cli.compress", "Prune a model, lower its rank or drop blocks; write it with a card."),
     Command("evaluate", "foretell.cli.evaluate", "Compare a dtype with the model's exact numbers: KL and perplexity."),
+    Command("assess", "foretell.cli.assess", "Report what a compression changed: fidelity, knowledge, robustness."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
     Command("calibrate", "foretell.cli.calibrate", "Bound what a lossy method changes: thresholds of exits."),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
