@@ -48,7 +48,7 @@ def sparse(rule: NeuronRule, precision: Precision) -> NativeDecoder:
 def predictor(threshold: float) -> PredictedNeurons:
     generator = torch.Generator().manual_seed(1)
     inputs, outputs = torch.randn(24, HIDDEN, generator=generator), torch.randn(FFN, 24, generator=generator)
-    return PredictedNeurons(inputs, outputs, threshold)
+    return PredictedNeurons(inputs, outputs, threshold, torch.randn(FFN, generator=generator))
 
 
 @torch.inference_mode()

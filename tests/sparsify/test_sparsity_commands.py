@@ -42,7 +42,7 @@ def test_a_calibration_says_its_price_and_runs(method: str, tmp_path: Path) -> N
     calibrate(tmp_path / "out", method, *CALIBRATE)
     found = json.loads((tmp_path / "out" / "sparsity.json").read_text())
     assert found["method"] == method and len(found["thresholds"]) == 2 and found["price"]["kl"] > 0
-    arguments = ["generate", "ab", "--model", model(), "--max-new-tokens", "6"]
+    arguments: list[str | Path] = ["generate", "ab", "--model", model(), "--max-new-tokens", "6"]
     lossy = run_foretell(*arguments, "--method", "autoregressive", "--sparsity", tmp_path / "out")
     assert lossy.exit_code == 0 and "LOSSY" in lossy.stderr and f"{method} 0.5: KL" in lossy.stderr
     config = json.dumps({"sparsity": str(tmp_path / "out")})
@@ -79,6 +79,25 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str, tmp_path:
 def test_thresholds_of_another_model_are_refused(tmp_path: Path) -> None:
     calibrate(tmp_path / "out", "cats", *CALIBRATE)
     other = save_tiny_model(tmp_path / "other", layers=3)
-    arguments = ["generate", "ab", "--model", other, "--max-new-tokens", "2"]
+    arguments: list[str | Path] = ["generate", "ab", "--model", other, "--max-new-tokens", "2"]
     assert "chosen for another model" in expect_error(*arguments, "--sparsity", tmp_path / "out")
     assert "needs to know which neurons to read" in expect_error(*arguments, "--method", "sparse_mlp_draft")
+
+
+def test_predictors_find_more_than_a_fixed_set_and_draft_without_loss(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run_foretell(
+        *("train", "sparsity", model(), "--out", out, "--text", text(), "--rank", "8", "--steps", "20", *CALIBRATE)
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = json.loads((out / "sparsity.json").read_text())
+    assert len(found["recall"]) == len(found["recall_of_fixed_set"]) == 2 and len(found["recall_ahead"]) == 1
+    assert all(r > c for r, c in zip(found["recall"], found["recall_of_fixed_set"], strict=True)), found
+    arguments: list[str | Path] = ["generate", "ab", "--model", model(), "--max-new-tokens", "6", "--method"]
+    drafted = run_foretell(*arguments, "sparse_mlp_draft", "--speculative-config", json.dumps({"sparsity": str(out)}))
+    assert drafted.stdout == run_foretell(*arguments, "autoregressive").stdout and "lossless" in drafted.stderr
+
+
+def test_a_rank_outside_its_range_is_refused(tmp_path: Path) -> None:
+    arguments = ("train", "sparsity", model(), "--out", tmp_path / "x", "--text", text(), "--rank", "0", *CALIBRATE)
+    assert "predictors have a rank of 1 to" in expect_error(*arguments)

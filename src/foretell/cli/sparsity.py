@@ -80,7 +80,10 @@ def _report(file: SparsityFile, folder: Path, sparse: Model) -> str:
     if chosen:
         lines.append(f"a token reads {chosen:.1%} of the neurons")
     if file.recall:
-        lines.append(f"recall of the neurons to read: {sum(file.recall) / len(file.recall):.1%}")
+        lines.append(
+            f"recall of the neurons to read: {_mean(file.recall)} (from the layer before: {_mean(file.recall_ahead)}; "
+            f"of a fixed set: {_mean(file.recall_of_fixed_set)})"
+        )
     p = file.price
     lines += [
         f"LOSSY, on {p.tokens:,} positions held back: KL {p.kl:.4f} nats, {p.same_top:.1%} equal top tokens, "
@@ -90,3 +93,7 @@ def _report(file: SparsityFile, folder: Path, sparse: Model) -> str:
         f'\'{{"sparsity": "{folder}"}}\'',
     ]
     return "\n".join(lines)
+
+
+def _mean(shares: tuple[float, ...]) -> str:
+    return f"{sum(shares) / len(shares):.1%}" if shares else "none"

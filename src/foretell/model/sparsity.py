@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import nn
 
-from foretell.model.activation import gated
+from foretell.model.activation import activated, gated
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
@@ -41,13 +41,14 @@ class InputThresholds:
 
 @dataclass(frozen=True, eq=False)
 class PredictedNeurons:
-    """A neuron is read where its score `(outputs @ inputs @ x)` is greater (Deja Vu, arXiv 2310.17157); `x` is the
+    """A neuron is read where its score `outputs @ inputs @ x + bias` is greater (Deja Vu, arXiv 2310.17157); `x` is the
     input of the network.
     """
 
     inputs: Float[Tensor, "r d"]
     outputs: Float[Tensor, "f r"]
     threshold: float
+    bias: Float[Tensor, " f"]
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,14 @@ class SparseFeedForward(FeedForward):
         if isinstance(self.rule, GateThreshold):
             gate = self.gate_up(x).chunk(2, -1)[0]
             return gated(gate, torch.ones_like(gate), self.activation).abs() > self.rule.threshold
-        scores = x.float() @ self.rule.inputs.float().to(x.device).T @ self.rule.outputs.float().to(x.device).T
-        return scores > self.rule.threshold
+        inputs, outputs, bias = (
+            part.float().to(x.device) for part in (self.rule.inputs, self.rule.outputs, self.rule.bias)
+        )
+        return x.float() @ inputs.T @ outputs.T + bias > self.rule.threshold
 
     def forward(self, x: Float[Tensor, "*t d"]) -> Float[Tensor, "*t d"]:
         """The dense network with the other neurons at zero."""
-        inner = gated(*self.gate_up(x).chunk(2, -1), self.activation)
+        inner = activated(self.gate_up(x), self.activation)
         out: Tensor = self.down(inner.masked_fill(~self.choose(x), 0))
         return out
 

@@ -68,8 +68,12 @@ class SparsityFile(BaseModel):
     price: SparsityPrice | None = None
     recall: tuple[float, ...] = ()
     """Per layer the share of the neurons to read that were predicted (`deja_vu`), on text that was held back."""
-    ahead: int = Field(0, ge=0, le=1)
-    """Layers by which predictors look ahead (`deja_vu`)."""
+    recall_ahead: tuple[float, ...] = ()
+    """The same from layer 1 on, of predictors that read the input of the layer before (Deja Vu's look-ahead), which
+    are not kept.
+    """
+    recall_of_fixed_set: tuple[float, ...] = ()
+    """The same of a fixed set of as many neurons, those that are needed most often."""
 
     def save(self, folder: Path) -> None:
         """Write the file into a folder."""
@@ -135,7 +139,10 @@ def _predictors(path: Path, thresholds: Sequence[float]) -> tuple[NeuronRule, ..
         with safe_open(path, "pt") as tensors:
             return tuple(
                 PredictedNeurons(
-                    tensors.get_tensor(f"layers.{i}.inputs"), tensors.get_tensor(f"layers.{i}.outputs"), threshold
+                    tensors.get_tensor(f"layers.{i}.inputs"),
+                    tensors.get_tensor(f"layers.{i}.outputs"),
+                    threshold,
+                    tensors.get_tensor(f"layers.{i}.bias"),
                 )
                 for i, threshold in enumerate(thresholds)
             )

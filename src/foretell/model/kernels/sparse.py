@@ -78,7 +78,7 @@ class NeuronCounts:
     def chosen_share(self) -> float:
         """Mean share of the neurons that a token chooses."""
         tokens, chosen, _ = self.numbers.sum(0).tolist()
-        return chosen / max(tokens * self.neurons, 1)
+        return float(chosen / max(tokens * self.neurons, 1))
 
 
 class SparseBlocks:
@@ -153,9 +153,11 @@ class SparseBlocks:
             up_rows=up.data_ptr(),
             counts=self.counts.numbers[i].data_ptr(),
         )
-        parts = [weights.gate] if isinstance(rule, GateThreshold) else [rule.inputs, rule.outputs]
+        parts: list[tuple[Matrix, Tensor | None]] = [(weights.gate, None)]
+        if isinstance(rule, PredictedNeurons):
+            parts = [(rule.inputs, None), (rule.outputs, rule.bias)]
         precision = self._stack.precision if isinstance(rule, GateThreshold) else self._floats
-        packed = PackedLinears.pack([(plan_rows([part], precision), None) for part in parts], self._stack.kernels)
+        packed = PackedLinears.pack([(plan_rows([part], precision), bias) for part, bias in parts], self._stack.kernels)
         if isinstance(rule, GateThreshold):
             sparse.gate = packed.structs[0]
         else:

@@ -325,7 +325,8 @@ const char* foretell_abi() {
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
       F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
-      F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first), F(Layer, scale), F(Layer, sparse));
+      F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first),
+      F(Layer, scale), F(Layer, sparse));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
       F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));

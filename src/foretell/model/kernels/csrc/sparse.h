@@ -97,7 +97,9 @@ class SparsePass {
   void multiply_read(const std::vector<int>& neurons, const uint32_t* matrix, const SparseMlp& s, const Rows& x,
                      int words, const Take& take) const {
     const int count = (int)neurons.size();
-    const auto row = [&](int n) { return matrix + (size_t)neurons[(size_t)std::min(n, count - 1)] * (size_t)s.row_words; };
+    const auto row = [&](int n) {
+      return matrix + (size_t)neurons[(size_t)std::min(n, count - 1)] * (size_t)s.row_words;
+    };
     for (int n = 0; n < count; n += kRowsAtOnce) {
       const uint32_t *rows[kRowsAtOnce], *soon[kRowsAtOnce];
       for (int i = 0; i < kRowsAtOnce; ++i) rows[i] = row(n + i), soon[i] = row(n + kRowsAtOnce + i);
