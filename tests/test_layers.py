@@ -52,6 +52,7 @@ ORDER = [
     (
         "model.compact_runner",
         "model.compress",
+        "model.diffusion.attention",
         "model.cuda_graph",
         "model.evicting_runner",
         "model.kernels.decoder",
@@ -71,7 +72,14 @@ ORDER = [
         "model.training",
     ),
     ("model.mtp",),
-    ("model.influence", "model.load", "model.reduced_vocabulary", "model.skip", "model.sparsity_file"),
+    (
+        "model.diffusion",
+        "model.influence",
+        "model.load",
+        "model.reduced_vocabulary",
+        "model.skip",
+        "model.sparsity_file",
+    ),
     ("speculator.network",),
     ("draft", "accept"),
     ("shape",),
@@ -85,7 +93,7 @@ ORDER = [
     ("train", "train.objective", "quantize"),
     ("compress", "sparsify", "train.recipe"),
     ("train.loop",),
-    ("assess", "bench", "roofline", "verify", "serve"),
+    ("assess", "bench", "diffusion", "nat", "roofline", "verify", "serve"),
     ("cli",),
     ("__main__",),
 ]
