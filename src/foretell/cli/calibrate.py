@@ -8,7 +8,7 @@ from rich.console import Console
 
 from foretell.cli import data, options
 from foretell.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
-from foretell.draft.early_exit import Confidence
+from foretell.draft.exit_heads import Confidence
 from foretell.load import load
 from foretell.model.sparsity_file import SparsityFile
 from foretell.sparsify.thresholds import THRESHOLD_METHODS, calibrate_thresholds, check_share
@@ -111,6 +111,9 @@ def exits(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 20_000,
     longest: Annotated[int, typer.Option(min=2, help="Tokens of an answer that count.")] = 256,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Also print what changes and how many layers run at every level of caution.")
+    ] = False,
     dtype: options.Dtype = "auto",
 ) -> None:
     """Choose exits and thresholds so that the share of changed tokens is bounded, for early_exit_lossy.
@@ -146,3 +149,6 @@ def exits(
         f"on {found.check_answers} fresh answers: {found.check_loss:.2%} change; {found.check_depth:.1%} of the layers "
         f"run\n{file}"
     )
+    if curve:
+        rows = [f"| {level:g} | {loss:.2%} | {depth:.1%} |" for level, loss, depth in found.curve]
+        typer.echo("\n".join([f"\n| agreement of those that leave | {what} | layers run |", "|---:|---:|---:|", *rows]))
