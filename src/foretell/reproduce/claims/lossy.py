@@ -67,6 +67,24 @@ def _exits(lab: Lab) -> Finding:
     )
 
 
+def _later_tokens(lab: Lab) -> Finding:
+    layers = lab.model.network.config.layers
+    least = [round(layers * share) for share in (1.0, 0.9, 0.7)]
+    points = [
+        (n, lab.run("skip_decode_lossy", {"max_layers": layers, "min_layers": n, "horizon": 32}).mean_variation)
+        for n in least
+    ]
+    prices = [y for _, y in points]
+    return Finding(
+        rises(prices, 0.0) and prices[-1] > prices[0],
+        f"a total variation per token of {', '.join(f'{p:.2f}' for p in prices)} where the last tokens run "
+        f"{', '.join(map(str, least))} of {layers} layers",
+        (Series.of("skip_decode_lossy", points),),
+        "layers of the last tokens",
+        "price: total variation per token",
+    )
+
+
 CLAIMS = (
     Claim(
         "lenience_lossy",
@@ -103,5 +121,11 @@ CLAIMS = (
         "Typical acceptance is greedy decoding at temperature 0, and a lower threshold accepts more above it.",
         "all greedy answers identical; tokens per pass never fall over 0.3, 0.09, 0.01",
         lambda lab: _typical(lab, "typical_lossy"),
+    ),
+    Claim(
+        "skip_decode_lossy",
+        "A smaller budget of layers for later tokens costs more.",
+        "the price never falls from all layers to 0.7 of them",
+        _later_tokens,
     ),
 )

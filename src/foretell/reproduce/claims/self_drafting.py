@@ -95,6 +95,33 @@ def _hierarchy(lab: Lab) -> Finding:
     )
 
 
+def _some_neurons(lab: Lab) -> Finding:
+    run = lab.run("sparse_mlp_draft", {"confidence_threshold": 0.0, "num_speculative_tokens": 3})
+    return Finding(
+        run.acceptance >= 0.7,
+        f"first drafts are accepted in {percent(run.acceptance)} of the passes, {run.tokens_per_pass:.2f} tokens per pass",
+        (Series.of("sparse_mlp_draft", [(d, run.conditional_acceptance(d)) for d in (1, 2, 3)]),),
+        "depth of the draft",
+        "share accepted of those reached",
+        "Neurons of a small model are seldom idle.",
+    )
+
+
+def _first_neurons(lab: Lab) -> Finding:
+    options = {"confidence_threshold": 0.0, "num_speculative_tokens": 3}
+    points = [(s, lab.run("matformer_draft", {**options, "neuron_share": s}).acceptance) for s in (0.5, 0.75, 0.9)]
+    values = [y for _, y in points]
+    return Finding(
+        rises(values, 0.0) and values[-1] > values[0],
+        f"first drafts of half of the neurons are accepted in {percent(values[0])} of the passes, of 90 % of them in "
+        f"{percent(values[-1])}",
+        (Series.of("matformer_draft", points),),
+        "share of the neurons",
+        "share of accepted first drafts",
+        "A model that was not trained as nested parts needs all of its neurons.",
+    )
+
+
 CLAIMS = (
     Claim(
         "layer_skip",
@@ -131,5 +158,17 @@ CLAIMS = (
         "A small model in front of a sparse-cache draft keeps most of its acceptance.",
         "three quarters of the tokens per pass",
         _hierarchy,
+    ),
+    Claim(
+        "sparse_mlp_draft",
+        "The neurons that a token chooses suffice for drafts.",
+        "first drafts accepted in 70 % of the passes",
+        _some_neurons,
+    ),
+    Claim(
+        "matformer_draft",
+        "The larger the nested part of the feed-forward networks, the more of its drafts are accepted.",
+        "the share of accepted first drafts never falls over 0.5, 0.75 and 0.9 of the neurons",
+        _first_neurons,
     ),
 )
