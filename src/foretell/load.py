@@ -17,6 +17,7 @@ from foretell.model.config import CacheDtype, ModelConfig, with_context, with_ro
 from foretell.model.config_readers.architectures import is_decoder_family
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.config_readers.values import eos_token_ids
+from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
@@ -90,6 +91,7 @@ def load(
     policy = None if kv_cache_policy is None else parse_eviction(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
+    _refuse_diffusion(reference, path)
     if _is_foreign(path):
         if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto" or policy is not None:
             raise ValueError(
@@ -153,6 +155,20 @@ def resolve_dtype(reference: str, dtype: str, device: str) -> str:
 def _is_foreign(path: Path) -> bool:
     """Whether transformers runs the model."""
     return path.is_dir() and not is_decoder_family(_read_config(path))
+
+
+def _refuse_diffusion(reference: str, path: Path) -> None:
+    """Refuse a masked diffusion model.
+
+    Raises:
+        ValueError: it is one.
+    """
+    raw = _read_config(path) if path.is_dir() else {}
+    if is_diffusion(raw):
+        raise ValueError(
+            f"{reference}: an autoregressive model was asked for, and this is a masked diffusion model "
+            f"({raw['model_type']}), which does not predict the next token; decode it with foretell diffusion generate"
+        )
 
 
 class _FileCheckpoint(Checkpoint):

@@ -30,6 +30,11 @@ class Runner(ABC):
         """What computes the passes; by default unknown, without batch invariance."""
         return Backend("custom", precision="")
 
+    @property
+    def innermost(self) -> "Runner":
+        """The runner that does the work, where this one passes every call on to another."""
+        return self
+
     @abstractmethod
     def length(self, row: int) -> int:
         """Number of committed tokens of a row."""
