@@ -85,3 +85,14 @@ def test_predicted_gains_follow_the_bytes_of_a_pass() -> None:
     assert 1 < predict.kv_budget(64) < predict.kv_budget(8) and (predict.kv_dtype("int8") or 0) > 1
     assert predict.exits(1.0, ()) == pytest.approx(1) and 1.5 < predict.exits(0.5, (8,)) < 2
     assert predict.method("no_such_method") is None and (predict.method("eagle3") or 0) > 1.5
+
+
+def test_sparsity_and_steps_outside_the_pass_are_predicted() -> None:
+    _, config = find_model("llama-2-7b")
+    device = known_hardware()["a100-80g"]
+    predict = Predictor(device, config, "bfloat16", 64)
+    assert predict.sparsity("cats", 0.0) == pytest.approx(1) and predict.sparsity("abacus", 0.5) is None
+    cats, teal = (predict.sparsity(method, 0.5) or 0 for method in ("cats", "teal"))
+    assert 1.1 < cats < (predict.sparsity("matformer", 0.5) or 0) < teal < 2
+    slow = replace(device, drafting={"model bfloat16": {"autoregressive": (0.1, 0.0, 0.0, 0.0)}})
+    assert 1 < (Predictor(slow, config, "bfloat16", 64).sparsity("teal", 0.5) or 0) < 1.1
