@@ -22,7 +22,7 @@ from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, exponential_variates
 from foretell.core.tree import TokenTree, root_tree
 from foretell.draft import DraftModel, EarlyExitDrafter, MixtureDrafter, Predictor, PromptLookup
-from foretell.draft.early_exit import TrainedExits
+from foretell.draft.exit_heads import TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
@@ -140,6 +140,7 @@ class TinyCheckpoint(Checkpoint):
 
 _OPTIONS: Mapping[str, Mapping[str, object]] = {
     "early_exit_lossy": {"exit_threshold": 0.02},
+    "skip_decode_lossy": {"min_layers": 1, "horizon": 2},
     "sparse_kv_draft": {"cache_budget": 8, "cache_refresh": 3},
     "triforce": {"cache_budget": 8, "cache_refresh": 3},
 }

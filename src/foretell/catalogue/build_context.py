@@ -114,12 +114,13 @@ def default_exit_layer(config: ModelConfig) -> int:
     return max(1, config.layers // 3)
 
 
-def chain(options: ChainOptions) -> Shape[Predictor]:
-    """A chain with the length, confidence and schedule of the options."""
+def chain(options: ChainOptions, fallback: float = 0.0) -> Shape[Predictor]:
+    """A chain with the length, confidence and schedule of the options; `fallback`: see `ChainLimits`."""
     fixed = Chain(
         options.num_speculative_tokens,
         draw=options.draft_sample_method != "greedy",
         confidence=options.confidence_threshold,
+        fallback=fallback,
     )
     if options.num_assistant_tokens_schedule == "constant":
         return fixed

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import data, options
-from foretell.draft.early_exit import Confidence
+from foretell.draft.exit_heads import Confidence
 from foretell.load import load
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset
@@ -55,6 +55,9 @@ def exits(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 20_000,
     longest: Annotated[int, typer.Option(min=2, help="Tokens of an answer that count.")] = 256,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Also print what changes and how many layers run at every level of caution.")
+    ] = False,
     dtype: options.Dtype = "auto",
 ) -> None:
     """Choose exits and thresholds so that the share of changed tokens is bounded, for early_exit_lossy.
@@ -90,3 +93,6 @@ def exits(
         f"on {found.check_answers} fresh answers: {found.check_loss:.2%} change; {found.check_depth:.1%} of the layers "
         f"run\n{file}"
     )
+    if curve:
+        rows = [f"| {level:g} | {loss:.2%} | {depth:.1%} |" for level, loss, depth in found.curve]
+        typer.echo("\n".join([f"\n| agreement of those that leave | {what} | layers run |", "|---:|---:|---:|", *rows]))

@@ -20,6 +20,7 @@ from foretell.draft.parallel_sampling import ParallelDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
+from foretell.draft.skip_decode import SkipDecodeDrafter
 from foretell.draft.sparse_cache import SparseCacheDrafter
 from foretell.draft.suffix import SuffixRetriever
 
@@ -48,6 +49,7 @@ __all__ = [
     "Predictor",
     "PromptLookup",
     "Retriever",
+    "SkipDecodeDrafter",
     "SparseCacheDrafter",
     "SuffixRetriever",
     "TokenRecycling",

@@ -210,6 +210,8 @@ class DecoderRunner(Runner):
         scored: Bool[np.ndarray, "b n"],
     ) -> PartialPass:
         """The pass over a tree, as far as others have run it."""
+        if len(begun) == 1 and begun[0].tree is tree and begun[0].rows == tuple(rows) and not begun[0].filled.any():
+            return begun[0]
         found = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
         for part in begun:
             found.adopt(part, scored)

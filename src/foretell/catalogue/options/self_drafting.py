@@ -32,6 +32,18 @@ class LayerSkipOptions(SelfDraftOptions):
         ),
     ] = None
 
+    fallback_threshold: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            description=(
+                "A chain ends before a token to which the exit gives a smaller probability. Unset: 0.6 with fitted "
+                "exits, which need not draft at every token; else 0."
+            ),
+        ),
+    ] = None
+
 
 class SelfSpeculativeOptions(RejectionOptions):
     """The target without some sub-layers."""

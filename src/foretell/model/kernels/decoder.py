@@ -418,6 +418,12 @@ class NativeDecoder:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
 
+    def with_head(self, norm: Float[torch.Tensor, " d"], head: NativeLinear) -> "NativeDecoder":
+        """The same blocks with another final norm and head."""
+        other = self._sharing(self.config, self.stack)
+        other.norm, other.head = norm, head
+        return other
+
     def without_sublayers(self, skip: SkipSet) -> "NativeDecoder":
         """The network without some sub-layers, sharing all weights."""
         return self._sharing(self.config, self.stack.without_sublayers(skip.attention, skip.mlp))

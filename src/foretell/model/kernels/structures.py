@@ -155,6 +155,8 @@ class DynamicTree(ctypes.Structure):
         *(("min_score", c_double), ("min_expand_score", c_double)),
         *((name, c_void_p) for name in ("max_depth", "row", "length")),
         *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
+        *(("min_confidence", c_double), ("min_expand_confidence", c_double), ("margin", c_int32)),
+        *((name, c_void_p) for name in ("outputs", "output_row", "confidence")),
         *((name, c_void_p) for name in ("token", "parent", "sizes", "score")),
     )
 

@@ -172,6 +172,15 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   const uint64_t* noise;
   const double* noise_scale;
   int32_t candidates;
+  // Least confidence in a node for it to be added, and to be expanded: its probability given its parent or, if
+  // `margin`, the difference of the two largest probabilities after its parent.
+  double min_confidence, min_expand_confidence;
+  int32_t margin;
+  // Null, or receive the outputs of the layers, [requests * (1 + width * depth), hidden], the roots' first, and the row
+  // of every node among them (-1: it was not run) and the confidence in it, [requests, 1 + budget] each.
+  float* outputs;
+  int64_t* output_row;
+  double* confidence;
   // Receive per request a tree of the root and at most `budget` nodes below it: tokens, parents (-1 for the root) and
   // scores, [requests, 1 + budget] each, and the number of nodes below the root. The root's token is not written.
   int64_t *token, *parent, *sizes;

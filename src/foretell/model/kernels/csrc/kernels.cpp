@@ -334,8 +334,9 @@ const char* foretell_abi() {
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
       F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates),
-      F(DynamicTree, token), F(DynamicTree, parent), F(DynamicTree, sizes),
-      F(DynamicTree, score));
+      F(DynamicTree, min_confidence), F(DynamicTree, min_expand_confidence), F(DynamicTree, margin),
+      F(DynamicTree, outputs), F(DynamicTree, output_row), F(DynamicTree, confidence), F(DynamicTree, token),
+      F(DynamicTree, parent), F(DynamicTree, sizes), F(DynamicTree, score));
     S(EagleRead, F(EagleRead, states), F(EagleRead, state_rows), F(EagleRead, token), F(EagleRead, place),
       F(EagleRead, count));
     S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, parent), F(TreePass, active),
