@@ -10,9 +10,11 @@ from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetri
 from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.sparsity import FirstNeurons, NeuronRule, sparse_decoder
 from foretell.shape import (
     AdaptiveChain,
     Chain,
@@ -98,6 +100,24 @@ def changed_copy(context: BuildContext, change: DecoderTransform, dtype: str | N
             "this method drafts with a changed copy of the target's weights, which cannot be read again here"
         )
     return change(network)
+
+
+def sparse_network(context: BuildContext, rules: Sequence[NeuronRule]) -> Network:
+    """The target with a rule per layer by which tokens choose the neurons that they read, sharing its weights.
+
+    Raises:
+        ValueError: it cannot have such rules, or its weights cannot be read again.
+    """
+    network = require_network(context, "drafts with a part of the target's neurons")
+    if isinstance(network, NativeDecoder | Decoder) and network.sparsity:
+        raise ValueError(f"the target reads a part of its neurons already ({network.sparsity}); load it without")
+    if context.checkpoint is not None:
+        return context.checkpoint.sparse_network(network, rules)
+    if isinstance(network, Decoder):
+        return sparse_decoder(network, rules)
+    if isinstance(network, NativeDecoder) and all(isinstance(rule, FirstNeurons) for rule in rules):
+        return network.with_rules(rules)
+    raise ValueError("this method packs the target's weights another time, which cannot be read again here")
 
 
 def early_exit_draft(context: BuildContext, exit_layer: int | None) -> DraftModel:

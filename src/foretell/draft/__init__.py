@@ -22,6 +22,7 @@ from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
 from foretell.draft.skip_decode import SkipDecodeDrafter
 from foretell.draft.sparse_cache import SparseCacheDrafter
+from foretell.draft.sparse_target import SparseTargetDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Retriever",
     "SkipDecodeDrafter",
     "SparseCacheDrafter",
+    "SparseTargetDrafter",
     "SuffixRetriever",
     "TokenRecycling",
 ]

@@ -115,7 +115,7 @@ class PartialPass:
 
         Nodes that have passed more layers keep theirs, and their own state is returned.
         """
-        behind = self._with_ancestors(wanted) & (self.depth < layer) & ~self.filled
+        behind = with_ancestors(self.tree, wanted) & (self.depth < layer) & ~self.filled
         while behind.any():
             start = int(self.depth[behind].min())
             now = behind & (self.depth == start)
@@ -217,14 +217,16 @@ class PartialPass:
     def _mask(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[torch.Tensor, "b n"]:
         return torch.from_numpy(nodes).to(self._states.device)
 
-    def _with_ancestors(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
-        out = nodes.copy()
-        for row, node in zip(*np.nonzero(nodes), strict=True):
-            parent = int(self.tree.parent[row, node])
-            while parent >= 0 and not out[row, parent]:
-                out[row, parent] = True
-                parent = int(self.tree.parent[row, parent])
-        return out
+
+def with_ancestors(tree: TokenTree, nodes: Bool[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
+    """The marked nodes of a tree and their ancestors."""
+    out = nodes.copy()
+    for row, node in zip(*np.nonzero(nodes), strict=True):
+        parent = int(tree.parent[row, node])
+        while parent >= 0 and not out[row, parent]:
+            out[row, parent] = True
+            parent = int(tree.parent[row, parent])
+    return out
 
 
 def _widen(array: np.ndarray, more: int) -> np.ndarray:

@@ -93,3 +93,25 @@ class PrunedDraftOptions(SelfDraftOptions):
     sparsity: Annotated[
         float, Field(ge=0, le=1, description="Share of the drafter's weights that are set to zero.")
     ] = 0.0
+
+
+class SparseMlpDraftOptions(SelfDraftOptions):
+    """The target with the neurons that its tokens choose."""
+
+    sparsity: Annotated[
+        str,
+        Field(
+            description=(
+                "Directory of `foretell calibrate sparsity` or `foretell train sparsity`, which says what a token "
+                "reads. Required."
+            )
+        ),
+    ] = ""
+
+
+class MatFormerDraftOptions(SelfDraftOptions):
+    """The target with its first neurons."""
+
+    neuron_share: Annotated[
+        float, Field(gt=0, le=1, description="Share of the neurons of every layer that the draft reads.")
+    ] = 0.5
