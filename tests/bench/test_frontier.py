@@ -57,6 +57,7 @@ def test_every_way_is_priced_and_an_ended_run_is_not_repeated(tmp_path: Path) ->
     [
         (("--checkpoint", str(tiny_target())), "it is unknown what was done to it"),
         (("--exits", str(tiny_target())), "no calibration of exits is here"),
+        (("--sparsity", str(tiny_target())), "sparsity.json: cannot be read"),
         (("--families", "speed"), "unknown family 'speed'"),
         (("--hardware", "abacus"), "unknown hardware 'abacus'"),
         (("--kv-budget", "none"), "whole numbers"),
@@ -70,7 +71,7 @@ def test_names_of_ways_are_unique_and_families_are_listed() -> None:
     inputs = WayInputs(ModelOptions(str(tiny_target()), "float32"), ("int8", "float32"), (64, 128), methods=("ngram",))
     names = [way.competitor for way in all_ways(inputs)]
     assert len(set(names)) == len(names) and "float32/weights" not in names
-    assert {name.split("/")[1] for name in names} == set(FAMILIES) - {"checkpoint", "exits"}
+    assert {name.split("/")[1] for name in names} == set(FAMILIES) - {"checkpoint", "exits", "sparsity"}
 
 
 def test_predicted_gains_follow_the_bytes_of_a_pass() -> None:
