@@ -99,7 +99,8 @@ def _some_neurons(lab: Lab) -> Finding:
     run = lab.run("sparse_mlp_draft", {"confidence_threshold": 0.0, "num_speculative_tokens": 3})
     return Finding(
         run.acceptance >= 0.7,
-        f"first drafts are accepted in {percent(run.acceptance)} of the passes, {run.tokens_per_pass:.2f} tokens per pass",
+        f"first drafts are accepted in {percent(run.acceptance)} of the passes, {run.tokens_per_pass:.2f} tokens per "
+        "pass",
         (Series.of("sparse_mlp_draft", [(d, run.conditional_acceptance(d)) for d in (1, 2, 3)]),),
         "depth of the draft",
         "share accepted of those reached",
