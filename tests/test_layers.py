@@ -49,6 +49,7 @@ ORDER = [
     ("model.decoder",),
     (
         "model.compact_runner",
+        "model.halves_runner",
         "model.compress",
         "model.cuda_graph",
         "model.evicting_runner",

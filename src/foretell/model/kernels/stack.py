@@ -542,7 +542,8 @@ class NativeStack:
         layers, _, blocks, _, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         sizes = self._store_sizes[i]
-        shape = (max(layers, self._least_layers(i)), sizes.kv_heads, blocks, BLOCK_SLOTS, sizes.head_dim)
+        stored = sizes.head_dim // (cache.head_dim // cache.k.shape[-1])
+        shape = (max(layers, self._least_layers(i)), sizes.kv_heads, blocks, BLOCK_SLOTS, stored)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
         if states is None:

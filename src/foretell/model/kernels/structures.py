@@ -201,8 +201,8 @@ class Cache(ctypes.Structure):
     """The key-value cache."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale", "table")),
-        *((name, c_int32) for name in ("blocks", "rows", "row_blocks")),
+        *((name, c_void_p) for name in ("k", "v", "k_low", "v_low", "k_scale", "v_scale", "table")),
+        *((name, c_int32) for name in ("blocks", "rows", "row_blocks", "bits", "coarse")),
         ("states", c_void_p),
     )
 

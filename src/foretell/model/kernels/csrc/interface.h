@@ -218,9 +218,12 @@ struct Sampling {  // of one row of logits
 
 struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slots as in cache.h
   void *k, *v;
-  float *k_scale, *v_scale;  // [layers, kv_heads, blocks, kCacheBlock] of int8 numbers; else null
+  void *k_low, *v_low;       // the lower halves of int8 numbers in two parts; else null
+  float *k_scale, *v_scale;  // [layers, kv_heads, blocks, kCacheBlock] of int8 and int4 numbers; else null
   const int32_t* table;      // [rows, row_blocks]: the block of every kCacheBlock slots of a row; -1: none
   int32_t blocks, rows, row_blocks;
+  int32_t bits;    // of a number with a scale: 8 or 4
+  int32_t coarse;  // whether only the upper halves of numbers in two parts are read
   const States* states;  // of the layers with a recurrent state; or null
 };
 }

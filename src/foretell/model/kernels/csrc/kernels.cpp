@@ -346,8 +346,9 @@ const char* foretell_abi() {
       F(Layout, queries));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, table), F(Cache, blocks),
-      F(Cache, rows), F(Cache, row_blocks), F(Cache, states));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
+      F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
+      F(Cache, states));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
