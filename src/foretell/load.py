@@ -17,10 +17,12 @@ from foretell.model.config import CacheDtype, ModelConfig, with_context, with_ro
 from foretell.model.config_readers.architectures import is_decoder_family
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.config_readers.values import eos_token_ids
+from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.images import VisionLanguage
 from foretell.model.load.memory import check_memory
 from foretell.model.load.native import packed_bytes, weight_dtype
 from foretell.model.load.network import (
@@ -34,9 +36,10 @@ from foretell.model.load.quantization_config import parse_quantization, refuse_q
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.rounding import RoundedWeights
-from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
+from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.network import Network
+from foretell.model.sparsity_file import read_sparsity
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
@@ -58,6 +61,7 @@ def load(
     rope_scaling: Mapping[str, Any] | None = None,
     kv_cache_dtype: str = "auto",
     kv_cache_policy: str | None = None,
+    sparsity: str | Path | None = None,
 ) -> Model:
     """Load a model.
 
@@ -74,10 +78,12 @@ def load(
     `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
     `kv_cache_dtype`: `int8` and `int4` keep keys and values in 8 and 4 bits, one scale per token and head, which
-    changes the target's distribution; `int8-halves` has the numbers of int8, of which the method `quantspec` reads the
-    upper halves alone; `auto` keeps them as the model computes.
+    changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the upper halves
+    alone; `auto` keeps them as the model computes.
     `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET` or `tova@BUDGET` keeps about so many keys and values per
     layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all are kept.
+    `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
+    neurons of feed-forward networks, so answers are lossy. None: they read all.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -90,11 +96,13 @@ def load(
     policy = None if kv_cache_policy is None else parse_eviction(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
+    _refuse_diffusion(reference, path)
     if _is_foreign(path):
-        if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto" or policy is not None:
+        options = rope_scaling, max_model_len, policy, sparsity
+        if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
-                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype and kv_cache_policy are for architectures "
-                "of the own decoder"
+                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy and sparsity are for "
+                "architectures of the own decoder"
             )
         return _load_with_transformers(reference, path, dtype, torch_device)
     opened = open_checkpoint(path)
@@ -119,6 +127,9 @@ def load(
             else build_streamed_network(config, weights, precision, torch_device, memory_limit)
         )
     checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
+    if sparsity is not None:
+        chosen = read_sparsity(Path(sparsity), checkpoint.fingerprint(), config)
+        network = checkpoint.sparse_network(network, chosen.rules, chosen.file.label)
     variant = weights.variant or precision
     return Model(reference, config, codec.result(), network, variant, opened.eos, checkpoint, policy)
 
@@ -168,6 +179,20 @@ def resolve_dtype(reference: str, dtype: str, device: str) -> str:
 def _is_foreign(path: Path) -> bool:
     """Whether transformers runs the model."""
     return path.is_dir() and not is_decoder_family(_read_config(path))
+
+
+def _refuse_diffusion(reference: str, path: Path) -> None:
+    """Refuse a masked diffusion model.
+
+    Raises:
+        ValueError: it is one.
+    """
+    raw = _read_config(path) if path.is_dir() else {}
+    if is_diffusion(raw):
+        raise ValueError(
+            f"{reference}: an autoregressive model was asked for, and this is a masked diffusion model "
+            f"({raw['model_type']}), which does not predict the next token; decode it with foretell diffusion generate"
+        )
 
 
 class _FileCheckpoint(Checkpoint):
@@ -233,7 +258,9 @@ def _load_with_transformers(reference: str, path: Path, dtype: str, device: torc
     SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
-    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _eos_tokens(path, config))
+    vision = VisionLanguage(model, path) if reads_images(model) else None
+    runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
+    return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from foretell.catalogue.exits import best_exit
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import root_tree
-from foretell.draft.early_exit import EarlyExitDrafter, ExitRule, SharedHead, TrainedExits
+from foretell.draft.early_exit import EarlyExitDrafter
+from foretell.draft.exit_heads import ExitRule, SharedHead, TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
@@ -103,7 +104,7 @@ def test_thresholds_decay_over_the_answer_and_stay_within_bounds() -> None:
     assert ((levels >= 0) & (levels <= 1)).all() and levels[-1] == pytest.approx(0.45, abs=1e-3)
     assert rule.threshold(1, 50) == 1, "an exit that is switched off stays so"
     assert (ExitRule("softmax", (0.5,)).threshold(0, np.arange(9)) == 0.5).all()
-    with unchecked(), pytest.raises(ValueError, match="unknown confidence 'guess': softmax, state, classifier"):
+    with unchecked(), pytest.raises(ValueError, match="unknown confidence 'guess': softmax, probability, state"):
         ExitRule("guess", (0.5,))  # type: ignore[arg-type]
 
 

@@ -11,10 +11,12 @@ from foretell.catalogue import (
     heads,
     hybrid,
     lossy,
+    masked_diffusion,
     parallel_decoding,
     retrieval,
     self_drafting,
     sparse_cache,
+    sparse_mlp,
 )
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.config import SpeculativeConfig
@@ -43,8 +45,10 @@ BUILT_IN: tuple[Entry, ...] = (
     ),
     *retrieval.ENTRIES,
     *draft_model.ENTRIES,
+    *masked_diffusion.ENTRIES,
     *self_drafting.ENTRIES,
     *sparse_cache.ENTRIES,
+    *sparse_mlp.ENTRIES,
     *heads.ENTRIES,
     *feature_level.ENTRIES,
     *parallel_decoding.ENTRIES,

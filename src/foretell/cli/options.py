@@ -133,13 +133,21 @@ KvCachePolicy = Annotated[
         help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv or tova).",
     ),
 ]
+Sparsity = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Lossy: tokens read a part of the neurons, as DIR of `foretell calibrate sparsity` or `foretell train "
+        "sparsity` says.",
+    ),
+]
 KvCacheDtype = Annotated[
     str,
     typer.Option(
         "--kv-cache-dtype",
         metavar="NAME",
         help="Cached keys and values: auto (as the model computes), int8 (half the bytes of bfloat16), int8-halves "
-        "(int8, for method quantspec) or int4 (a quarter).",
+        "(int8, whose upper halves drafts may read) or int4 (a quarter).",
     ),
 ]
 

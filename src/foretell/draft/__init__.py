@@ -12,6 +12,7 @@ from foretell.draft.heads import HeadsDrafter
 from foretell.draft.hybrid import HybridDrafter
 from foretell.draft.jacobi import JacobiDrafter
 from foretell.draft.lookahead import LookaheadDrafter
+from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
 from foretell.draft.mixture import MixtureDrafter
 from foretell.draft.mlp_speculator import MLPSpeculatorDrafter
 from foretell.draft.online import OnlineDrafter
@@ -19,7 +20,9 @@ from foretell.draft.parallel_sampling import ParallelDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
+from foretell.draft.skip_decode import SkipDecodeDrafter
 from foretell.draft.sparse_cache import SparseCacheDrafter
+from foretell.draft.sparse_target import SparseTargetDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "LookaheadDrafter",
     "MLPSpeculatorDrafter",
     "MTPDrafter",
+    "MaskedDiffusionDrafter",
     "MixtureDrafter",
     "NoDrafter",
     "OnlineDrafter",
@@ -46,7 +50,9 @@ __all__ = [
     "Predictor",
     "PromptLookup",
     "Retriever",
+    "SkipDecodeDrafter",
     "SparseCacheDrafter",
+    "SparseTargetDrafter",
     "SuffixRetriever",
     "TokenRecycling",
 ]

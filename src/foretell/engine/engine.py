@@ -218,6 +218,10 @@ class Engine:
         if r is not None:
             self._waiting[number] = r
 
+    def row(self, number: int) -> int | None:
+        """The row of the cache that a running request has; None: it does not run."""
+        return next((r.row for r in self._running if r.number == number), None)
+
     def _find(self, number: int) -> LiveRequest | None:
         """The request of this number, unless it is over."""
         aside = self._waiting.get(number) or self._paused.get(number)
@@ -608,7 +612,8 @@ class Engine:
             statistics.fidelity.add(token_fidelity)
         asked, logprobs, prompt = r.request.logprobs, TokenLogprobs(), TokenLogprobs()
         if asked is not None and asked is not False:
-            logprobs = new_token_logprobs(step, i, len(tokens), 0 if asked is True else asked)
+            most, wanted = 0 if asked is True else asked, r.request.logprob_token_ids
+            logprobs = new_token_logprobs(step, i, len(tokens), most, wanted)
         if statistics.new_tokens == len(tokens):
             prompt = r.prompt_logprobs
         text, stop = new.text, new.stop
