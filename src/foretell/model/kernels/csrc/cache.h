@@ -1,12 +1,12 @@
 // How keys and values lie in the key-value cache.
 //
 // A *number* is a float32, a bfloat16, or an int8 or int4 that is multiplied with a scale per token and head. Numbers
-// lie as inner products read them: keys in blocks of 16 slots, [word of the head][slot][number of the word]; values in groups
-// of as many slots as a word has numbers, [dimension][slot]. So one vector holds the same word of 16 keys, or 16
+// lie as inner products read them: keys in blocks of 16 slots, [word of the head][slot][number of the word]; values in
+// groups of as many slots as a word has numbers, [dimension][slot]. So one vector holds the same word of 16 keys, or 16
 // dimensions of a group of values. int8 and int4 numbers are widened to words when they are read; heads are rotated
 // before they are rounded to them, and so must be the queries, and the results of attention. int4 numbers take half a
-// byte. int8 numbers may lie in two parts, their upper and their lower halves, so that one can be read alone (QuantSpec,
-// arXiv 2502.10424).
+// byte. int8 numbers may lie in two parts, their upper and their lower halves, so that one can be read alone
+// (QuantSpec, arXiv 2502.10424).
 //
 // The slots of a row lie in blocks of kCacheBlock slots anywhere in the cache; a table names the blocks of every row
 // (paged attention: Kwon et al., arXiv 2309.06180). Rows may share blocks.
