@@ -1,6 +1,7 @@
 # `make demo` and `make test` do all the set-up.
 PYTHON ?= python3
 VENV ?= .venv
+SHELL := bash
 # `torch` without a version installs several GB of CUDA libraries; use TORCH=torch where a GPU is wanted.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/
 VLLM ?= vllm==0.33.0
 CLIENTS := .venv-clients
 
-.PHONY: demo test lint aarch64 ray clients clean
+.PHONY: demo test lint docs release-check aarch64 ray clients clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
@@ -27,6 +28,15 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as a site in build/site; a dead link or a missing translation is an error.
+docs: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build 2>&1 | grep -v "^INFO"; exit $${PIPESTATUS[0]}
+
+# What RELEASING.md asks for, as far as a machine can check it.
+release-check: $(VENV)/.installed-dev docs
+	bash tools/check_release.sh
 
 # The kernels of aarch64, emulated; on Debian: apt install g++-aarch64-linux-gnu qemu-user
 aarch64: $(VENV)/.installed-dev

@@ -61,7 +61,7 @@ def measure(configuration: str, name: str, draft: str | None, limit: int, tokens
     gc.collect()
     reset_peak()
     store = model.network.store if isinstance(model.network, OffloadedDecoder) else None
-    fetched = store.fetched if store else 0
+    fetched = store.fetch_count if store else 0
     start = time.perf_counter()
     answer = model.generate(TEXT, method, max_new_tokens=tokens, raw=True)[0]
     seconds = time.perf_counter() - start

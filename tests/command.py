@@ -78,7 +78,7 @@ def save_tiny_model(
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
     save_file(_tensors(vocab, layers, seed, hidden, ffn), path / "model.safetensors")
-    _tokenizer(vocab).save(str(path / "tokenizer.json"))
+    tiny_tokenizer(vocab).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<end>"}))
     return path
 
@@ -108,7 +108,7 @@ def _tensors(vocab: int, layers: int, seed: int, hidden: int, ffn: int) -> dict[
     return {name: weights.require(name, *shape).contiguous() for name, shape in shapes.items()}
 
 
-def _tokenizer(vocab: int) -> Tokenizer:
+def tiny_tokenizer(vocab: int) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {letter: i for i, letter in enumerate(letters)} | {f"<filler {i}>": i for i in range(257, vocab)}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))

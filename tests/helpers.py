@@ -59,6 +59,7 @@ SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "eagle": {"kind": "eagle", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
     "exits": {"layers": (1,)},
     "eagle3": {"kind": "eagle3", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
+    "masked_diffusion": {"model": TINY, "mask_token": 2},
     "medusa": {"heads": 3},
     "mlp_speculator": {"stages": 3, "inner": 40},
     "pass": {"ahead": 3},
@@ -101,7 +102,7 @@ def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int =
     if "context" in sizes:
         sizes |= {"context": context} | ({"head_dim": 16} if wide else {})
     if "model" in sizes:
-        sizes["model"] = replace(wide_target().config if wide else TINY, layers=1, context=context)
+        sizes["model"] = replace(wide_target().config if wide else TINY, vocab=vocab, layers=1, context=context)
     config = config_type.model_validate({"target": target_card(context_of_target), "draft_vocab": len(tokens), **sizes})
     with torch.random.fork_rng():
         torch.manual_seed(1)

@@ -2,12 +2,19 @@
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
+from typer.main import get_command
 
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, find
+from foretell.cli.app import COMMANDS
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.runner import DecoderRunner
@@ -27,7 +34,7 @@ def _files(*suffixes: str) -> Iterator[Path]:
 
 
 def _example() -> Entry:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "howto" / "add-a-drafter.md").read_text(encoding="utf-8")
     code = re.search(r"<!-- example: drafter -->\n```python\n(.*?)```", text, re.DOTALL)
     assert code is not None
     space: dict[str, object] = {}
@@ -37,7 +44,7 @@ def _example() -> Entry:
     return entry
 
 
-def test_the_drafter_of_the_design_page_is_lossless() -> None:
+def test_the_drafter_of_the_documents_is_lossless() -> None:
     decoder, entry = tiny_decoder(), _example()
 
     def generate(method: str) -> tuple[list[int], float]:
@@ -53,22 +60,75 @@ def test_the_drafter_of_the_design_page_is_lossless() -> None:
     assert tokens_per_pass > 1
 
 
+def _tool(name: str) -> ModuleType:
+    """A module of `tools/`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("path", ["README.md", "docs/methods.md"])
 def test_what_the_catalogue_says_of_methods_is_generated(path: str) -> None:
-    spec = importlib.util.spec_from_file_location("readme_commands", ROOT / "tools" / "readme_commands.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     text = (ROOT / path).read_text(encoding="utf-8")
-    assert tool.generate(text) == text, "run: python tools/readme_commands.py --write"
+    assert _tool("documents").generate(text) == text, "run: python tools/documents.py --write"
+
+
+def _command_lines(text: str) -> Iterator[str]:
+    """The calls of `foretell` in blocks of code, without what a shell does around them."""
+    for block in re.findall(r"^```(?:console|sh|bash)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            call = re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?foretell (.*)", line.strip())
+            if call is not None:
+                yield re.split(r" [|<>&;#] ?", call[1] + " ")[0].strip()
+
+
+def _problem(arguments: list[str]) -> str | None:
+    """What is wrong with a call, apart from files that do not exist here."""
+    name, *rest = arguments
+    module = next((c.module for c in COMMANDS if c.name == name), None)
+    if module is None:
+        return None if name.startswith("-") else "no such command"
+    command: Any = get_command(import_module(module).app)
+    try:
+        while hasattr(command, "resolve_command") and rest:
+            context = command.context_class(command, info_name=name)
+            name, command, rest = command.resolve_command(context, rest)
+        command.params = [p for p in command.params if p.name not in ("install_completion", "show_completion")]
+        command.make_context(name, rest)
+    except typer.BadParameter as error:
+        return str(error) if type(error).__name__ == "MissingParameter" else None
+    except typer.Exit:
+        return None
+    except Exception as error:
+        return str(error)
+    return None
+
+
+MARKDOWN = sorted(p.relative_to(ROOT) for p in _files(".md") if p.name != "CHANGELOG.md")
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=str)
+def test_every_command_of_the_documents_is_one_that_the_command_line_takes(path: Path) -> None:
+    wrong = []
+    for line in _command_lines((ROOT / path).read_text(encoding="utf-8")):
+        problem = _problem(shlex.split(line))
+        if problem:
+            wrong.append(f"foretell {line}: {problem}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("line", ["generate hi --no-such-option", "no-such-command", "train eagle3 --data x"])
+def test_a_wrong_command_would_be_found(line: str) -> None:
+    assert _problem(shlex.split(line))
 
 
 def test_every_method_has_its_section() -> None:
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## (.+)\n\n<!-- method: (\w+) -->$", text, re.MULTILINE)
     assert sections == [(e.name, e.name) for e in BUILT_IN]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "<!-- table: methods -->" in readme
+    assert "<!-- table: methods -->" in text
 
 
 def _prose(text: str) -> Iterator[tuple[int, str]]:

@@ -50,6 +50,7 @@ ORDER = [
     (
         "model.compact_runner",
         "model.compress",
+        "model.diffusion.attention",
         "model.cuda_graph",
         "model.evicting_runner",
         "model.kernels.decoder",
@@ -69,7 +70,7 @@ ORDER = [
         "model.training",
     ),
     ("model.mtp",),
-    ("model.influence", "model.load", "model.reduced_vocabulary", "model.skip"),
+    ("model.diffusion", "model.influence", "model.load", "model.reduced_vocabulary", "model.skip"),
     ("speculator.network",),
     ("draft", "accept"),
     ("shape",),
@@ -83,7 +84,7 @@ ORDER = [
     ("train", "train.objective", "quantize"),
     ("compress", "train.recipe"),
     ("train.loop",),
-    ("bench", "roofline", "verify", "serve"),
+    ("assess", "bench", "diffusion", "nat", "roofline", "verify", "serve"),
     ("cli",),
     ("__main__",),
 ]

@@ -1,6 +1,7 @@
 """The Python interface: a model that generates with any method, and its answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from foretell.model.cache_policy import CachePolicy
 from foretell.model.config import ModelConfig
 from foretell.model.evicting_runner import EvictingRunner
 from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
+from foretell.model.load.images import VisionLanguage
+from foretell.model.load.transformers import HFRunner, ImagePrompt
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
@@ -102,7 +105,8 @@ class Model:
     """A loaded language model with its tokenizer; `foretell.load` makes it.
 
     `network`: the model's weights on the own decoder, or a function that makes a runner of another kind.
-    `cache_policy`: which keys and values of long texts it keeps, which is lossy; None: all.
+    `cache_policy`: which keys and values of long texts it keeps, which is lossy; None: all. `vision`: what reads images
+    for it; None: it reads text only.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Model:
         eos: tuple[int, ...],
         checkpoint: Checkpoint | None = None,
         cache_policy: CachePolicy | None = None,
+        vision: VisionLanguage | None = None,
     ) -> None:
         self.name, self.config, self.codec = name, config, codec
         self._network = network if isinstance(network, Network) else None
@@ -122,6 +127,8 @@ class Model:
         if cache_policy is not None:
             self._runner = partial(EvictingRunner, self.network, cache_policy)
         self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
+        self._vision = vision
+        self._images: ImagePrompt | None = None
         self._speculators: dict[object, Speculator] = {}
         self.expected_pass: Mapping[int, float] | None = None
         """Expected seconds of a pass by its number of tokens, with which methods begin that choose the number of their
@@ -158,6 +165,24 @@ class Model:
     def cache_checkpoint(self) -> None:
         """Keep changed copies of the weights in memory, so that several methods that draft with them read them once."""
         self._checkpoint = None if self._checkpoint is None else CachedCheckpoint(self._checkpoint)
+
+    def with_images(self, images: Sequence[Path], prompt: str, raw: bool = False) -> "Model":
+        """This model behind one prompt with images: whatever it is asked, it reads the images and then this text.
+
+        `raw`: the text itself names the places of the images, and the chat template is not applied.
+
+        Raises:
+            ValueError: it reads text only, or cannot read these images or this prompt.
+        """
+        if self._vision is None:
+            raise ValueError(
+                f"{self.name} reads text only: leave out the image, or give a vision-language model that transformers "
+                "runs"
+            )
+        found = copy(self)
+        found._images = self._vision.prompt(images, prompt, raw)
+        found._runner = partial(HFRunner, self._vision.model, found._images)
+        return found
 
     def runner(self) -> Runner:
         """A runner of the model with an empty cache."""
@@ -253,6 +278,8 @@ class Model:
             ValueError: a message without role or content, a lone surrogate, or the chat template refuses the
                 conversation.
         """
+        if self._images is not None:
+            return list(self._images.tokens)
         if isinstance(prompt, str) and (raw or self.codec.chat_template is None):
             return self.codec.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -17,10 +17,12 @@ from foretell.model.config import CacheDtype, ModelConfig, with_context, with_ro
 from foretell.model.config_readers.architectures import is_decoder_family
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.config_readers.values import eos_token_ids
+from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.images import VisionLanguage
 from foretell.model.load.memory import check_memory
 from foretell.model.load.native import packed_bytes, weight_dtype
 from foretell.model.load.network import (
@@ -34,7 +36,7 @@ from foretell.model.load.quantization_config import parse_quantization, refuse_q
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.rounding import RoundedWeights
-from foretell.model.load.transformers import HFRunner, load_hf, model_config_of
+from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.network import Network
 from foretell.speculator import is_speculator
@@ -89,6 +91,7 @@ def load(
     policy = None if kv_cache_policy is None else parse_eviction(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
+    _refuse_diffusion(reference, path)
     if _is_foreign(path):
         if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto" or policy is not None:
             raise ValueError(
@@ -154,6 +157,20 @@ def _is_foreign(path: Path) -> bool:
     return path.is_dir() and not is_decoder_family(_read_config(path))
 
 
+def _refuse_diffusion(reference: str, path: Path) -> None:
+    """Refuse a masked diffusion model.
+
+    Raises:
+        ValueError: it is one.
+    """
+    raw = _read_config(path) if path.is_dir() else {}
+    if is_diffusion(raw):
+        raise ValueError(
+            f"{reference}: an autoregressive model was asked for, and this is a masked diffusion model "
+            f"({raw['model_type']}), which does not predict the next token; decode it with foretell diffusion generate"
+        )
+
+
 class _FileCheckpoint(Checkpoint):
     """The weights of a loaded model, which can be read again."""
 
@@ -217,7 +234,9 @@ def _load_with_transformers(reference: str, path: Path, dtype: str, device: torc
     SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
-    return Model(reference, config, from_directory(path), partial(HFRunner, model), dtype, _eos_tokens(path, config))
+    vision = VisionLanguage(model, path) if reads_images(model) else None
+    runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
+    return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 600 << 20)
     memory.check_memory("m", "int8", 10 << 20)
-    with pytest.raises(ValueError, match=r"m: its weights take 16.1 GB in bfloat16, and 0.6 GB .*--memory-limit 88"):
+    with pytest.raises(ValueError, match=r"m: its weights take 16.1 GB in bfloat16, and 0.6 GB .*-memory-limit 88"):
         memory.check_memory("m", "bfloat16", 16_100_000_000)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     with pytest.raises(ValueError, match="memory are available"):

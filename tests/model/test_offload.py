@@ -83,7 +83,7 @@ def test_the_budget_holds_and_the_outputs_are_those_of_the_model_in_memory(block
     assert answers(network, draft=True) == expected
     store = network.store
     assert store.peak_bytes <= store.block_bytes * min(blocks, 6) + weight_bytes(outer_decoder())
-    assert store.resident_blocks == (6 if blocks >= 6 else blocks - 1)
+    assert store.resident_blocks == (6 if blocks >= 6 else max(0, blocks - 3))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4, 6])
@@ -92,10 +92,12 @@ def test_blocks_that_are_not_resident_are_dropped(blocks: int) -> None:
     network = offloaded(blocks, source)
     all_logits(network, [1, 2, 3])
     all_logits(network, [1, 2, 3])
+    network.store.wait()
     gc.collect()
     assert source.peak <= blocks
-    assert source.live == (6 if blocks == 6 else blocks - 1)
-    assert network.store.resident_bytes == weight_bytes(outer_decoder()) + source.live * network.store.block_bytes
+    assert source.live == (6 if blocks == 6 else blocks - 1), "the next ones are there before they are asked for"
+    kept = network.store.resident_blocks
+    assert network.store.resident_bytes == weight_bytes(outer_decoder()) + kept * network.store.block_bytes
 
 
 def test_fewer_passes_fetch_fewer_blocks() -> None:
@@ -128,7 +130,7 @@ def test_first_layers_and_skips_use_the_same_store() -> None:
 
 
 def test_a_budget_without_room_for_one_block_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory limit of .* is too small: embedding, head and one block"):
+    with pytest.raises(ValueError, match=r"memory limit of .* is too small: what stays in memory and one block"):
         offloaded(0)
 
 

@@ -20,7 +20,7 @@ BAD: dict[str, Any] = {
     "messages.0.content": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     "stream_options": {"include_usage": True}, "chat_template": "x", "stream": "yes",
     "response_format.type": {"type": "xml"}, "truncate_prompt_tokens": -2, "allowed_token_ids": "abc",
-    "speculative.max_drafts": {"max_drafts": -1},
+    "speculative.max_drafts": {"max_drafts": -1}, "stream_interval": 0, "logprob_token_ids": [1],
 }  # fmt: skip
 
 
@@ -41,10 +41,27 @@ def test_fields_that_change_nothing_here_are_accepted(server: Server) -> None:
         "verbosity": "low", "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": True,
         "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "ignore_eos": False, "min_tokens": 0,
         "prediction": {"type": "content", "content": "x"}, "stream": None, "skip_special_tokens": True,
+        "cache_prompt": True, "id_slot": 0, "thinking_token_budget": 8, "stream_interval": 3,
     }  # fmt: skip
     response = server.chat(**ignored)
     assert response.status_code == 200 and "x-foretell-warning" not in response.headers
     assert response.json()["choices"] == server.chat().json()["choices"]
+
+
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_log_probabilities_of_given_tokens_are_those_of_the_likeliest_ones(server: Server, drafts: int) -> None:
+    fields: dict[str, Any] = {"logprobs": True, "return_tokens_as_token_ids": True}
+    fields["speculative"] = {"max_drafts": drafts}
+    places = server.chat(**fields, top_logprobs=20).json()["choices"][0]["logprobs"]["content"]
+    for number in (0, 5):
+        wanted = [int(top["token"].removeprefix("token_id:")) for top in places[number]["top_logprobs"][3::-1]]
+        answer = server.chat(**fields, logprob_token_ids=wanted).json()
+        assert "choices" in answer, answer
+        found = answer["choices"][0]["logprobs"]["content"]
+        assert found[number]["top_logprobs"] == places[number]["top_logprobs"][:4]
+        assert [p["logprob"] for p in found] == [p["logprob"] for p in places]
+    refused = server.chat(**fields, logprob_token_ids=[10**6]).json()["error"]
+    assert refused["param"] == "logprob_token_ids" and "vocabulary" in refused["message"]
 
 
 def test_unknown_fields_are_named_in_a_header(server: Server) -> None:

@@ -69,7 +69,7 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*command, wanted.model_dump_json()], env=os.environ | dict(ENVIRONMENT), stderr=subprocess.PIPE
     )
-    store = checkpoint.CheckpointStore(tmp_path / "killed")
+    store = checkpoint.CheckpointStore(tmp_path / "killed", checkpoint.TrainState)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         newest = store.latest()
@@ -150,7 +150,7 @@ def test_no_space_for_a_checkpoint_leaves_the_last_one(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match=r"no space left for a checkpoint in .*: that of step 4 stays"):
         trained(settings(tmp_path))
     monkeypatch.undo()
-    stand = checkpoint.CheckpointStore(tmp_path).load_state()
+    stand = checkpoint.CheckpointStore(tmp_path, checkpoint.TrainState).load_state()
     assert stand is not None and stand.step == 4
     assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step-000000004"]
     assert losses(trained(settings(tmp_path))) == losses(trained(settings(tmp_path / "other")))
@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_training_is_not_touched(tmp_path: Path) -> None
         (data / "more" / file).rename(data / file)
     with pytest.raises(ValueError, match="trained on 21 documents, and the data has 27 now"):
         trained(wanted)
-    newest = checkpoint.CheckpointStore(tmp_path / "out").latest()
+    newest = checkpoint.CheckpointStore(tmp_path / "out", checkpoint.TrainState).latest()
     assert newest is not None
     (newest / "tensors-0.safetensors").write_bytes(b"damaged")
     answers(tmp_path / "again", target(wanted.model))

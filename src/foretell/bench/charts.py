@@ -24,15 +24,25 @@ def draw_charts(results: BenchResults) -> dict[str, bytes]:
     }
     out = {}
     for name, draw in draw_functions.items():
-        figure, axes = _canvas()
+        figure, axes = canvas()
         if draw(results, axes):
-            buffer = BytesIO()
-            figure.savefig(buffer, format="png", dpi=144)
-            out[name] = buffer.getvalue()
+            out[name] = png(figure)
     return out
 
 
-def _canvas() -> tuple[Any, Any]:
+def png(figure: Any) -> bytes:
+    """A figure as a PNG file."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=144)
+    return buffer.getvalue()
+
+
+def canvas() -> tuple[Any, Any]:
+    """An empty figure and its axes, in the style of the reports.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Progress bar and result tables in the terminal."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from foretell.bench.compare import Comparison
 from foretell.bench.report import category_table
 from foretell.bench.schema import BenchResults
 from foretell.bench.step import StepReport
+from foretell.bench.text_table import TextTable
 
 
 @contextmanager
@@ -30,6 +31,16 @@ def _table(title: str, text_columns: Sequence[str], number_columns: Sequence[str
     for name in number_columns:
         table.add_column(name, justify="right", overflow="fold")
     return table
+
+
+def print_sections(sections: Mapping[str, TextTable]) -> None:
+    """Print titled tables; their first column is text."""
+    console = Console()
+    for title, found in sections.items():
+        table = _table(title, found.header[:1], found.header[1:])
+        for row in found.texts():
+            table.add_row(*row)
+        console.print(table)
 
 
 def _format(value: float | None) -> str:

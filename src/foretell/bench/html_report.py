@@ -6,6 +6,7 @@ from html import escape
 
 from foretell.bench.report import conditions, report_title, sections
 from foretell.bench.schema import BenchResults
+from foretell.bench.text_table import TextTable
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -27,17 +28,35 @@ _CAPTIONS = {
 
 def render_html(results: BenchResults, charts: Mapping[str, bytes]) -> str:
     """The report with its charts embedded; it refers to no other file."""
-    pictures = "".join(
-        f'<figure><img alt="{escape(_CAPTIONS[n])}" src="data:image/png;base64,{b64encode(png).decode()}">'
-        f"<figcaption>{escape(_CAPTIONS[n])}</figcaption></figure>"
-        for n, png in charts.items()
+    return render_page(
+        report_title(results),
+        conditions(results),
+        {_CAPTIONS[name]: png for name, png in charts.items()},
+        sections(results),
+        results.definitions,
+        results.machine,
     )
-    tables = "".join(f"<h2>{escape(name)}</h2>{table.html()}" for name, table in sections(results).items())
-    definitions = "".join(f"<dt>{escape(n)}</dt><dd>{escape(t)}</dd>" for n, t in results.definitions.items())
-    title = escape(report_title(results))
-    machine = ", ".join(f"{k} {v}" for k, v in results.machine.items())
+
+
+def render_page(
+    title: str,
+    conditions: str,
+    pictures: Mapping[str, bytes],
+    tables: Mapping[str, TextTable],
+    definitions: Mapping[str, str],
+    machine: Mapping[str, str],
+) -> str:
+    """One self-contained page; `pictures`: PNG files by caption."""
+    figures = "".join(
+        f'<figure><img alt="{escape(caption)}" src="data:image/png;base64,{b64encode(png).decode()}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+        for caption, png in pictures.items()
+    )
+    parts = "".join(f"<h2>{escape(name)}</h2>{table.html()}" for name, table in tables.items())
+    terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(t)}</dd>" for n, t in definitions.items())
+    found = ", ".join(f"{k} {v}" for k, v in machine.items())
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1><p>{escape(conditions(results))}</p>"
-        f"{pictures}{tables}<h2>Definitions</h2><dl>{definitions}</dl><p><small>{escape(machine)}</small></p></html>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1><p>{escape(conditions)}</p>"
+        f"{figures}{parts}<h2>Definitions</h2><dl>{terms}</dl><p><small>{escape(found)}</small></p></html>\n"
     )

@@ -19,6 +19,8 @@ from foretell.bench.text_table import Cell, TextTable
 _TIMEOUT = 600.0
 """Seconds without a byte after which a request has failed."""
 
+_READ_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Server:
@@ -112,9 +114,12 @@ def ask(server: Server, prompt: str, max_tokens: int) -> Answer:
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     """The objects of a stream of server-sent events."""
-    for line in response:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield json.loads(line[6:])
+    rest = b""
+    while data := response.read1(_READ_BYTES):  # Reading by lines would take more time than all the rest.
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                yield json.loads(line[6:])
 
 
 def run_load(server: Server, workload: Workload, concurrency: int) -> LoadResult:

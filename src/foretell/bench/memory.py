@@ -65,7 +65,7 @@ def main(text: str) -> None:
         _reset_peak()
         peer.generate(task.prompt, s.max_new_tokens)
     else:
-        model, spec = load(s.model, precision, s.device), MethodSpec.parse(kind)
+        model, spec = load(s.model, precision, s.device, s.memory_limit), MethodSpec.parse(kind)
         drafts = load_drafts(s.draft_model, precision, s.device)
         references = [Path(r).read_text("utf-8") for r in s.references]
         engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=references), rows=1)

@@ -1,5 +1,6 @@
 """Files of results: `results.json`, the reports and the charts."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def write_results(folder: Path, results: BenchResults) -> list[Path]:
         "report.html": render_html(results, charts).encode(),
         **{f"{name}.png": png for name, png in charts.items()},
     }
+    return write_files(folder, files)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write files by name, each in one step."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         part = folder / (name + ".part")

@@ -54,7 +54,8 @@ class BenchPlan:
 
     def load_models(self) -> dict[str, Model]:
         """The target by precision. Modified copies of it, which some methods draft with, are loaded once."""
-        models = {d: load(self.settings.model, d, self.settings.device) for d in self.settings.dtypes}
+        s = self.settings
+        models = {d: load(s.model, d, s.device, s.memory_limit) for d in s.dtypes}
         for model in models.values():
             model.cache_checkpoint()
         finish_writing()

@@ -1,6 +1,6 @@
 """Tables of the report, and the report as Markdown. The HTML report has the same tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 
 from foretell.bench.schema import BenchResults, Metrics
@@ -12,12 +12,13 @@ _DEPTHS = 8
 
 def render_markdown(results: BenchResults) -> str:
     """The whole report as Markdown."""
-    parts = [
-        f"# {report_title(results)}\n\n{conditions(results)}\n",
-        *(f"## {name}\n\n{table.markdown()}" for name, table in sections(results).items()),
-        "## Definitions\n",
-    ]
-    return "\n".join([*parts, "".join(f"- **{name}**: {text}\n" for name, text in results.definitions.items())])
+    return markdown_page(report_title(results), conditions(results), sections(results), results.definitions)
+
+
+def markdown_page(title: str, conditions: str, tables: Mapping[str, TextTable], definitions: Mapping[str, str]) -> str:
+    """A report of titled tables and definitions as Markdown."""
+    parts = [f"# {title}\n\n{conditions}\n", *(f"## {name}\n\n{t.markdown()}" for name, t in tables.items())]
+    return "\n".join([*parts, "## Definitions\n", "".join(f"- **{n}**: {text}\n" for n, text in definitions.items())])
 
 
 def report_title(results: BenchResults) -> str:

@@ -190,6 +190,8 @@ class BenchSettings(FileModel):
     draft_model: str | None = None
     """Comma-separated references."""
     references: tuple[str, ...] = ()
+    memory_limit: int | None = None
+    """Bytes that the weights of the target may take."""
 
 
 class BenchResults(FileModel):

@@ -12,8 +12,6 @@ from foretell.bench.soak_client import BusyError, KnownAnswers, SoakClient, Soak
 from foretell.bench.soak_load import act
 from foretell.bench.text_table import Cell, TextTable
 
-IDLE_SECONDS = 60.0
-"""For the server to become idle after the load."""
 FILES_SLACK = 8
 """Open files more than at the start that are no leak."""
 _MB = 1e6
@@ -206,7 +204,8 @@ class Soak:
             self._report.errors.append(error)
 
     def _wait_until_idle(self) -> SoakSample:
-        end = time.monotonic() + IDLE_SECONDS
+        """The state when nothing runs or waits, or after the clients' time-out."""
+        end = time.monotonic() + self._target.timeout
         while True:
             found = self._sample()
             leaves = found.files > self._report.samples[0].files + FILES_SLACK if self._report.samples else False

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT = 300.0
-"""Seconds without a byte after which a request has failed."""
+"""Seconds without a byte after which a request has failed, where nothing else is asked for."""
 CHAT = "/v1/chat/completions"
 BUSY = (429, 503)
 WORDS = (
@@ -42,11 +42,13 @@ class SoakTarget:
     chars_per_token: float = 1.0
     """Of the words of its prompts."""
     max_tokens: int = 48
+    timeout: float = TIMEOUT
+    """Seconds without a byte after which a request has failed."""
 
     def connect(self) -> HTTPConnection:
         """A new connection."""
         address = urlsplit(self.url)
-        return HTTPConnection(address.hostname or "", address.port or 80, timeout=TIMEOUT)
+        return HTTPConnection(address.hostname or "", address.port or 80, timeout=self.timeout)
 
     def headers(self) -> dict[str, str]:
         """Of every request."""
@@ -97,7 +99,7 @@ class SoakClient:
     def open(self) -> socket.socket:
         """A plain connection."""
         address = urlsplit(self.target.url)
-        return socket.create_connection((address.hostname or "", address.port or 80), TIMEOUT)
+        return socket.create_connection((address.hostname or "", address.port or 80), self.target.timeout)
 
     def send(self, body: Json) -> socket.socket:
         """Send a chat request; the connection."""
@@ -165,13 +167,13 @@ def expect(condition: bool, what: str) -> None:
         raise SoakError(f"expected {what}")
 
 
-def find_target(url: str, api_key: str, max_tokens: int) -> SoakTarget:
-    """The server with its model.
+def find_target(url: str, api_key: str, max_tokens: int, timeout: float = TIMEOUT) -> SoakTarget:
+    """The server with its model. Its clients wait so many seconds for a byte.
 
     Raises:
         ValueError: it does not answer.
     """
-    target = SoakTarget(url if "://" in url else f"http://{url}", api_key, max_tokens=max_tokens)
+    target = SoakTarget(url if "://" in url else f"http://{url}", api_key, max_tokens=max_tokens, timeout=timeout)
     client, text = SoakClient(target, KnownAnswers(), 0), " ".join(WORDS)
     try:
         status, data = client.exchange("/v1/models", None)

@@ -5,6 +5,7 @@ Drift of the machine affects all alike, so it cancels in the ratios.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 from foretell.api import Model
@@ -214,6 +215,8 @@ def own_backends(models: Sequence[Model]) -> list[ForwardBackend]:
 
 _BITS = {"float32": "32", "int8": "8"}
 """Formats of precisions other than 16 bits."""
+KV_FORMATS = {"int8": "8g64", "int4": "4g64z"}
+"""Formats of cached keys and values by the dtype of a cache that rounds them."""
 _ANY_HARDWARE = Hardware("any", "any", 1.0, {"any": 1.0}, "")
 """Bytes do not depend on the device."""
 
@@ -223,6 +226,8 @@ def pass_bytes(model: Model, tokens: int, context: int) -> float:
     roofline's count.
     """
     asked = pass_workload(parse_format(_BITS.get(model.precision, "16")), tokens, context)
+    if model.config.cache_dtype in KV_FORMATS:
+        asked = replace(asked, kv=parse_format(KV_FORMATS[model.config.cache_dtype]))
     total = analyse(AnalyzedModel(model.name, model.config), _ANY_HARDWARE, asked).total
     packed = model.network.packed_bytes if isinstance(model.network, NativeDecoder) else scalar(total.weights)
     return packed + scalar(total.kv_read + total.kv_write)

@@ -18,16 +18,18 @@ class TextTable:
     def markdown(self) -> str:
         """Render as Markdown."""
         lines = ["| " + " | ".join(self.header) + " |", "|---|" + "---:|" * (len(self.header) - 1)]
-        lines += ["| " + " | ".join(self._text(c) for c in row) + " |" for row in self.rows]
+        lines += ["| " + " | ".join(row) + " |" for row in self.texts()]
         return "\n".join(lines) + "\n"
 
     def html(self) -> str:
         """Render as HTML."""
         head = "".join(f"<th>{escape(h)}</th>" for h in self.header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(self._text(c))}</td>" for c in row) + "</tr>" for row in self.rows
-        )
+        body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in self.texts())
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+    def texts(self) -> list[list[str]]:
+        """The rows as texts."""
+        return [[self._text(c) for c in row] for row in self.rows]
 
     def _text(self, value: Cell) -> str:
         if value is None:

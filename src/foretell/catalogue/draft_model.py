@@ -278,13 +278,20 @@ ENTRIES = (
             "probable nodes of all levels are verified."
         ),
         when_to_use="in place of `draft_model` for greedy decoding; it drafts less where the draft model is unsure.",
-        papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
+        papers=(
+            Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),
+            Paper(
+                "SpecExec: Massively Parallel Speculative Decoding for Interactive LLM Inference on Consumer Devices",
+                "2406.02532",
+            ),
+        ),
         drafter=DraftModel,
         shape=DynamicTree,
         acceptor=Match,
         builder=dynamic_draft_tree,
         options=DynamicTreeOptions,
         needs="draft model",
+        aliases=("specexec",),
     ),
     Entry(
         name="cascade",

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ from foretell.cli.answer_output import OutputFormat, print_answer
 from foretell.cli.errors import print_error
 
 if TYPE_CHECKING:
-    from foretell.api import Answer
+    from foretell.api import Answer, Model
     from foretell.cli.prompts import LineError, PromptDefaults, PromptSpec
     from foretell.cli.setup import ModelSetup
     from foretell.plan import Plan
@@ -55,6 +56,10 @@ def generate(
     prediction: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A text that the answer is expected to resemble, to draft from."),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Image before the prompt, for vision-language models; repeatable."),
     ] = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
@@ -129,12 +134,29 @@ def generate(
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
     long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy)
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, long_text)
+    if image:
+        setup = replace(setup, model=_behind_images(setup.model, image, specs, prompts, system, raw))
     number = 0 if logprobs and top_logprobs is None else top_logprobs
     stream, is_batch = prompts is None and not as_json and not no_stream, prompts is not None
     output = OutputFormat(as_json, stream, number, is_batch, prompt_logprobs)
     status = run(setup, selection.name, specs, rows, output, chosen_plan)
     if status or bad:
         raise typer.Exit(status or 1)
+
+
+def _behind_images(
+    model: "Model",
+    images: list[Path],
+    specs: "Sequence[tuple[int, PromptSpec]]",
+    prompts: Path | None,
+    system: str | None,
+    raw: bool,
+) -> "Model":
+    """The model behind the images and the one prompt of the command line."""
+    if prompts is not None or system is not None:
+        raise ValueError("--image goes with one prompt on the command line: leave out --prompts and --system")
+    asked = specs[0][1].prompt
+    return model.with_images(images, asked if isinstance(asked, str) else asked[-1]["content"], raw)
 
 
 def _structured_outputs(

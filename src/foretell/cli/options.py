@@ -105,7 +105,7 @@ MemoryLimit = Annotated[
     typer.Option(
         metavar="MIB",
         min=1,
-        help="Most memory for the target's weights; the rest is read from the file in every pass (see method llmcad).",
+        help="Most memory for the target's weights; the rest is read from disk in every pass (see docs/offload.md).",
     ),
 ]
 MaxModelLen = Annotated[

@@ -147,7 +147,8 @@ def _summary(target: Target, method: str, found: Comparison, text: CalibrationTe
 def format_comparison(found: Comparison) -> str:
     """A comparison in three lines."""
     return (
-        f"  KL divergence {found.kl:.4f} nats (99th percentile {found.kl_99:.3f})\n"
+        f"  KL divergence {found.kl:.4f} nats (99th percentile {found.kl_99:.3f}), total variation "
+        f"{found.total_variation:.4f}\n"
         f"  same most probable token {found.same_top:.1%}\n"
         f"  perplexity {found.quantized_perplexity:.3f}, of the source {found.perplexity:.3f} "
         f"({found.quantized_perplexity / found.perplexity:.4f} times)"

@@ -69,6 +69,15 @@ def serve(
             help="Read prompts in chunks that keep the time between two tokens of running answers; 0: any.",
         ),
     ] = 0.0,
+    stream_interval_ms: Annotated[
+        float,
+        typer.Option(
+            "--stream-interval-ms",
+            metavar="MS",
+            min=0,
+            help="Least time between two pieces of a stream, beside its first and last one; 0: a piece per pass.",
+        ),
+    ] = 10.0,
     disable_by_batch_size: Annotated[
         int | None,
         typer.Option(
@@ -204,6 +213,7 @@ def serve(
         shadow_rate=shadow_rate,
         otlp_traces_endpoint=_check_traces(otlp_traces_endpoint),
         log_requests=log_requests,
+        stream_interval=stream_interval_ms / 1000,
     )
     served = ServedModel(
         model=model,

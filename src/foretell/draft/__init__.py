@@ -13,6 +13,7 @@ from foretell.draft.heads import HeadsDrafter
 from foretell.draft.hybrid import HybridDrafter
 from foretell.draft.jacobi import JacobiDrafter
 from foretell.draft.lookahead import LookaheadDrafter
+from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
 from foretell.draft.mixture import MixtureDrafter
 from foretell.draft.mlp_speculator import MLPSpeculatorDrafter
 from foretell.draft.online import OnlineDrafter
@@ -40,6 +41,7 @@ __all__ = [
     "LookaheadDrafter",
     "MLPSpeculatorDrafter",
     "MTPDrafter",
+    "MaskedDiffusionDrafter",
     "MixtureDrafter",
     "NoDrafter",
     "OnlineDrafter",

@@ -1,5 +1,7 @@
 """Drafting with heads on the target's last hidden state: Medusa's, and blockwise parallel decoding's."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -51,11 +53,7 @@ class HeadsDrafter(RootStatePredictor):
         ready = self._ready(context)
         if tree.nodes == 1:
             self._logits = self._compute_all([row for row, yes in zip(context.rows, ready, strict=True) if yes])
-        depth = np.take_along_axis(tree.depth, frontier, 1)
-        least, most = int(depth.min()), min(int(depth.max()), self.network.heads - 1)
-        scored = np.array(ready)[:, None] & (tree.depth >= least) & (tree.depth <= most)
-        logit_index = (tree.depth - least) * sum(ready) + np.cumsum(ready)[:, None] - 1
-        return self._logits[least : most + 1].flatten(0, 1), np.where(scored, logit_index, -1)
+        return scores_by_depth(self._logits, tree, frontier, ready)
 
     def _compute_all(self, rows: list[int]) -> Float[torch.Tensor, "h k w"]:
         """The logits of all heads for these rows."""
@@ -65,3 +63,17 @@ class HeadsDrafter(RootStatePredictor):
             )
         h = torch.stack([self._root_states[row][1] for row in rows])
         return self.network(h).transpose(0, 1).contiguous()
+
+
+def scores_by_depth(
+    logits: Float[torch.Tensor, "l r w"], tree: TokenTree, frontier: Int[np.ndarray, "b f"], scored: Sequence[bool]
+) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+    """Scores of a frontier where they depend on the depth alone, and the row of every node (-1: none).
+
+    `logits`: by depth, for the requests that are scored.
+    """
+    depth = np.take_along_axis(tree.depth, frontier, 1)
+    least, most = int(depth.min()), min(int(depth.max()), len(logits) - 1)
+    known = np.array(scored)[:, None] & (tree.depth >= least) & (tree.depth <= most)
+    index = (tree.depth - least) * sum(scored) + np.cumsum(scored)[:, None] - 1
+    return logits[least : most + 1].flatten(0, 1), np.where(known, index, -1)

@@ -608,7 +608,8 @@ class Engine:
             statistics.fidelity.add(token_fidelity)
         asked, logprobs, prompt = r.request.logprobs, TokenLogprobs(), TokenLogprobs()
         if asked is not None and asked is not False:
-            logprobs = new_token_logprobs(step, i, len(tokens), 0 if asked is True else asked)
+            most, wanted = 0 if asked is True else asked, r.request.logprob_token_ids
+            logprobs = new_token_logprobs(step, i, len(tokens), most, wanted)
         if statistics.new_tokens == len(tokens):
             prompt = r.prompt_logprobs
         text, stop = new.text, new.stop

@@ -24,10 +24,12 @@ class TokenLogprobs:
         return TokenLogprobs(self.logprobs + other.logprobs, self.top + other.top)
 
 
-def new_token_logprobs(step: StepResult, i: int, count: int, alternatives: int) -> TokenLogprobs:
-    """Of the first `count` new tokens of request `i`."""
+def new_token_logprobs(
+    step: StepResult, i: int, count: int, alternatives: int, wanted: Sequence[int] = ()
+) -> TokenLogprobs:
+    """Of the first `count` new tokens of request `i`; `wanted`: tokens that are reported in place of alternatives."""
     nodes = step.paths[i][int(step.tree.prefix_length[i]) - 1 :][:count]
-    return _node_logprobs(step, i, nodes, step.new_tokens[i][:count], alternatives)
+    return _node_logprobs(step, i, nodes, step.new_tokens[i][:count], alternatives, wanted)
 
 
 def prompt_token_logprobs(step: StepResult, i: int, alternatives: int) -> TokenLogprobs:
@@ -38,15 +40,24 @@ def prompt_token_logprobs(step: StepResult, i: int, alternatives: int) -> TokenL
 
 
 def _node_logprobs(
-    step: StepResult, i: int, nodes: Sequence[int], tokens: Sequence[int], alternatives: int
+    step: StepResult,
+    i: int,
+    nodes: Sequence[int],
+    tokens: Sequence[int],
+    alternatives: int,
+    wanted: Sequence[int] = (),
 ) -> TokenLogprobs:
     """Of these tokens, each after its node."""
     if not tokens:
         return TokenLogprobs()
     scores = torch.log_softmax(step.output.logits[[int(step.output.logit_index[i, n]) for n in nodes]], -1)
     chosen = scores[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
-    if not alternatives:
+    if wanted:
+        values, order = scores[:, list(wanted)].sort(stable=True, dim=-1, descending=True)
+        ids = torch.tensor(wanted)[order]
+    elif alternatives:
+        values, ids = top_k(scores, min(alternatives, scores.shape[1]))
+    else:
         return TokenLogprobs(tuple(chosen))
-    values, ids = top_k(scores, min(alternatives, scores.shape[1]))
     top = (tuple(zip(t, v, strict=True)) for t, v in zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(tuple(chosen), tuple(top))

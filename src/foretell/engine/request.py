@@ -26,8 +26,10 @@ class Request:
     """Report the natural logarithm of every token's probability under the model's softmax (True or 0), and of this many
     most probable tokens in its place; False or None: nothing.
     """
+    logprob_token_ids: tuple[int, ...] = ()
+    """Report these tokens, most probable first, in place of the most probable ones (vLLM)."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt but the first; the prefix cache is not used then."""
+    """As `logprobs`, for the tokens of the prompt but the first; the prefix cache is not used then."""
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the answer; `finish_reason` is `stop`."""
     ignore_eos: bool = False
@@ -164,7 +166,7 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
     if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
         raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
-    for name in ("eos", "stop_token_ids"):
+    for name in ("eos", "stop_token_ids", "logprob_token_ids"):
         if not all(is_integer(t) for t in getattr(request, name)):
             raise ValueError(f"{name} must be a sequence of token ids, found {getattr(request, name)!r}")
     for name in ("logprobs", "prompt_logprobs"):
@@ -192,6 +194,7 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         "allowed_token_ids": sampling.allowed_token_ids or (),
         "bad_words": [t for word in sampling.bad_words for t in word],
         "stop_token_ids": request.stop_token_ids,
+        "logprob_token_ids": request.logprob_token_ids,
     }
     for name, tokens in named.items():
         if not all(0 <= t < vocab for t in tokens):

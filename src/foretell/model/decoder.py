@@ -452,7 +452,10 @@ class Decoder(nn.Module):
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Logits of the next token in float32 or wider, from the output of `final_norm`."""
-        out = widen(self.head(x))
+        return self.bound_logits(widen(self.head(x)))
+
+    def bound_logits(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
+        """Logits from the output of the head: with the architecture's factor and bound."""
         if self.config.logit_scale != 1:
             out = out * self.config.logit_scale
         cap = self.config.logit_softcap

@@ -1,7 +1,10 @@
 """Weight offloading: a network whose blocks are read from the checkpoint when they run, under a memory limit."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -15,51 +18,104 @@ from foretell.model.layout import Layout
 from foretell.model.network import NetworkWrapper, OuterNetwork
 
 B = TypeVar("B")
+_PLACES = 3
+"""Most blocks in memory beside the resident ones: one runs, and the next ones are read while it does, or a draft."""
 
 
 class BlockStore(Generic[B]):
-    """Blocks within a budget of bytes: the first ones stay in memory, the others are fetched one at a time and dropped.
+    """Blocks within a budget of bytes: the first ones stay in memory, the others are fetched and dropped.
 
     Every pass runs the blocks in the same order, so a least-recently-used cache would never hit: the resident blocks
-    are fixed. `fetch` reads block `i`, `release_pages` returns the pages of the file to the system. `fixed_bytes` are
-    those of embedding, norm and head.
+    are fixed. While a block runs, a thread fetches the next one that is not resident, after the last one the first,
+    where the budget holds two blocks beside the fixed bytes. `fetch` reads block `i`, `release_pages` returns the pages
+    of the file to the system. `fixed_bytes` are those of embedding, norm and head. `sizes`: bytes of every block; None:
+    all are as large as the first.
 
     Raises:
         ValueError: the budget does not hold the fixed bytes and one block.
     """
 
     def __init__(
-        self, layers: int, fetch: Callable[[int], B], release_pages: Callable[[], None], budget: int, fixed_bytes: int
+        self,
+        count: int,
+        fetch: Callable[[int], B],
+        release_pages: Callable[[], None],
+        budget: int,
+        fixed_bytes: int,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        self._fetch, self._release_pages = fetch, release_pages
-        first = fetch(0)
-        self.block_bytes = weight_bytes(first)
-        self.resident_bytes = fixed_bytes + self.block_bytes
-        if self.resident_bytes > budget:
-            raise ValueError(
-                f"the memory limit of {budget:,} bytes is too small: embedding, head and one block alone take "
-                f"{self.resident_bytes:,}"
-            )
-        # Where not all blocks fit, one place is needed for the block that is running.
-        places = min((budget - fixed_bytes) // self.block_bytes, layers)
-        self._resident = {0: first} if places > 1 or layers == 1 else {}
-        self.resident_blocks = places if places == layers else places - 1
-        self.resident_bytes = fixed_bytes + len(self._resident) * self.block_bytes
-        self.peak_bytes = self.resident_bytes
-        self.fetch_count = 1
+        self._fetch, self._release_pages, self.count = fetch, release_pages, count
+        self._resident: dict[int, B] = {}
+        self._ahead: deque[tuple[int, Future[B]]] = deque()
+        """Blocks that are being fetched, or were and have not run."""
+        self._pool = ThreadPoolExecutor(1, "offload")
+        self.fetch_count = 0
         """Number of blocks read from the file so far."""
+        first = None if sizes is not None else self._read(0)
+        sizes = [weight_bytes(first)] * count if sizes is None else sizes
+        self.block_bytes = max(sizes)
+        """Bytes of the largest block."""
+        room = budget - fixed_bytes
+        if self.block_bytes > room:
+            raise ValueError(
+                f"the memory limit of {budget:,} bytes is too small: what stays in memory and one block alone take "
+                f"{fixed_bytes + self.block_bytes:,}"
+            )
+        # Where not all blocks fit, places are needed for the block that is running and the next ones.
+        places = 0 if sum(sizes) <= room else min(_PLACES, room // self.block_bytes)
+        self._depth = max(0, places - 1)
+        total = list(accumulate(sizes))
+        self.resident_blocks = sum(size <= room - places * self.block_bytes for size in total)
+        """Number of blocks that stay in memory."""
+        self.resident_bytes = fixed_bytes + (total[self.resident_blocks - 1] if self.resident_blocks else 0)
+        """Bytes that stay in memory."""
+        self.peak_bytes = self.resident_bytes + places * self.block_bytes
+        """Most bytes of weights in memory at once."""
+        if first is not None and self.resident_blocks:
+            self._resident[0] = first
 
     def get(self, i: int) -> B:
-        """Block `i`; the caller drops its reference after running it."""
+        """Block `i`; the caller drops its reference after running it.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is damaged.
+        """
         block = self._resident.get(i)
         if block is None:
-            block = self._fetch(i)
-            self._release_pages()
-            self.fetch_count += 1
-            self.peak_bytes = max(self.peak_bytes, self.resident_bytes + self.block_bytes)
             if i < self.resident_blocks:
-                self._resident[i] = block
-                self.resident_bytes += self.block_bytes
+                block = self._resident[i] = self._pool.submit(self._read, i).result()
+            else:
+                block = self._take(i)
+        self._fetch_ahead(i)
+        return block
+
+    def _take(self, i: int) -> B:
+        """Block `i`, which is not resident: what is being fetched before it is dropped."""
+        while self._ahead:
+            which, future = self._ahead.popleft()
+            block = future.result()
+            if which == i:
+                return block
+            del block, future
+        return self._pool.submit(self._read, i).result()
+
+    def _fetch_ahead(self, i: int) -> None:
+        """Fetch the blocks that are not resident after block `i`, and after those that are being fetched."""
+        last = self._ahead[-1][0] if self._ahead else i
+        while len(self._ahead) < self._depth:
+            following = last + 1 if last + 1 < self.count else 0
+            last = following if following >= self.resident_blocks else self.resident_blocks
+            self._ahead.append((last, self._pool.submit(self._read, last)))
+
+    def wait(self) -> None:
+        """Wait until the blocks that are being fetched are there."""
+        wait([future for _, future in self._ahead])
+
+    def _read(self, i: int) -> B:
+        block = self._fetch(i)
+        self._release_pages()
+        self.fetch_count += 1
         return block
 
 
@@ -80,17 +136,28 @@ class BlocklessNetwork(OuterNetwork, Protocol[B]):
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "BlocklessNetwork[B]":
         """The same embedding, norm and head for another configuration of the blocks."""
 
+    def bound_logits(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
+        """Logits from the output of the head."""
+
 
 class OffloadedDecoder(NetworkWrapper, Generic[B]):
     """Implements `Network` over a `BlockStore` (the on-demand target of LLMCad, arXiv 2309.04255).
 
     A pass takes as long as reading most of the weights, so speed depends on tokens per pass. Results are bit for bit
-    those of the network in memory.
+    those of the network in memory. `head_pieces`: the head is in the store, in so many pieces after the blocks.
     """
 
-    def __init__(self, outer: BlocklessNetwork[B], store: BlockStore[B]) -> None:
+    def __init__(self, outer: BlocklessNetwork[B], store: BlockStore[Any], head_pieces: int = 0) -> None:
         super().__init__(outer)
-        self._outer, self.store = outer, store
+        self._outer, self.store, self._head_pieces = outer, store, head_pieces
+
+    def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
+        """Next-token logits, float32 or wider."""
+        if not self._head_pieces:
+            return self._outer.logits(x)
+        first = self.store.count - self._head_pieces
+        out = [self.store.get(i)(x) for i in range(first, self.store.count)]
+        return self._outer.bound_logits(torch.cat(out, -1))
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; blocks that are not resident are in memory one at a time."""
@@ -116,4 +183,4 @@ class OffloadedDecoder(NetworkWrapper, Generic[B]):
         return self._like(self.config, skip)
 
     def _like(self, config: ModelConfig, skip: SkipSet) -> "OffloadedDecoder[B]":
-        return OffloadedDecoder(self._outer.without_blocks(config, skip), self.store)
+        return OffloadedDecoder(self._outer.without_blocks(config, skip), self.store, self._head_pieces)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.distributions.divergence import forward_kl
+from foretell.distributions.divergence import forward_kl, total_variation
 from foretell.model.config import ModelConfig
 from foretell.model.load.build import build_block, build_without_blocks
 from foretell.model.load.weights import Weights
@@ -31,6 +31,8 @@ class Comparison:
     """Mean KL(source || quantised) of the next token, in nats."""
     kl_99: float
     """99th percentile of the KL divergence."""
+    total_variation: float
+    """Mean total variation distance of the two distributions, 0..1."""
     same_top: float
     """Share of positions where both find the same token most probable."""
     perplexity: float
@@ -55,10 +57,11 @@ def compare_logits(
     parts: Iterable[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"], Int[Tensor, " t"]]],
 ) -> Comparison:
     """Compare logits of the source and of the quantised model, given with the tokens that follow in the text."""
-    kl, same = list[Tensor](), 0
+    kl, variation, same = list[Tensor](), 0.0, 0
     losses = [0.0, 0.0]
     for p, q, targets in parts:
         kl.append(forward_kl(p, q).clamp(min=0))
+        variation += float(total_variation(p, q).sum())
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         for i, logits in enumerate((p, q)):
             losses[i] += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
@@ -68,9 +71,15 @@ def compare_logits(
         count,
         float(every.mean()),
         float(np.quantile(every.numpy(), 0.99)),
+        variation / count,
         same / count,
-        *(math.exp(min(loss / count, _MAX_EXPONENT)) for loss in losses),
+        *(perplexity(loss / count) for loss in losses),
     )
+
+
+def perplexity(loss: float) -> float:
+    """The perplexity of a mean cross-entropy in nats, kept finite."""
+    return math.exp(min(loss, _MAX_EXPONENT))
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear
 
-DraftKind = Literal["none", "model", "layers", "nested", "quantised", "sparse", "heads", "layer"]
+DraftKind = Literal["none", "model", "block", "layers", "nested", "quantised", "sparse", "heads", "layer"]
 
 DRAFT_MODELS: Mapping[str, tuple[str, ...]] = {
     "llama-68m": ("llama-2-", "vicuna-"),
@@ -97,7 +97,7 @@ def drafter_cost(
     fusion: Fusion = "flash"
     if kind == "none":
         return None
-    if kind == "model":
+    if kind in ("model", "block"):
         small = draft_model or _find_draft_model(target)
         if abs(small.config.vocab - target.config.vocab) > MAX_PADDING:
             raise ValueError(
@@ -105,7 +105,7 @@ def drafter_cost(
                 f"must share the vocabulary"
             )
         graph = small.graph(fusion, False)
-        return DrafterCost(graph, "level", graph.parameters)
+        return DrafterCost(graph, "level" if kind == "model" else "step", graph.parameters)
     if kind == "layers":
         return DrafterCost(first_layers(target, share).graph(fusion, False), "level", 0.0)
     if kind == "nested":

@@ -34,6 +34,19 @@ class Piece:
     def of(index: int, updates: Sequence[Update]) -> "Piece":
         """Consecutive updates of a request as one piece."""
         last = updates[-1]
+        if len(updates) == 1:
+            return Piece(
+                index,
+                last.text,
+                last.tokens,
+                last.logprobs,
+                last.top_logprobs,
+                last.prompt_logprobs,
+                last.prompt_top_logprobs,
+                last.finish_reason,
+                last.stop_reason,
+                last.passes,
+            )
         return Piece(
             index,
             "".join(u.text for u in updates),

@@ -71,6 +71,7 @@ FIELDS: Sequence[EngineField] = (
     EngineField("include_stop_str_in_output", REQUEST),
     EngineField("skip_special_tokens", REQUEST),
     EngineField("prompt_logprobs", REQUEST),
+    EngineField("logprob_token_ids", REQUEST, convert=lambda ids, _: tuple(dict.fromkeys(ids))),
     EngineField("return_drafts", REQUEST),
     EngineField("priority", REQUEST),
     EngineField("deadline_ms", REQUEST, "deadline", convert=lambda ms, _: time.perf_counter() + ms / 1000),

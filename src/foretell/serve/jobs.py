@@ -4,12 +4,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from foretell.engine.request import Request, Update
 from foretell.serve.errors import ApiError, server_error, unavailable
-from foretell.serve.worker import EngineWorker, Event
+from foretell.serve.event_buffer import Event
+from foretell.serve.worker import EngineWorker
 
 Batch = list[tuple[int, float, Update]]
 """Updates with the index of their request in the job and their time."""
@@ -31,7 +31,11 @@ class Job:
         self._pending: Batch = []
         self._open = 0
         self._error: ApiError | None = None
-        self._wake = asyncio.Event()
+        self._wake: asyncio.Future[None] | None = None
+        """Done once there is something to deliver; None: nobody waits."""
+        self._waits_since = 0.0
+        """Time of the loop."""
+        self._timer: asyncio.TimerHandle | None = None
         self.paused = False
         """Whether its requests get nothing until the reader has fetched what is there."""
         self.tickets = list[int]()
@@ -48,7 +52,7 @@ class Job:
         self._pending.append((index, at, update))
         self.sizes[index] += len(update.tokens)
         self._open -= update.finish_reason is not None
-        self._wake.set()
+        self._notify()
         if len(self._pending) > MAX_PENDING and not self.paused:
             self.paused = True
             self._jobs.pause(self)
@@ -56,7 +60,7 @@ class Job:
     def fail(self, error: ApiError) -> None:
         """End the job with an error."""
         self._error = self._error or error
-        self._wake.set()
+        self._notify()
 
     async def batches(self, interval: float | None = None) -> AsyncIterator[Batch]:
         """All updates since the last batch, until the requests are over; an empty batch after `interval` seconds
@@ -77,14 +81,38 @@ class Job:
             yield batch
 
     async def _wait(self, interval: float | None) -> None:
-        if self._error is None:
-            self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(interval):
-                    await self._wake.wait()
+        """Return once there is something to deliver, or after `interval` seconds.
+
+        A timer for every wait would cost more than the wait: one runs on, and looks when it ends how long the present
+        wait has lasted.
+        """
+        if self._error is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self._wake, self._waits_since = loop.create_future(), loop.time()
+        if interval is not None and self._timer is None:
+            self._timer = loop.call_later(interval, self._look_at_time, loop, interval)
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def _look_at_time(self, loop: asyncio.AbstractEventLoop, interval: float) -> None:
+        self._timer = None
+        left = self._waits_since + interval - loop.time()
+        if left <= 0:
+            self._notify()
+        elif self._wake is not None:
+            self._timer = loop.call_later(left, self._look_at_time, loop, interval)
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     def close(self) -> None:
         """Cancel what is not over."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._jobs.close(self)
 
 

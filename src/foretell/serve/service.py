@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from foretell.serve.errors import ApiError, bad_request, overloaded, unavailable
+from foretell.serve.event_buffer import Event
 from foretell.serve.jobs import Jobs, RequestObserver
 from foretell.serve.loaded import LoadedModel
 from foretell.serve.metrics.registry import MetricTables
@@ -23,7 +24,7 @@ from foretell.serve.prompts import PromptEncoder
 from foretell.serve.settings import ServerSettings
 from foretell.serve.shadow import ShadowVerifier
 from foretell.serve.token_text import TokenTexts
-from foretell.serve.worker import EngineWorker, Event
+from foretell.serve.worker import EngineWorker
 
 if TYPE_CHECKING:
     from foretell.serve.metrics.traces import RequestTraces
@@ -86,6 +87,7 @@ class Service:
             lambda error: _call(loop, partial(self._engine_failed, metrics)),
             self.settings.timeouts.restart,
             steps.step,
+            self.settings.stream_interval,
         )
         self._shadow = ShadowVerifier(
             self.settings.shadow_rate, self.metrics, loaded.method_of, self._worker, lambda: self.jobs.live == 0

@@ -74,6 +74,10 @@ class ServerSettings:
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     tokenizer_threads: int = 2
+    stream_interval: float = 0.01
+    """Least seconds between two pieces of a stream, beside its first and last one; tokens that come meanwhile are sent
+    together.
+    """
     metrics_prefixes: tuple[str, ...] = ()
     """Further prefixes of the metrics with vLLM's names, beside `foretell`."""
     shadow_rate: float = 0.0

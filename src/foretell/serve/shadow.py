@@ -12,9 +12,10 @@ from prometheus_client import Counter
 
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request, Update
+from foretell.serve.event_buffer import Event
 from foretell.serve.metrics.registry import MetricTables
 from foretell.serve.request_id import REQUEST_ID
-from foretell.serve.worker import EngineWorker, Event
+from foretell.serve.worker import EngineWorker
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 64

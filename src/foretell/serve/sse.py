@@ -8,15 +8,22 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-DONE = b"data: [DONE]\n\n"
+DATA, END = b"data: ", b"\n\n"
+"""Around the JSON of an event."""
+DONE = DATA + b"[DONE]" + END
 PING = b": ping\n\n"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def json_bytes(data: Mapping[str, Any]) -> bytes:
+    """One line of JSON; numbers that JSON does not have become `null`."""
+    return to_json(data, inf_nan_mode="null")
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """An event with one line of JSON; `name`: for APIs whose events have names."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + to_json(data, inf_nan_mode="null") + b"\n\n"
+    return head + DATA + json_bytes(data) + END
 
 
 async def disconnected(receive: Receive) -> None:

@@ -5,34 +5,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
+from foretell.serve.event_buffer import Event, EventBuffer
 
 log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
 """An idle worker wakes this often, so that its heartbeat goes on."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """What a request got in one step. `at`: seconds of the monotonic clock."""
-
-    ticket: int
-    at: float
-    update: Update | None = None
-    error: Exception | None = None
-    """The engine refused the request."""
-
-
 class EngineWorker:
     """Runs an engine in a thread.
 
-    Requests are named by tickets of the caller's choice. `on_events` is called once per step with all events, and
-    `on_failure` with the exception of a step that ended the engine; `on_step` with the engine after a step and the
-    step's seconds in all. All are called in the worker's thread. After a failure the engine is built again by
-    `make_engine`; its requests are lost.
+    Requests are named by tickets of the caller's choice. `on_events` is called after a step with all events since the
+    last call, at most once in `stream_interval` seconds unless a request begins or ends; `on_failure` with the
+    exception of a step that ended the engine; `on_step` with the engine after a step and the step's seconds in all. All
+    are called in the worker's thread. After a failure the engine is built again by `make_engine`; its requests are
+    lost.
     """
 
     def __init__(
@@ -42,8 +32,10 @@ class EngineWorker:
         on_failure: Callable[[Exception], None],
         restart_seconds: float = 1.0,
         on_step: Callable[[Engine, float], None] | None = None,
+        stream_interval: float = 0.0,
     ) -> None:
-        self._make_engine, self._on_events, self._on_failure = make_engine, on_events, on_failure
+        self._make_engine, self._on_failure = make_engine, on_failure
+        self._events = EventBuffer(on_events, stream_interval)
         self._on_step = on_step
         self._restart_seconds = restart_seconds
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
@@ -95,7 +87,7 @@ class EngineWorker:
         try:
             number = engine.submit(request)
         except ValueError as error:
-            self._on_events([Event(ticket, time.monotonic(), error=error)])
+            self._events.put([Event(ticket, time.monotonic(), error=error)])
             return
         self._numbers[ticket], self._tickets[number] = number, ticket
 
@@ -103,7 +95,7 @@ class EngineWorker:
         number = self._numbers.get(ticket)
         update = None if number is None else engine.cancel(number)
         if update is not None:
-            self._on_events(self._events([update]))
+            self._put([update])
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -122,15 +114,17 @@ class EngineWorker:
             self.heartbeat = time.monotonic()
             self._execute_commands(engine)
             if engine.busy:
+                if engine.load[1] or engine.last_step.counts.reads_prompt:
+                    self._events.flush()  # A pass over a prompt takes long.
                 started = time.monotonic()
-                events = self._events(engine.step())
-                if events:
-                    self._on_events(events)
+                self._put(engine.step())
                 if self._on_step is not None:
                     self._on_step(engine, time.monotonic() - started)
 
     def _execute_commands(self, engine: Engine) -> None:
         """Execute what is queued; an idle engine waits for the next command."""
+        if not engine.busy:
+            self._events.flush()
         try:
             command = self._commands.get(block=not engine.busy, timeout=IDLE_SECONDS)
             while True:
@@ -139,17 +133,18 @@ class EngineWorker:
         except queue.Empty:
             return
 
-    def _events(self, updates: Sequence[Update]) -> list[Event]:
+    def _put(self, updates: Sequence[Update]) -> None:
         now, events = time.monotonic(), list[Event]()
         for update in updates:
             ticket = self._tickets[update.request]
             events.append(Event(ticket, now, update))
             if update.finish_reason is not None:
                 del self._tickets[update.request], self._numbers[ticket]
-        return events
+        self._events.put(events)
 
     def _fail(self, error: Exception) -> None:
         """Forget all requests, also the queued ones."""
+        self._events.flush()
         self.engine, self.ready, self.restarts = None, False, self.restarts + 1
         self._numbers.clear()
         self._tickets.clear()

@@ -1,11 +1,12 @@
 """How far a model's numbers are from those of its exact passes, on a text: KL divergence and perplexity."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
 
 from foretell.api import Model
+from foretell.model.runner import Runner
 from foretell.quantize.evaluate import Comparison, compare_logits
 from foretell.verify.logits import read_chunk
 
@@ -24,44 +25,51 @@ def compare_precision(exact: Model, other: Model, tokens: Int[Tensor, "b s"], fi
         ValueError: sequences of fewer than two tokens, or longer than a context, or not longer than `first`.
     """
     length = tokens.shape[1]
-    most = min(model.config.context for model in (exact, other))
+    check_length(length, (exact, other))
+    if first is not None and not 1 <= first < length - 1:
+        raise ValueError(f"the tokens before the comparison must be 1 to {length - 2} of {length}, found {first}")
+    return compare_logits(logit_parts(exact, other, tokens, first))
+
+
+def check_length(length: int, models: Sequence[Model]) -> None:
+    """Refuse sequences that have no second token, or that a model cannot read.
+
+    Raises:
+        ValueError: the sequences are such.
+    """
+    most = min(model.config.context for model in models)
     if not 2 <= length <= most:
         raise ValueError(f"sequences to compare on need 2 to {most} tokens, the model's context; found {length}")
-    if first is None:
-        return compare_logits(_parts(exact, other, tokens))
-    if not 1 <= first < length - 1:
-        raise ValueError(f"the tokens before the comparison must be 1 to {length - 2} of {length}, found {first}")
-    return compare_logits(_decoded_parts(exact, other, tokens, first))
 
 
-def _parts(
-    exact: Model, other: Model, tokens: Int[Tensor, "b s"]
+def logit_parts(
+    exact: Model, other: Model, tokens: Int[Tensor, "b s"], first: int | None = None
 ) -> Iterator[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"], Int[Tensor, " t"]]]:
-    """Logits of both, and the tokens that follow."""
+    """Logits of both models and the tokens that follow, a chunk at a time; for `first` see `compare_precision`."""
     runners = exact.runner(), other.runner()
     for sequence in tokens:
-        for runner in runners:
-            runner.truncate(0, 0)
-        for at in range(0, len(sequence) - 1, _CHUNK):
-            targets = sequence[at + 1 : at + 1 + _CHUNK]
-            chunk = sequence[at : at + len(targets)].tolist()
-            p, q = (read_chunk(runner, chunk, len(chunk)).float().cpu() for runner in runners)
+        read = zip(
+            read_sequence(runners[0], sequence, first or 0),
+            read_sequence(runners[1], sequence, first or 0, one_by_one=first is not None),
+            strict=True,
+        )
+        for (p, targets), (q, _) in read:
             yield p, q, targets
 
 
-def _decoded_parts(
-    exact: Model, other: Model, tokens: Int[Tensor, "b s"], first: int
-) -> Iterator[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"], Int[Tensor, " t"]]]:
-    """Logits of both after the tokens from `first` on, which the other model reads one by one."""
-    runners = exact.runner(), other.runner()
-    for sequence in tokens:
-        for runner in runners:
-            runner.truncate(0, 0)
-            for at in range(0, first, _CHUNK):
-                read_chunk(runner, sequence[at : min(at + _CHUNK, first)].tolist(), 1)
-        for at in range(first, len(sequence) - 1, _CHUNK):
-            targets = sequence[at + 1 : at + 1 + _CHUNK]
-            chunk = sequence[at : at + len(targets)].tolist()
-            p = read_chunk(runners[0], chunk, len(chunk))
-            q = torch.cat([read_chunk(runners[1], [token], 1) for token in chunk])
-            yield p.float().cpu(), q.float().cpu(), targets
+def read_sequence(
+    runner: Runner, sequence: Int[Tensor, " s"], first: int = 0, one_by_one: bool = False
+) -> Iterator[tuple[Float[Tensor, "t v"], Int[Tensor, " t"]]]:
+    """Logits of one model after the tokens from `first` on, in float32, and the tokens that follow them.
+
+    `one_by_one`: it reads those tokens as it would decode them, not in chunks.
+    """
+    runner.truncate(0, 0)
+    for at in range(0, first, _CHUNK):
+        read_chunk(runner, sequence[at : min(at + _CHUNK, first)].tolist(), 1)
+    for at in range(first, len(sequence) - 1, _CHUNK):
+        targets = sequence[at + 1 : at + 1 + _CHUNK]
+        chunk = sequence[at : at + len(targets)].tolist()
+        pieces = [[token] for token in chunk] if one_by_one else [chunk]
+        logits = torch.cat([read_chunk(runner, piece, len(piece)) for piece in pieces])
+        yield logits.float().cpu(), targets

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from foretell.cli.bench.frontier import frontier
 from foretell.cli.bench.recording import record_, replay_
 from foretell.cli.bench.results import compare_, report_, schema
 from foretell.cli.bench.run import run
@@ -40,7 +41,7 @@ def bench() -> None:
 
 _COMMANDS: Mapping[str, Callable[..., None]] = {
     "step": step, "run": run, "record": record_, "replay": replay_, "serve": serve_, "soak": soak,
-    "compare": compare_,
+    "frontier": frontier, "compare": compare_,
     "schema": schema, "report": report_,
 }  # fmt: skip
 for _name, _command in _COMMANDS.items():

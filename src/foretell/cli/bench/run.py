@@ -29,7 +29,7 @@ from foretell.cli.bench.inputs import (
     load_selected_questions,
     resumable,
 )
-from foretell.cli.options import split_commas
+from foretell.cli.options import MemoryLimit, split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import resolve_dtype
 from foretell.model.load.reference import DEFAULT_MODEL
@@ -67,6 +67,7 @@ def run(
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is answered; times are medians.")] = 3,
     threads: Threads = None,
+    target_memory_limit: MemoryLimit = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, each competitor in a process of its own.")] = True,
     gguf_cache: Folder = None,
 ) -> None:
@@ -86,6 +87,7 @@ def run(
         remember=remember,
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
+        memory_limit=None if target_memory_limit is None else target_memory_limit << 20,
     )
     plan = BenchPlan.from_settings(settings, split_commas(methods), split_commas(peers), gguf_cache or default_folder())
     with resumable(out), RunStore(out, settings, QuestionResult) as store:

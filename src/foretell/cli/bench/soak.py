@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from foretell.bench.soak import Soak, SoakPlan, SoakSample, kinds_table, verdict
-from foretell.bench.soak_client import find_target
+from foretell.bench.soak_client import TIMEOUT, find_target
 
 API_KEY_VARIABLE = "FORETELL_API_KEY"
 
@@ -20,6 +20,14 @@ def soak(
     max_growth: Annotated[
         float, typer.Option(metavar="SHARE", min=0, help="Growth of memory from which on the server has failed.")
     ] = 0.02,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="Without a byte after which a request has failed. Raise it on a busy machine.",
+        ),
+    ] = TIMEOUT,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this file too.")] = None,
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY", help=f"API key of the server; otherwise ${API_KEY_VARIABLE}.")
@@ -40,7 +48,7 @@ def soak(
         memory = f"{sample.resident / 1e6:.0f} MB, {sample.rest / 1e6:.0f} without the cache"
         typer.echo(f"{sample.seconds / 60:.1f} min: {sample.requests} requests, {memory}", err=True)
 
-    found = Soak(find_target(url, key, max_new_tokens), plan).run(report)
+    found = Soak(find_target(url, key, max_new_tokens, timeout), plan).run(report)
     text = f"{found.table().markdown()}\n{kinds_table(found).markdown()}\n{verdict(found)}\n"
     if output is not None:
         output.write_text(text)

@@ -269,9 +269,9 @@ class NativeDecoder:
 
     def logits(self, x: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k v"]:
         """Next-token logits."""
-        return self._bounded(self.head(x))
+        return self.bound_logits(self.head(x))
 
-    def _bounded(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
+    def bound_logits(self, out: Float[torch.Tensor, "k v"]) -> Float[torch.Tensor, "k v"]:
         """Logits from the output of the head: with the architecture's factor and bound."""
         if self.config.logit_scale != 1:
             out = out * self.config.logit_scale
@@ -334,7 +334,7 @@ class NativeDecoder:
         hidden = tuple(states[i] for i in place)
         if self.config.logit_softcap or self.config.logit_scale != 1:
             # Numbers that are rounded to the same one have another argmax.
-            return ModelOutput(self._bounded(logits), nodes[4], hidden, nodes[3], experts)
+            return ModelOutput(self.bound_logits(logits), nodes[4], hidden, nodes[3], experts)
         return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count])
 
     @property

@@ -14,11 +14,14 @@ from foretell.model.stored_matrix import StoredMatrix
 class NativeEmbedding:
     """Rows of a stored matrix, widened when they are looked up, or of the packed head where the two are tied.
 
-    `dtype`: what the numbers are rounded to before they become float32. `scale`: factor on every row.
+    `dtype`: what the numbers are rounded to before they become float32. `scale`: factor on every row. `mapped`: the
+    matrix is a view of a file, so that rows take memory of the system's page cache only.
     """
 
-    def __init__(self, source: StoredMatrix | NativeLinear, dtype: torch.dtype, scale: float) -> None:
-        self.source, self._dtype, self._scale = source, dtype, scale
+    def __init__(
+        self, source: StoredMatrix | NativeLinear, dtype: torch.dtype, scale: float, mapped: bool = False
+    ) -> None:
+        self.source, self.mapped, self._dtype, self._scale = source, mapped, dtype, scale
 
     def __call__(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32."""
@@ -48,4 +51,4 @@ class NativeEmbedding:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds beside the head."""
-        return 0 if isinstance(self.source, NativeLinear) else self.source.data.nbytes
+        return 0 if isinstance(self.source, NativeLinear) or self.mapped else self.source.data.nbytes

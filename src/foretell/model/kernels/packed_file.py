@@ -23,12 +23,12 @@ from torch import Tensor
 
 from foretell.model.kernels import structures
 from foretell.model.kernels.pack import allocate
+from foretell.model.kernels.uncached_file import PAGE
 
 FORMAT_VERSION = 1
 _MAGIC = b"FORETELL"
 _PREAMBLE = struct.Struct("<8sIIQQ32s")
 """Magic, format version, reserved, offset and size of the header, SHA-256 of the header."""
-_PAGE = 4096
 _ALIGN = 64
 _PIECE = 8 << 20
 """Bytes that a thread reads at a time."""
@@ -51,8 +51,8 @@ class PackedWriter:
     def __init__(self, path: Path) -> None:
         # Not truncated: Linux would write such a file to the disk when it is closed.
         self.path, self._file = path, path.open("r+b", buffering=0)
-        self._file.write(bytes(_PAGE))
-        self._offset, self._parts = _PAGE, list[Mapping[str, object]]()
+        self._file.write(bytes(PAGE))
+        self._offset, self._parts = PAGE, list[Mapping[str, object]]()
 
     def add(self, part: PackedPart) -> None:
         """Append a part.
@@ -65,12 +65,12 @@ class PackedWriter:
             raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
             self._write(bytes(-end % _ALIGN))
             self._write(raw.data)
-            total += _checksum(raw)
+            total += checksum(raw)
             end += -end % _ALIGN
             places.append((end, raw.nbytes))
             end += raw.nbytes
-        self._write(bytes(-end % _PAGE))
-        end += -end % _PAGE
+        self._write(bytes(-end % PAGE))
+        end += -end % PAGE
         self._parts.append(
             {
                 "offset": self._offset,
@@ -101,7 +101,7 @@ class PackedWriter:
         self._file.close()
 
 
-def _checksum(raw: "np.ndarray[Any, np.dtype[np.uint8]]") -> int:
+def checksum(raw: "np.ndarray[Any, np.dtype[np.uint8]]") -> int:
     """Sum of its 64-bit words: finds pages that never reached the disk."""
     whole = len(raw) // 8 * 8
     words = int(np.add.reduce(raw[:whole].view(np.uint64), dtype=np.uint64)) if whole else 0
@@ -180,6 +180,14 @@ class PackedReader:
         """Part `i`."""
         return self._read([i])[0]
 
+    def sizes(self) -> list[int]:
+        """Bytes of every part."""
+        return [part["bytes"] for part in self._parts]
+
+    def description(self, i: int) -> Mapping[str, Any]:
+        """Where part `i` lies, and what is in it."""
+        return self._parts[i]
+
     def _read(self, numbers: Sequence[int]) -> list[PackedPart]:
         parts = [self._parts[i] for i in numbers]
         memory = torch.split(allocate(sum(part["bytes"] for part in parts)), [part["bytes"] for part in parts])
@@ -195,7 +203,7 @@ class PackedReader:
             target = arrays[i][at : at + size]
             if os.preadv(self._file, [target.data], offset) != size:
                 raise PackedFileError(f"{self.path}: truncated")
-            return i, _checksum(target)
+            return i, checksum(target)
 
         totals = [0] * len(parts)
         with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
@@ -203,7 +211,7 @@ class PackedReader:
                 totals[i] += total
         if any(total % 2**64 != part["sum"] for total, part in zip(totals, parts, strict=True)):
             raise PackedFileError(f"{self.path}: damaged (a part's checksum differs)")
-        return [_restore(part, m) for part, m in zip(parts, memory, strict=True)]
+        return [restore(part, m) for part, m in zip(parts, memory, strict=True)]
 
     def __enter__(self) -> "PackedReader":
         """The reader itself."""
@@ -216,7 +224,8 @@ class PackedReader:
         self.close()
 
 
-def _restore(part: Mapping[str, Any], memory: Tensor) -> PackedPart:
+def restore(part: Mapping[str, Any], memory: Tensor) -> PackedPart:
+    """A part from its description and its bytes."""
     tensors = [memory[start : start + size] for start, size in part["tensors"]]
     single = [getattr(structures, s["type"]) for s in part["structs"]]
     kinds = [k * s["count"] if s["count"] else k for k, s in zip(single, part["structs"], strict=True)]

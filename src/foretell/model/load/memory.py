@@ -32,6 +32,6 @@ def check_memory(reference: str, dtype: str, needed: int) -> None:
     limit = max((there - _OTHER_BYTES) >> 20, 1)
     raise ValueError(
         f"{reference}: its weights take {needed / 1e9:.1f} GB in {dtype}, and {there / 1e9:.1f} GB of memory are "
-        f"available; keep part of them in the file with --memory-limit {limit}, or use a smaller dtype (int8, int4) or "
-        "a file with fewer bits"
+        f"available; keep part of them in the file with --target-memory-limit {limit}, or use a smaller dtype (int8, "
+        "int4) or a file with fewer bits"
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -34,6 +34,7 @@ from foretell.model.load.layer_parts import (
     layer_scale,
 )
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
+from foretell.model.load.streamed import StreamedHead, StreamedParts
 from foretell.model.load.weights import Weights
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 
@@ -76,38 +77,69 @@ def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> 
     return outer.with_blocks(blocks_found)
 
 
-def native_blocks(
-    config: ModelConfig, weights: Weights, precision: Precision
-) -> tuple[NativeDecoder, Callable[[int], PackedBlock]]:
+class StreamedNetwork(NamedTuple):
+    """A decoder without blocks, and where these are."""
+
+    outer: NativeDecoder
+    fetch: Callable[[int], PackedBlock | NativeLinear]
+    """Gives block `i`, and after the blocks the pieces of the head."""
+    sizes: list[int] | None = None
+    """Bytes of what `fetch` gives; None: all blocks are about as large as the first."""
+    head_pieces: int = 0
+    """0: the decoder has its head."""
+
+
+def native_blocks(config: ModelConfig, weights: Weights, precision: Precision, limit: int) -> StreamedNetwork:
     """The decoder without blocks, and a function that gives block `i`: from the cache of packed weights, which is made
-    first where there is none, or else from the checkpoint.
+    first where there is none, or else from the checkpoint. From the cache the head is read in pieces, too, where
+    `limit` bytes do not hold it beside two blocks.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
     """
     place = _place_in_cache(config, weights, precision)
     kept = None if place is None else place.open()
-    if kept is not None:
-        outer = _restore_outer(config, weights, precision, kept.read(0), kept.read(1))
-        return outer, _block_reader(outer, kept)
-    outer = _pack_outer(config, weights, precision)
+    if kept is None:
+        outer = _pack_outer(config, weights, precision)
 
-    def pack(i: int) -> PackedBlock:
-        return outer.stack.pack_block(i, read_block(config, i, weights, precision))
+        def pack(i: int) -> PackedBlock:
+            return outer.stack.pack_block(i, read_block(config, i, weights, precision))
 
-    with _kept_in(place, outer, config, weights, precision) as keep:
-        if keep.wanted:
-            for i in range(config.layers):
-                keep(pack(i))
-                keep.wait()
-                weights.release_pages()
-    keep.wait()
-    kept = None if place is None else place.open()
-    return outer, pack if kept is None else _block_reader(outer, kept)
+        with _kept_in(place, outer, config, weights, precision) as keep:
+            if keep.wanted:
+                for i in range(config.layers):
+                    keep(pack(i))
+                    keep.wait()
+                    weights.release_pages()
+        keep.wait()
+        kept = None if place is None else place.open()
+        if kept is None:
+            return StreamedNetwork(outer, pack)
+        del outer
+    return _streamed(config, weights, precision, kept, limit)
 
 
-def _block_reader(outer: NativeDecoder, kept: PackedReader) -> Callable[[int], PackedBlock]:
-    return lambda i: _attach(outer, i, kept.read(_OUTER_PARTS + i))
+def _streamed(
+    config: ModelConfig, weights: Weights, precision: Precision, kept: PackedReader, limit: int
+) -> StreamedNetwork:
+    parts, sizes = StreamedParts(kept), kept.sizes()
+    blocks, pieces = sizes[_OUTER_PARTS:], None
+    largest = max(blocks)
+    streams_head = sizes[0] + 2 * largest > limit and StreamedHead.supports(kept) and weights.maps(_EMBEDDING)
+    if streams_head:
+        pieces = StreamedHead(kept, precision, largest)
+        norm = parts.read(1).tensors[0].view(torch.float32)
+        outer = _assemble(config, weights, precision, pieces.absent(), norm)
+    else:
+        outer = _restore_outer(config, weights, precision, parts.read(0), parts.read(1))
+
+    def fetch(i: int) -> PackedBlock | NativeLinear:
+        if pieces is not None and i >= config.layers:
+            return pieces.read(i - config.layers)
+        return _attach(outer, i, parts.read(_OUTER_PARTS + i))
+
+    further = [] if pieces is None else pieces.sizes
+    return StreamedNetwork(outer, fetch, [*blocks, *further], len(further))
 
 
 def _attach(outer: NativeDecoder, i: int, part: PackedPart) -> PackedBlock:
@@ -239,7 +271,7 @@ def _assemble(
         source = head
     else:
         source = weights.matrix(_EMBEDDING, config.vocab, config.hidden).rounded(dtype)
-    embedding = NativeEmbedding(source, dtype, config.embedding_scale)
+    embedding = NativeEmbedding(source, dtype, config.embedding_scale, weights.maps(_EMBEDDING))
     stack = NativeStack(config, [], precision, *decoder_rope_tables(config))
     inputs = None if config.layer_inputs is None else _read_layer_inputs(config, weights, precision)
     return NativeDecoder.of_parts(config, embedding, stack, norm, head, inputs)

@@ -90,10 +90,10 @@ def build_streamed_network(
 ) -> Network:
     """The network with at most `limit` bytes of weights in memory; its results are those of `build_network`."""
     if runs_on_kernels(config, device):
-        packed, fetch = native_blocks(config, weights, precision)
-        return OffloadedDecoder(
-            packed, BlockStore(config.layers, fetch, weights.release_pages, limit, weight_bytes(packed))
-        )
+        found = native_blocks(config, weights, precision, limit)
+        count, fixed = config.layers + found.head_pieces, weight_bytes(found.outer)
+        store = BlockStore(count, found.fetch, weights.release_pages, limit, fixed, found.sizes)
+        return OffloadedDecoder(found.outer, store, found.head_pieces)
     shell = build_without_blocks(config, weights, weight_dtype(precision), device)
 
     def fetch_block(i: int) -> DecoderBlock:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, tree_from_lists
@@ -26,7 +26,12 @@ _TREE_TOLERANCE = 0.05
 """Of the largest logit; above the rounding errors of bfloat16."""
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """The transformers library.
+
+    Raises:
+        ValueError: it is not installed.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -64,15 +69,26 @@ class _Row:
         self.length, self.nodes = len(slots), []
 
 
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A prompt with images: its tokens, what the decoder sees in the place of each, and which places are images."""
+
+    tokens: tuple[int, ...]
+    embeddings: Float[torch.Tensor, "n d"]
+    is_image: Bool[np.ndarray, " n"]
+
+
 class HFRunner(Runner):
     """Runs a `PreTrainedModel` with a head, one batch row at a time; trees by 4-D masks and position ids.
+
+    `images`: the prompt that its rows begin with, where the model reads images.
 
     Raises:
         ValueError: the model cannot run trees: it takes no position ids, has a recurrent state instead of a key-value
             cache, or sliding windows.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, images: ImagePrompt | None = None) -> None:
         name, config = type(model).__name__, model.config.get_text_config()
         inputs = inspect.signature(model.forward).parameters
         windowed = "sliding_attention" in (config.to_dict().get("layer_types") or ())
@@ -84,6 +100,7 @@ class HFRunner(Runner):
         self.config = model_config_of(model)
         self.vocab, self.context = self.config.vocab, self.config.context
         self._rows: dict[int, _Row] = {}
+        self._images = images
 
     @property
     def backend(self) -> Backend:
@@ -134,7 +151,7 @@ class HFRunner(Runner):
 
     def _row(self, row: int) -> _Row:
         if row not in self._rows:
-            self._rows[row] = _Row(_transformers().DynamicCache())
+            self._rows[row] = _Row(import_transformers().DynamicCache())
         return self._rows[row]
 
     def _run(self, row: _Row, tree: TokenTree, i: int, nodes: list[int], hidden_states: bool) -> Any:
@@ -148,14 +165,26 @@ class HFRunner(Runner):
         mask[:, : row.length] = 0
         for j, node in enumerate(nodes):
             mask[j, [slot[a] for a in tree.ancestors(i, node)]] = 0
+        positions = row.length + tree.depth[i, nodes]
         return self.model(
-            input_ids=torch.from_numpy(tree.token[i, nodes])[None].to(device),
-            position_ids=torch.from_numpy(row.length + tree.depth[i, nodes])[None].to(device),
+            **self._inputs(tree.token[i, nodes], positions),
+            position_ids=torch.from_numpy(positions)[None].to(device),
             attention_mask=mask[None, None].to(device),
             past_key_values=row.cache,
             use_cache=True,
             output_hidden_states=hidden_states,
         )
+
+    def _inputs(self, tokens: Int[np.ndarray, " n"], positions: Int[np.ndarray, " n"]) -> dict[str, torch.Tensor]:
+        """The tokens, or where there are images their embeddings with those of the images in their places."""
+        ids = torch.from_numpy(tokens)[None].to(self.model.device)
+        if self._images is None:
+            return {"input_ids": ids}
+        embeddings = self.model.get_input_embeddings()(ids).clone()
+        known = np.minimum(positions, len(self._images.tokens) - 1)
+        here = (positions == known) & self._images.is_image[known] & (np.array(self._images.tokens)[known] == tokens)
+        embeddings[0, here] = self._images.embeddings[known[here]]
+        return {"inputs_embeds": embeddings}
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
@@ -188,15 +217,16 @@ def model_config_of(model: Any) -> ModelConfig:
 
 
 def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load a causal language model with transformers, and check that it runs token trees correctly.
+    """Load a causal or a vision-language model with transformers, and check that it runs token trees correctly.
 
     Raises:
         ValueError: transformers is missing or cannot load the model, there is no safetensors file, a weight is missing,
             or the check fails.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
+    transformers.utils.logging.disable_progress_bar()
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = _model_class(transformers, path).from_pretrained(
             path,
             dtype=dtype,
             attn_implementation="eager",
@@ -221,6 +251,19 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     except Exception as error:  # As above.
         raise load_error(path, error) from error
     return model
+
+
+def reads_images(model: Any) -> bool:
+    """Whether a model has a vision encoder before its decoder."""
+    return getattr(model.config, "vision_config", None) is not None
+
+
+def _model_class(transformers: Any, path: Path) -> Any:
+    """The class that loads causal language models, or vision-language models."""
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if getattr(config, "vision_config", None) is not None:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def load_error(path: Path, error: Exception) -> ValueError:

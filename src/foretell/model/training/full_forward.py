@@ -27,9 +27,15 @@ def forward_blocks(
     ropes: tuple[RopeTables, RopeTables],
     x: Float[torch.Tensor, "b s d"],
     first: int = 0,
+    attention: AttentionBackend | None = None,
+    begin: int = 0,
 ) -> Float[torch.Tensor, "b s d"]:
-    """Blocks `first, first+1, …` of a configuration; `ropes`: rotary tables of full and of sliding-window layers."""
-    position, attention = torch.arange(x.shape[1], device=x.device), CausalAttention(config)
+    """Blocks `first, first+1, …` of a configuration; `ropes`: rotary tables of full and of sliding-window layers.
+
+    `attention` (None: causal) of inputs whose positions are `begin, begin+1, …`.
+    """
+    position = torch.arange(begin, begin + x.shape[1], device=x.device)
+    attention = CausalAttention(config) if attention is None else attention
     angles = [rope_angles(rope, position) for rope in ropes]
     for i, block in enumerate(blocks, first):
         assert isinstance(block, DecoderBlock)

@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from foretell.engine.request import Request
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
 from foretell.serve.formats.parts import PartReader, calls_of, text_of
-from foretell.serve.sse import DONE, event
+from foretell.serve.sse import DATA, DONE, END, json_bytes
 from foretell.serve.tools.parts import CallPart
 
 
@@ -110,7 +111,13 @@ class OpenAIFormat(AnswerFormat):
         measurements: Mapping[str, Any] | None = None,
     ) -> bytes:
         shown = {} if usage is None and not self.head.include_usage else {"usage": usage}
-        return event({**self._head(self.chunk_name), "choices": choices, **shown, **(measurements or {})})
+        own = json_bytes({"choices": choices, **shown, **(measurements or {})})
+        return self._chunk_head + own[1:] + END
+
+    @cached_property
+    def _chunk_head(self) -> bytes:
+        """What every chunk begins with, up to its own fields."""
+        return DATA + json_bytes(self._head(self.chunk_name))[:-1] + b","
 
 
 class ChatFormat(OpenAIFormat):

@@ -14,6 +14,7 @@ from foretell.plan import PlanRun
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
 from foretell.serve.formats.base import AnswerFormat
+from foretell.serve.jobs import Batch
 from foretell.serve.planned import AnyJob, PlannedJob
 from foretell.serve.service import Service
 from foretell.serve.sse import PING, EventStream, disconnected
@@ -30,6 +31,8 @@ class Generation:
     format: AnswerFormat
     stream: bool
     headers: Mapping[str, str]
+    stream_interval: int = 1
+    """New tokens of a piece of a stream, at least, beside its first and last one."""
     run: PlanRun | None = None
     """Of the plan that writes the answer to the one request."""
 
@@ -44,7 +47,7 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
     job = _open(service, generation)
     choices = Choices(generation.requests, generation.per_prompt, job.started)
     if generation.stream:
-        events = _events(job, choices, generation.format, service.settings.timeouts.keep_alive_interval)
+        events = _events(job, choices, generation, service.settings.timeouts.keep_alive_interval)
         return EventStream(events, generation.headers)
     try:
         pieces = await _until_disconnect(http, _collect(job, choices))
@@ -60,28 +63,36 @@ def _open(service: Service, generation: Generation) -> AnyJob:
     return PlannedJob(service.jobs, generation.run, service.in_pool)
 
 
-async def _events(job: AnyJob, choices: Choices, format: AnswerFormat, interval: float) -> AsyncIterator[bytes]:
+async def _events(job: AnyJob, choices: Choices, generation: Generation, interval: float) -> AsyncIterator[bytes]:
     """The stream of an answer. It begins with the first token: until then a gateway may repeat the request."""
-    begun = False
+    begun, format, held = False, generation.format, Batch()
     try:
         async for batch in job.batches(interval):
             if not batch:
-                for data in format.ping() if begun else [PING]:
-                    yield data
+                yield b"".join(format.ping()) if begun else PING
                 continue
+            held += batch
+            if begun and not _is_piece(held, generation.stream_interval):
+                continue
+            data = list[bytes]()
             if not begun:
                 begun = True
-                yield b"".join(format.begin(choices))
+                data += format.begin(choices)
+            batch, held = held, []
             for piece in choices.add(batch):
-                for data in format.piece(piece, usage(choices) if format.head.continuous_usage else None):
-                    yield data
-        for data in format.end(usage(choices), measurements(choices)):
-            yield data
+                data += format.piece(piece, usage(choices) if format.head.continuous_usage else None)
+            if data:
+                yield b"".join(data)
+        yield b"".join(format.end(usage(choices), measurements(choices)))
     except ApiError as error:
-        for data in [*(() if begun else format.begin(choices)), *format.error(error)]:
-            yield data
+        yield b"".join([*(() if begun else format.begin(choices)), *format.error(error)])
     finally:
         job.close()
+
+
+def _is_piece(updates: Batch, tokens: int) -> bool:
+    """Whether updates have so many tokens, or the last one of a request."""
+    return any(u.finish_reason for _, _, u in updates) or sum(len(u.tokens) for _, _, u in updates) >= tokens
 
 
 async def _collect(job: AnyJob, choices: Choices) -> list[Piece]:

@@ -117,6 +117,11 @@ def _check(service: Service, body: GenerationBody) -> str:
     _check_words(body.bad_words, "bad_words", limits.bad_words, limits.bad_word_chars)
     _check_top_logprobs(service, body.prompt_logprobs, "prompt_logprobs")
     _check_prediction(service, body)
+    if body.logprob_token_ids is not None:
+        asked = getattr(body, "logprobs", None)
+        if asked is None or asked is False:
+            raise bad_request("logprob_token_ids needs logprobs", "logprob_token_ids")
+        _check_top_logprobs(service, len(body.logprob_token_ids), "logprob_token_ids")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -205,7 +210,9 @@ def _head(service: Service, body: GenerationBody, name: str, request: Request, s
 
 
 def _generation(body: GenerationBody, requests: Sequence[Request], format: ChatFormat | CompletionFormat) -> Generation:
-    return Generation(requests, body.n or 1, format, bool(body.stream), warning_headers(body))
+    return Generation(
+        requests, body.n or 1, format, bool(body.stream), warning_headers(body), body.stream_interval or 1
+    )
 
 
 def _echoed(service: Service, body: CompletionBody, requests: Sequence[Request]) -> list[str]:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
 from foretell.serve.jobs import Job
+from foretell.serve.metrics.histogram import FastHistogram, Series
 from foretell.serve.metrics.registry import MetricTables
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -53,10 +54,8 @@ class RequestMetrics:
         registry = self._tables.own if own else self._tables.shared
         return Counter(name, text, ("model_name", "engine", *labels), registry=registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        names = ("model_name", "engine")
-        found = Histogram(name, text, names, registry=self._tables.shared, buckets=buckets)
-        return found.labels(*self._labels)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Series:
+        return FastHistogram(name, text, ("model_name", "engine"), self._tables.shared, buckets).labels(*self._labels)
 
     def _define_request_metrics(self) -> None:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.").labels(*self._labels)

@@ -3,10 +3,11 @@
 from collections import deque
 from dataclasses import dataclass
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
 from foretell.engine.engine import Engine
 from foretell.engine.statistics import StepCounts, StepTime
+from foretell.serve.metrics.histogram import FastHistogram
 from foretell.serve.metrics.registry import MetricTables
 from foretell.shape.pass_cost import PassCost
 
@@ -39,12 +40,11 @@ class StepMetrics:
 
     def __init__(self, tables: MetricTables, labels: tuple[str, str]) -> None:
         own, names = tables.own, ("model_name", "engine")
-        steps = Histogram("step_seconds", "Time of a step.", ("phase",), registry=own, buckets=STEP_BUCKETS)
+        steps = FastHistogram("step_seconds", "Time of a step.", ("phase",), own, STEP_BUCKETS)
         self._phases = tuple(steps.labels(phase) for phase in ("draft", "verify", "sample", "host"))
-        self._read = Histogram(
-            "iteration_tokens_total", "Tokens read by a pass.", names, registry=tables.shared,
-            buckets=TOKENS_READ_BUCKETS,
-        ).labels(*labels)  # fmt: skip
+        self._read = FastHistogram(
+            "iteration_tokens_total", "Tokens read by a pass.", names, tables.shared, TOKENS_READ_BUCKETS
+        ).labels(*labels)
 
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(name, text, (*names, *more), registry=own)
@@ -118,6 +118,8 @@ class StepMetrics:
         if statistics is None:
             return
         found = statistics.switched_on, statistics.switched_off
+        if found == self._switches_seen:
+            return
         for to, now, before in zip(("on", "off"), found, self._switches_seen, strict=True):
             # What switches in a new engine begins at 0.
             self._switched.labels(*self._labels, to).inc(now - before if now >= before else now)

@@ -53,6 +53,10 @@ class GenerationBody(Body):
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1)
+    logprob_token_ids: TokenIds | None = None
+    """Whose log-probabilities are reported with each token, in place of those of the likeliest ones."""
+    stream_interval: int | None = Field(None, ge=1)
+    """New tokens of a piece of a stream, beside its first and last one."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -80,6 +84,9 @@ class GenerationBody(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     session_id: Any = None
+    cache_prompt: Any = None
+    id_slot: Any = None
+    thinking_token_budget: Any = None
     request_id: Any = None
     spaces_between_special_tokens: Any = None
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.speculator.formats import dflash, draft_model, eagle, eagle_export, medusa, mlp
+from foretell.speculator.formats import dflash, draft_model, eagle, eagle_export, masked_diffusion, medusa, mlp
 from foretell.speculator.formats.base import CheckpointFormat, ExportFormat
 from foretell.speculator.formats.files import PublishedCheckpoint, open_checkpoint
 
 FORMATS: Sequence[CheckpointFormat] = (
+    masked_diffusion.PUBLISHED,
     medusa.AUTHORS,
     medusa.VLLM,
     mlp.IBM,

@@ -10,6 +10,7 @@ from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwo
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig
 from foretell.speculator.network.exits import Exits, ExitsConfig
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
+from foretell.speculator.network.masked_diffusion import MaskedDiffusion, MaskedDiffusionConfig
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 
@@ -21,6 +22,7 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "eagle": (EagleConfig, Eagle1),
     "eagle3": (EagleConfig, Eagle3),
     "exits": (ExitsConfig, Exits),
+    "masked_diffusion": (MaskedDiffusionConfig, MaskedDiffusion),
     "medusa": (MedusaConfig, Medusa),
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
     "pass": (LookAheadConfig, LookAheadEmbeddings),

@@ -70,10 +70,7 @@ class DraftNetwork(Speculator):
     def __init__(self, config: DraftModelConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
         self.model = replace(config.model, vocab=embedding_and_head.vocab)
-        self.blocks = nn.ModuleList(
-            build_block(config.model, i, _BlankWeights(), torch.float32, torch.device("cpu"))
-            for i in range(config.model.layers)
-        )
+        self.blocks = blank_blocks(config.model)
         self.norm = RMSNorm(torch.ones(config.model.hidden), config.model.norm_eps)
         self.requires_grad_(True)
         for name, rope in (("full", config.model.rope), ("local", config.model.local_rope or config.model.rope)):
@@ -139,7 +136,7 @@ class DraftNetwork(Speculator):
 
     def to_decoder(self, dtype: torch.dtype) -> Decoder:
         """A copy as a decoder in a dtype; its head gives logits over the draft vocabulary."""
-        blocks = [_frozen_copy(block, dtype) for block in self.blocks]
+        blocks = [frozen_copy(block, dtype) for block in self.blocks]
         norm = RMSNorm(self.norm.weight.detach().clone(), self.model.norm_eps)
         embedding = self.get_buffer("_embedding").to(dtype)
         return Decoder(self.model, embedding, blocks, norm, Linear(self.lm_head.detach().to(dtype)))
@@ -182,7 +179,13 @@ class _BlankWeights(Weights):
         """Do nothing: no file is open."""
 
 
-def _frozen_copy(block: nn.Module, dtype: torch.dtype) -> DecoderBlock:
+def blank_blocks(config: ModelConfig) -> nn.ModuleList:
+    """The blocks of a decoder in float32, matrices of zeros and norms of ones."""
+    blank, cpu = _BlankWeights(), torch.device("cpu")
+    return nn.ModuleList(build_block(config, i, blank, torch.float32, cpu) for i in range(config.layers))
+
+
+def frozen_copy(block: nn.Module, dtype: torch.dtype) -> DecoderBlock:
     """A copy without gradients, matrices in this dtype and norms in float32."""
     fresh = copy.deepcopy(block).requires_grad_(False)
     assert isinstance(fresh, DecoderBlock)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -26,10 +27,21 @@ FOLDER = "checkpoint"
 _STATE = "state.json"
 
 
-class TrainState(BaseModel):
+class CheckpointState(BaseModel):
     """The state of a training except its tensors. Random numbers need no state: they are seeded by step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    """Finished steps."""
+    seconds: float
+
+
+S = TypeVar("S", bound=CheckpointState)
+
+
+class TrainState(CheckpointState):
+    """The state of a training of the `Trainer`."""
 
     settings: TrainingSettings
     target: str
@@ -38,9 +50,6 @@ class TrainState(BaseModel):
     """Documents that are trained on; more documents would make other batches."""
     processes: int
     """Processes that hold the tensors; 1 unless weights are sharded."""
-    step: int
-    """Finished steps."""
-    seconds: float
     best: float
     """Most tokens per pass measured."""
     best_step: int
@@ -58,13 +67,15 @@ class TrainState(BaseModel):
 
 
 @dataclass(frozen=True)
-class CheckpointStore:
+class CheckpointStore(Generic[S]):
     """Reads and writes the checkpoints of one training; the latest complete one counts.
 
     `rank`: of the process whose tensors are read and written. Only rank 0 calls `commit`.
     """
 
     out: Path
+    kind: type[S]
+    """What a checkpoint holds beside its tensors."""
     rank: int = 0
 
     @property
@@ -76,7 +87,7 @@ class CheckpointStore:
         found = sorted(f for f in self._folder.glob("step-*") if f.name.removeprefix("step-").isdecimal())
         return found[-1] if found else None
 
-    def load_state(self) -> TrainState | None:
+    def load_state(self) -> S | None:
         """The state of the latest checkpoint; None: there is none.
 
         Raises:
@@ -85,7 +96,7 @@ class CheckpointStore:
         folder = self.latest()
         if folder is None:
             return None
-        return read_model(TrainState, folder / _STATE, f"delete {folder}")
+        return read_model(self.kind, folder / _STATE, f"delete {folder}")
 
     def load_tensors(self) -> TensorDict:
         """Tensors of this process in the latest checkpoint: weights, optimizer, moving average.
@@ -120,7 +131,7 @@ class CheckpointStore:
             packed = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
             write_synced(part / f"tensors-{self.rank}.safetensors", save(packed))
 
-    def commit(self, state: TrainState) -> None:
+    def commit(self, state: S) -> None:
         """Complete the checkpoint, and delete earlier ones.
 
         Raises:

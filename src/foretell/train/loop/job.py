@@ -15,6 +15,7 @@ from foretell.speculator.checkpoint import load_own
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import TargetInfo
+from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.batch_schedule import BatchingConfig, BatchSchedule, ChunkTable, split_documents
 from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import CachedFeatures, FeatureSource, StreamedFeatures
@@ -163,19 +164,32 @@ def check_data(data: Dataset, model: Model) -> None:
     Raises:
         ValueError: its tokens are of another tokenizer, or another model wrote its answers.
     """
+    check_tokenizer(data, model.codec, model.config.vocab, model.name)
     manifest = data.manifest
-    remedy = f"make a set with foretell data generate --model {model.name}"
-    if manifest.tokenizer != tokenizer_of(model.codec) or manifest.vocab != model.config.vocab:
-        raise ValueError(
-            f"{data.folder}: its tokens are of another tokenizer ({manifest.model}, {manifest.vocab} tokens) than that "
-            f"of {model.name} ({model.config.vocab} tokens); {remedy}"
-        )
     fingerprint = model.checkpoint.fingerprint()
     if manifest.fingerprint and manifest.fingerprint != fingerprint:
         raise ValueError(
             f"{data.folder}: {manifest.model} (fingerprint {manifest.fingerprint}) wrote these answers, and the target "
-            f"is {model.name} (fingerprint {fingerprint}); {remedy}"
+            f"is {model.name} (fingerprint {fingerprint}); {_remedy(model.name)}"
         )
+
+
+def check_tokenizer(data: Dataset, codec: TextCodec, vocab: int, name: str) -> None:
+    """Check that a data set has the tokens of a model.
+
+    Raises:
+        ValueError: they are of another tokenizer.
+    """
+    manifest = data.manifest
+    if manifest.tokenizer != tokenizer_of(codec) or manifest.vocab != vocab:
+        raise ValueError(
+            f"{data.folder}: its tokens are of another tokenizer ({manifest.model}, {manifest.vocab} tokens) than that "
+            f"of {name} ({vocab} tokens); {_remedy(name)}"
+        )
+
+
+def _remedy(name: str) -> str:
+    return f"make a set with foretell data generate --model {name}"
 
 
 def _setup(

@@ -73,7 +73,7 @@ class Trainer:
         self._ema = ExponentialMovingAverage(self._module, decay) if decay else None
         self._sharded = self._strategy.sharded
         self.out = Path(job.settings.out)
-        self._store = CheckpointStore(self.out, accelerator.process_index if self._sharded else 0)
+        self._store = CheckpointStore(self.out, TrainState, accelerator.process_index if self._sharded else 0)
         self.step, self.stopped = 0, False
         self.curve: list[StepMetrics] = []
         self.best, self.best_step, self._stale = 0.0, 0, 0

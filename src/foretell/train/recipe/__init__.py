@@ -9,6 +9,7 @@ from foretell.train.recipe.dflash import DFlashRecipe
 from foretell.train.recipe.draft_model import DraftModelRecipe
 from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe
 from foretell.train.recipe.look_ahead import LookAheadRecipe
+from foretell.train.recipe.masked_diffusion import MaskedDiffusionRecipe
 from foretell.train.recipe.medusa import MedusaRecipe
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 
@@ -19,6 +20,7 @@ RECIPES: Mapping[str, type[Recipe]] = {
     "draft_model": DraftModelRecipe,
     "eagle": Eagle1Recipe,
     "eagle3": Eagle3Recipe,
+    "masked_diffusion": MaskedDiffusionRecipe,
     "medusa": MedusaRecipe,
     "mlp_speculator": MLPSpeculatorRecipe,
     "pass": LookAheadRecipe,

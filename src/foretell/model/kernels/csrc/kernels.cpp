@@ -207,7 +207,8 @@ int32_t foretell_block_trees(const Model* m, const Layer* layers, int32_t count,
   return block_trees(*m, layers, injecting, count, *e, {norm, head, token_of}, *read, root, *b, *cache, threads);
 }
 
-// Dynamic trees as of foretell_eagle_trees from the layers of a decoder, below roots whose layer outputs [requests, hidden] are given.
+// Dynamic trees as of foretell_eagle_trees from the layers of a decoder, below roots whose layer outputs [requests,
+// hidden] are given.
 int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t count, const Embedding* e,
                                const Weight* head, const float* norm, const int64_t* token_of, const float* roots,
                                const DynamicTree* b, const Cache* cache, int32_t threads) {

@@ -1,0 +1,1 @@
+"""The price list of cheaper passes: what every lossy way changes, what it gains, and what was predicted."""

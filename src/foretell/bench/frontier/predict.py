@@ -1,0 +1,119 @@
+"""Predicted gains in time of ways, from the roofline model: time of a decode pass over that of the exact model's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from foretell.bench.step import KV_FORMATS
+from foretell.model.config import ModelConfig
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
+from foretell.roofline.formats import parse_format
+from foretell.roofline.hardware import Hardware
+from foretell.roofline.method_profiles import method_profiles, profile_of_method
+from foretell.roofline.model_variants import early_exit
+from foretell.roofline.op_graph import OpGraph
+from foretell.roofline.plan import cost_of_profile, profiles_for
+from foretell.roofline.speculation import estimate_method
+from foretell.roofline.workload import Workload, phases, workload_sizes
+
+DTYPE_FORMATS: Mapping[str, tuple[str, str, str, str]] = {
+    "float32": ("32", "32", "32", "32"),
+    "bfloat16": ("16", "16", "16", "16"),
+    "int8": ("8", "8", "8", "16"),
+    "int4": ("4g32z", "8g32", "8", "16"),
+    "int8-activations": ("4g32z", "8g32", "8", "16"),
+}
+"""Formats of weights, head, activations and cache by dtype; of int8-activations for a file of four bits."""
+CheckpointKind = Literal["dense", "2:4", "quantized"]
+"""How the matrices of a checkpoint are stored."""
+_MEASURED_BYTES: Mapping[str, float] = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0}
+"""Bytes of the weights with which a calibration measures the rate of a class."""
+_TWO_OF_FOUR = "9"
+"""Bits of a bfloat16 weight of the pattern 2:4."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts for one model on one device, for one sequence of `context` cached tokens in a dtype."""
+
+    hardware: Hardware
+    config: ModelConfig
+    exact_dtype: str
+    context: int
+
+    def dtype(self, name: str) -> float | None:
+        """Another dtype."""
+        if name not in DTYPE_FORMATS:
+            return None
+        return self._plain / self._seconds(self._graph(self.config), name)
+
+    def kv_dtype(self, name: str) -> float | None:
+        """Another format of the cache."""
+        if name not in KV_FORMATS:
+            return None
+        workload = replace(self._workload(self.exact_dtype), kv=parse_format(KV_FORMATS[name]))
+        return self._plain / self._seconds(self._graph(self.config), self.exact_dtype, workload)
+
+    def kv_budget(self, budget: int) -> float:
+        """A cache of at most so many tokens."""
+        workload = replace(self._workload(self.exact_dtype), context=min(budget, self.context))
+        return self._plain / self._seconds(self._graph(self.config), self.exact_dtype, workload)
+
+    def checkpoint(self, config: ModelConfig, kind: CheckpointKind) -> float:
+        """A compressed checkpoint of its own shape."""
+        dtype = "int8-activations" if kind == "quantized" else self.exact_dtype
+        workload = self._workload(dtype)
+        if kind == "2:4":
+            workload = replace(workload, weights=parse_format(_TWO_OF_FOUR))
+        return self._plain / self._seconds(self._graph(config), dtype, workload)
+
+    def exits(self, depth: float, layers: Sequence[int]) -> float:
+        """Tokens that run a share `depth` of the layers, with a head at every exit that they pass."""
+        graph = self._graph(self.config)
+        last = next(g for g in reversed(graph.groups) if any(op.is_vocabulary and op.kind == "matmul" for op in g.ops))
+        passed = sum(layer / self.config.layers <= depth for layer in layers)
+        groups = (
+            replace(g, count=g.count * (1 + passed)) if g is last else g for g in early_exit(graph, depth, 1).groups
+        )
+        return self._plain / self._seconds(replace(graph, groups=tuple(groups)), self.exact_dtype)
+
+    def method(self, name: str) -> float | None:
+        """A method of the catalogue, with the acceptance that its papers report."""
+        if name not in profile_of_method():
+            return None
+        target = AnalyzedModel("target", self.config)
+        key = profile_of_method()[name]
+        try:
+            profile = profiles_for(target, {key: method_profiles()[key]}, None)[key]
+            cost = cost_of_profile(profile, target)
+        except ValueError:
+            return None
+        return estimate_method(profile, cost, target, self.hardware, self._workload(self.exact_dtype)).speedup
+
+    @property
+    def _plain(self) -> float:
+        return self._seconds(self._graph(self.config), self.exact_dtype)
+
+    def _graph(self, config: ModelConfig) -> OpGraph:
+        return AnalyzedModel("target", config).graph("full", False)
+
+    def _workload(self, dtype: str) -> Workload:
+        weights, head, activations, kv = map(parse_format, DTYPE_FORMATS[dtype])
+        return Workload(
+            "decode", 1, self.context, 1, weights=weights, activations=activations, kv=kv, fusion="full", head=head
+        )
+
+    def _seconds(self, graph: OpGraph, dtype: str, workload: Workload | None = None) -> float:
+        """Seconds of a decode pass.
+
+        A rate that was measured for a class of formats is the speed at which its weights are read: for one token it
+        grows as their bytes shrink.
+        """
+        asked = workload or self._workload(dtype)
+        found = self.hardware.format_class(asked.weights, asked.activations)
+        factor = _MEASURED_BYTES.get(found, asked.weights.bytes) / asked.weights.bytes
+        curve = tuple((rows, rate * factor) for rows, rate in self.hardware.matmul_rates.get(found, ()))
+        hardware = replace(self.hardware, matmul_rates={**self.hardware.matmul_rates, found: curve})
+        (phase,) = phases("decode", workload_sizes(asked))
+        return scalar(total_cost(op_costs(graph, phase, device_rates(asked, hardware))).seconds)

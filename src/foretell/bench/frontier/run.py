@@ -1,0 +1,182 @@
+"""Runs the ways interleaved, prices them, and keeps what is finished."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretell.api import Model
+from foretell.bench.competitor import (
+    PLAIN,
+    Competitor,
+    GenerationSettings,
+    MethodCompetitor,
+    MethodSpec,
+    load_drafts,
+)
+from foretell.bench.frontier.predict import DTYPE_FORMATS, Predictor
+from foretell.bench.frontier.price import WayPrice, bytes_gain, price_of_method, price_of_model
+from foretell.bench.frontier.ways import ModelOptions, Way
+from foretell.bench.metrics import question_metrics, speed_ratio
+from foretell.bench.questions import Question
+from foretell.bench.run import BenchRun
+from foretell.bench.schema import BenchSettings, FrozenModel, QuestionMetrics, QuestionResult
+from foretell.load import load
+from foretell.roofline.hardware import Hardware
+from foretell.utils.store import RunStore
+
+ANSWERS, PRICES = "answers", "prices"
+"""Folders of a run below its own."""
+
+
+class WayResult(FrozenModel):
+    """A row of the price list; `gain`: speed over that of plain decoding of the exact model."""
+
+    price: WayPrice
+    gain: float | None
+    changed_answers: float | None
+    error: str | None = None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted over measured gain, less one."""
+        if self.gain is None or self.price.predicted_gain is None:
+            return None
+        return self.price.predicted_gain / self.gain - 1
+
+
+@dataclass
+class Frontier:
+    """The ways that can be run, with their models. `unavailable`: the others, with the reason."""
+
+    exact: Model
+    ways: list[Way]
+    competitors: list[Competitor]
+    models: dict[str, Model]
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+def open_ways(ways: Sequence[Way], exact: ModelOptions, device: str, max_new_tokens: int) -> Frontier:
+    """Load every model once, and build the method of every way."""
+    settings, loaded = GenerationSettings(max_new_tokens), dict[ModelOptions, Model]()
+
+    def model_of(options: ModelOptions) -> Model:
+        if options not in loaded:
+            loaded[options] = load(
+                options.model, options.dtype, device, kv_cache_dtype=options.kv_cache_dtype,
+                kv_cache_policy=options.kv_cache_policy,
+            )  # fmt: skip
+            loaded[options].cache_checkpoint()
+        return loaded[options]
+
+    plain = MethodCompetitor(model_of(exact), MethodSpec.parse(PLAIN), settings)
+    plain.name = f"{PLAIN}/exact"
+    found = Frontier(model_of(exact), [], [plain], {})
+    for way in ways:
+        try:
+            model = model_of(way.options)
+            drafts = load_drafts(",".join(way.drafts), model.precision, device)
+            competitor = MethodCompetitor(model, way.spec, settings, drafts)
+        except ValueError as error:
+            found.unavailable[way.name] = " ".join(str(error).split())
+            continue
+        competitor.name = way.competitor
+        found.ways.append(way)
+        found.competitors.append(competitor)
+        found.models[way.competitor] = model
+    return found
+
+
+def predictor(hardware: Hardware | None, exact: Model, context: int) -> Predictor | None:
+    """What predicts the gains, if the device is known and the roofline has formats of the exact model's dtype."""
+    if hardware is None or exact.precision not in DTYPE_FORMATS:
+        return None
+    return Predictor(hardware, exact.config, exact.precision, context)
+
+
+def run_frontier(
+    frontier: Frontier,
+    settings: BenchSettings,
+    questions: Sequence[Question],
+    repeats: int,
+    predicted: Predictor | None,
+    out: Path,
+    report: Callable[[str], None],
+) -> list[WayResult]:
+    """Predict, run and price all ways; what an interrupted run in the same folder has finished is kept."""
+    gains = {way.competitor: way.predict(predicted) if predicted else None for way in frontier.ways}
+    with (
+        RunStore(out / ANSWERS, settings, QuestionResult) as answers,
+        RunStore(out / PRICES, settings, WayPrice) as prices,
+    ):
+        BenchRun(frontier.competitors, {"exact": frontier.exact}, repeats).run(questions, answers, report)
+        known = {f"{price.way}/{price.family}": price for price in prices.records}
+        wanted = {q.id for q in questions}
+        by_name: dict[str, list[QuestionResult]] = {c.name: [] for c in frontier.competitors}
+        for record in answers.records:
+            if record.question in wanted and record.competitor in by_name and record.repeat < repeats:
+                by_name[record.competitor].append(record)
+        _leave_out_failed(frontier, by_name)
+        for way in frontier.ways:
+            if way.competitor not in known:
+                report(f"pricing {way.name}")
+                found = _price(frontier, way, by_name[way.competitor], questions, settings, gains[way.competitor])
+                known[way.competitor] = found
+                prices.append(found)
+    plain = question_metrics(by_name[frontier.competitors[0].name])
+    return [_result(known[way.competitor], by_name[way.competitor], plain) for way in frontier.ways]
+
+
+def _leave_out_failed(frontier: Frontier, results: Mapping[str, Sequence[QuestionResult]]) -> None:
+    """Move the ways that answered no question to the unavailable ones.
+
+    Raises:
+        ValueError: the exact model answered none.
+    """
+    errors = {name: next(iter(r.error for r in found if r.repeat == 0), None) for name, found in results.items()}
+    failed = {name for name, found in results.items() if all(r.error is not None for r in found)}
+    first = frontier.competitors[0].name
+    if first in failed:
+        raise ValueError(f"plain decoding answered no question: {errors[first]}")
+    frontier.unavailable |= {w.name: errors[w.competitor] or "" for w in frontier.ways if w.competitor in failed}
+    frontier.ways = [w for w in frontier.ways if w.competitor not in failed]
+
+
+def _price(
+    frontier: Frontier,
+    way: Way,
+    results: Sequence[QuestionResult],
+    questions: Sequence[Question],
+    settings: BenchSettings,
+    predicted: float | None,
+) -> WayPrice:
+    first = [r for r in results if r.repeat == 0 and r.error is None]
+    asked: Mapping[str, Question] = {q.id: q for q in questions}
+    model, competitor = frontier.models[way.competitor], _of(frontier, way)
+    changed = model is not frontier.exact
+    if changed:
+        found = price_of_model(way, model, frontier.exact, first, asked)
+    else:
+        sampling = GenerationSettings(settings.max_new_tokens, 1.0, settings.seed)
+        found = price_of_method(way, frontier.exact, first, asked, sampling)
+    tokens = sum(len(a.tokens) for r in first for a in r.answers)
+    passes = sum(a.passes for r in first for a in r.answers)
+    context = sum(r.answers[0].prompt_tokens for r in first) // len(first)
+    known = changed or competitor.lossless
+    return WayPrice(
+        way=way.name, family=way.family, lossless=competitor.lossless and not changed, predicted_gain=predicted,
+        bytes_gain=bytes_gain(way, model, frontier.exact, context, passes / tokens) if known else None, **found,
+    )  # fmt: skip
+
+
+def _of(frontier: Frontier, way: Way) -> Competitor:
+    return next(c for c in frontier.competitors if c.name == way.competitor)
+
+
+def _result(price: WayPrice, results: Sequence[QuestionResult], plain: Sequence[QuestionMetrics]) -> WayResult:
+    compared = [r for r in results if r.compared]
+    return WayResult(
+        price=price,
+        gain=speed_ratio(question_metrics(results), plain),
+        changed_answers=sum(r.divergence is not None for r in compared) / len(compared) if compared else None,
+        error=next((r.error for r in results if r.error is not None), None),
+    )

@@ -1,0 +1,19 @@
+"""Options of drafting with a masked diffusion model."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from foretell.catalogue.options.fields import TreeNodes
+from foretell.catalogue.options.shared import BeamOptions
+
+
+class MaskedDiffusionOptions(BeamOptions):
+    """A dynamic tree of the most probable tokens of a block of masks."""
+
+    num_draft_tokens: TreeNodes = 8
+    block_length: Annotated[int, Field(ge=1, le=256, description="Masked tokens that are predicted together.")] = 6
+    denoising_steps: Annotated[
+        int,
+        Field(ge=1, le=64, description="Passes of the drafter; before each one the surest tokens are revealed."),
+    ] = 1

@@ -1,0 +1,1 @@
+"""Decoding with masked diffusion language models: LLaDA, Dream, SDAR, and models adapted by `foretell train`."""

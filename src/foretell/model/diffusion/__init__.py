@@ -1,0 +1,1 @@
+"""Masked diffusion language models: their checkpoints, and passes whose attention is not causal."""

@@ -1,0 +1,1 @@
+"""Sequence-to-sequence models that do not decode from left to right, and the autoregressive model beside them."""

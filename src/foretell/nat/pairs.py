@@ -1,0 +1,78 @@
+"""Pairs of sequences as tab-separated text: a source, and one reference or several."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+
+PAD, BEGIN, END, MASK, UNKNOWN = range(5)
+"""Ids of special tokens, the same in every vocabulary."""
+_SPECIAL = ("<pad>", "<s>", "</s>", "<mask>", "<unk>")
+_TOO_LONG_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A source and its references, as words with spaces between them."""
+
+    source: str
+    references: tuple[str, ...]
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Read a file of lines `source TAB reference [TAB reference …]`.
+
+    Raises:
+        ValueError: there is no pair, or a line has no reference or an empty one.
+    """
+    out = list[Pair]()
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        source, *references = (" ".join(cell.split()) for cell in line.split("\t"))
+        if not source or not references or not all(references):
+            raise ValueError(
+                f"{path}, line {number}: a line is a source, a tab and its reference (or several, with tabs between), "
+                f"found {line[:_TOO_LONG_SHOWN]!r}"
+            )
+        out.append(Pair(source, tuple(references)))
+    if not out:
+        raise ValueError(f"{path}: no pairs here; foretell nat data writes such a file")
+    return out
+
+
+def write_pairs(path: Path, pairs: Iterable[Pair]) -> None:
+    """Write pairs as `read_pairs` reads them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join("\t".join((p.source, *p.references)) + "\n" for p in pairs), "utf-8")
+
+
+class Vocabulary:
+    """Words of one side, numbered after the special tokens."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(words)
+        self._id = {word: i for i, word in enumerate(self.words, len(_SPECIAL))}
+
+    @staticmethod
+    def of(texts: Iterable[str]) -> "Vocabulary":
+        """All words of some texts, sorted."""
+        return Vocabulary(sorted({word for text in texts for word in text.split()}))
+
+    def __len__(self) -> int:
+        return len(_SPECIAL) + len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the words; `UNKNOWN` for a word that is not known."""
+        return [self._id.get(word, UNKNOWN) for word in text.split()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The words of ids; special tokens other than padding are shown by name."""
+        names = (*_SPECIAL, *self.words)
+        return " ".join(names[i] for i in ids if i != PAD)
+
+
+def pad(sequences: Sequence[Sequence[int]], width: int = 0) -> Int[torch.Tensor, "b s"]:
+    """Sequences as rows of the longest one's length, or of `width` if that is longer, padded at the end."""
+    width = max(width, *(len(s) for s in sequences))
+    return torch.tensor([[*s, *[PAD] * (width - len(s))] for s in sequences])

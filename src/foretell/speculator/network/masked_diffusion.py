@@ -1,0 +1,122 @@
+"""A masked diffusion language model between an autoregressive model's embedding and head, from which it is adapted."""
+
+from dataclasses import replace
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from pydantic import Field, model_validator
+from torch import nn
+
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder, RMSNorm
+from foretell.model.diffusion.attention import MaskedAttention
+from foretell.model.diffusion.config import DiffusionConfig
+from foretell.model.diffusion.predictor import MaskPredictor
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.linear import Linear
+from foretell.model.rope import rope_tables
+from foretell.model.training.full_forward import forward_blocks
+from foretell.speculator.network.base import Speculator, SpeculatorConfig
+from foretell.speculator.network.draft_model import blank_blocks, frozen_copy
+
+
+class MaskedDiffusionConfig(SpeculatorConfig):
+    """Configuration of a masked diffusion model that drafts for an autoregressive one."""
+
+    kind: Literal["masked_diffusion"] = "masked_diffusion"
+    model: ModelConfig
+    mask_token: int = Field(ge=0)
+    """Id of the mask token in the target's vocabulary."""
+    shifted: bool = True
+    """See `DiffusionConfig`."""
+    block: int = Field(0, ge=0)
+    """See `DiffusionConfig`."""
+    own_embedding: bool = False
+    """Whether it has an embedding of its own, as published models have; else the target's and a row for the mask."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.diffusion  # noqa: B018 (raises for what cannot be run)
+        return self
+
+    @property
+    def diffusion(self) -> DiffusionConfig:
+        """What predicts masked tokens."""
+        return DiffusionConfig(self.model, self.mask_token, self.shifted, self.block)
+
+
+class MaskedDiffusion(Speculator):
+    """A decoder whose attention is not causal: it predicts masked tokens from the tokens on both sides.
+
+    Its blocks, its final norm and the mask's embedding are trained and stored.
+    """
+
+    kind = "masked_diffusion"
+    config: MaskedDiffusionConfig
+
+    def __init__(self, config: MaskedDiffusionConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        self.model = replace(config.model, vocab=embedding_and_head.vocab)
+        self.blocks = blank_blocks(config.model)
+        self.norm = RMSNorm(torch.ones(config.model.hidden), config.model.norm_eps)
+        self.requires_grad_(True)
+        row = embedding_and_head.embedding.detach().float()
+        self.mask_embedding = nn.Parameter(row.mean(0))
+        self.own_embedding: nn.Parameter | None
+        self.register_parameter("own_embedding", nn.Parameter(row.clone()) if config.own_embedding else None)
+        rope = config.model.rope
+        assert rope is not None
+        for part, table in zip(
+            ("cos", "sin"), rope_tables(rope, config.model.head_dim, config.model.context), strict=True
+        ):
+            self.register_buffer(f"_{part}", table, persistent=False)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """None: it reads tokens only."""
+        return ()
+
+    @torch.no_grad()
+    def init_from_target(self, target: Decoder) -> None:
+        """Copy all blocks of the target and its final norm; the mask begins as a mean token."""
+        for mine, theirs in zip(self.blocks, target.blocks, strict=True):
+            mine.load_state_dict(theirs.state_dict())
+        self.norm.load_state_dict(target.norm.state_dict())
+
+    def forward(
+        self,
+        token: Int[torch.Tensor, "b s"],
+        masked: Bool[torch.Tensor, "b s"],
+        attended: Bool[torch.Tensor, "#b 1 s s"] | None,
+    ) -> Float[torch.Tensor, "k v"]:
+        """Logits of the masked tokens, sequence by sequence; `attended`: which positions each position attends to."""
+        inputs = torch.where(masked[..., None], self.mask_embedding * self.embedding_scale, self._embed(token))
+        tables = self.get_buffer("_cos"), self.get_buffer("_sin")
+        attention = MaskedAttention(self.model, attended)
+        x = forward_blocks(self.blocks, self.model, (tables, tables), inputs, 0, attention)
+        # The output before a masked token predicts it, where predictions are shifted.
+        rows = F.pad(masked[:, 1:], (0, 1)) if self.config.shifted else masked
+        return self.compute_logits(self.norm(x[rows]))
+
+    def _embed(self, token: Int[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s d"]:
+        if self.own_embedding is None:
+            return self.embed(token)
+        return F.embedding(token, self.own_embedding) * self.embedding_scale
+
+    def to_decoder(self, dtype: torch.dtype) -> Decoder:
+        """A copy as a decoder, whose embedding has the mask's row."""
+        blocks = [frozen_copy(block, dtype) for block in self.blocks]
+        norm = RMSNorm(self.norm.weight.detach().clone(), self.model.norm_eps)
+        table = self.get_buffer("_embedding") if self.own_embedding is None else self.own_embedding.detach()
+        embedding = table.to(dtype, copy=True)
+        if self.own_embedding is None:
+            embedding[self.config.mask_token] = self.mask_embedding.detach().to(embedding)
+        config = replace(self.model, tied=False)
+        return Decoder(config, embedding, blocks, norm, Linear(self.lm_head.detach().to(dtype)))
+
+    def to_predictor(self, dtype: torch.dtype | None = None) -> MaskPredictor:
+        """A copy that predicts masked tokens, in the dtype of the target's embedding unless another is given."""
+        decoder = self.to_decoder(dtype or self.get_buffer("_embedding").dtype)
+        return MaskPredictor(decoder, self.config.mask_token, self.config.shifted, self.config.block)

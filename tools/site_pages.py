@@ -1,0 +1,129 @@
+"""Hook of MkDocs: pages that are made from files outside `docs/` and from the command line's help, and a check of the
+translations.
+
+`README.md` is the start page, so that text stands once. Links between it and `docs/` are rewritten to pages.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import typer.cli
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+from typer.main import get_command
+
+from foretell.cli.app import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "README.zh.md": "index.zh.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "RELEASING.md": "releasing.md",
+}
+"""Files of the repository's root, and the pages that they become."""
+TRANSLATED = ("README.md", "docs/tour.md")
+"""Files of which a Chinese translation must exist with the same headings, code, links and figures."""
+_CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_HEADING = re.compile(r"^(#+) ", re.MULTILINE)
+_COMPLETION = re.compile(r"^\* `--(install|show)-completion`: .*\n", re.MULTILINE)
+_LANGUAGES = re.compile(r"^\[English\]\(.*\)$\n", re.MULTILINE)
+_MARKUP = re.compile(r"\[/?(?:dim|bold|i)?\]")
+
+
+@event_priority(100)
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lay out the pages in `build/docs`: those of `docs/`, and the generated ones."""
+    check_translations()
+    folder = ROOT / "build" / "docs"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder)
+    for source, page in PAGES.items():
+        (folder / page).write_text(root_links((ROOT / source).read_text(encoding="utf-8")), encoding="utf-8")
+    (folder / "reference" / "cli.md").write_text(command_line(), encoding="utf-8")
+    config.docs_dir = str(folder)
+    return config
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links to files of the repository's root into links to their pages, and leave out those between languages,
+    for which the site has a menu.
+    """
+    markdown = _LANGUAGES.sub("", markdown).replace(".zh.md)", ".md)")
+    for source, target in PAGES.items():
+        markdown = markdown.replace(f"](../{source}", f"]({target}").replace(f"](../../{source}", f"](../{target}")
+    return markdown
+
+
+def root_links(text: str) -> str:
+    """Markdown of a file in the repository's root, with its links seen from `docs/`."""
+    text = re.sub(r"\]\(docs/", "](", text)
+    for source, page in PAGES.items():
+        text = text.replace(f"]({source}", f"]({page}")
+    return text
+
+
+def command_line() -> str:
+    """The help of every command, as a page."""
+    parts = ["# Command line\n\nThe help of every command, as `foretell COMMAND --help` prints it.\n"]
+    for entry in COMMANDS:
+        command: Any = get_command(import_module(entry.module).app)
+        context = command.context_class(command, info_name=f"foretell {entry.name}")
+        text = typer.cli.get_docs_for_click(obj=command, ctx=context, name=f"foretell {entry.name}")
+        parts.append("\n".join(_deeper(_MARKUP.sub("", _COMPLETION.sub("", text)))))
+    return "\n".join(parts)
+
+
+def _deeper(text: str) -> Iterator[str]:
+    """Lines with headings one level deeper, outside of code."""
+    fenced = False
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        yield "#" + line if line.startswith("#") and not fenced else line
+
+
+def check_translations() -> None:
+    """Raise `PluginError` where a translation is missing, or differs from its source in structure."""
+    for name in TRANSLATED:
+        source = ROOT / name
+        translation = source.with_suffix(".zh.md")
+        if not translation.is_file():
+            raise PluginError(f"{name} has no translation {translation.name}")
+        for what, found, expected in differences(source.read_text("utf-8"), translation.read_text("utf-8")):
+            raise PluginError(f"{translation.name}: {what} {found}, but {name} has {expected}; translate the change")
+
+
+def differences(source: str, translation: str) -> Iterator[tuple[str, Any, Any]]:
+    """How a translation differs in structure: levels of headings, blocks of code, targets of links."""
+    parts = ("levels of headings", _levels), ("code", _CODE.findall), ("links", _targets), ("figures", _figures)
+    for what, structure in parts:
+        expected, found = structure(source), structure(translation)
+        if found != expected:
+            odd = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
+            if odd is None:
+                yield what, f"of which there are {len(found)}", len(expected)
+            else:
+                yield f"{what} number {odd + 1}:", repr(found[odd]), repr(expected[odd])
+
+
+def _levels(text: str) -> list[int]:
+    return [len(m) for m in _HEADING.findall(_CODE.sub("", text))]
+
+
+def _figures(text: str) -> list[str]:
+    """Numbers with a decimal point, sorted: prose may have them in another order."""
+    return sorted(re.findall(r"\d+\.\d+", _CODE.sub("", text)))
+
+
+def _targets(text: str) -> list[str]:
+    """Targets of links, sorted, without anchors; the languages' links to each other are left out."""
+    found = re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", _CODE.sub("", text))
+    return sorted({target.replace(".zh.md", ".md") for target in found} - {"", "README.md", "tour.md"})
