@@ -19,7 +19,7 @@ from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun, first_divergence
 from foretell.bench.schema import Answer, BenchSettings, QuestionResult
 from foretell.bench.timestamps import TokenTimestamps
-from foretell.bench.tracing import TracingRunner
+from foretell.bench.tracing import TracedPass, TracingRunner
 from foretell.core.tree import tree_from_lists
 from foretell.load import load
 from foretell.utils.store import SETTINGS_FILE, RunStore
@@ -114,8 +114,10 @@ def test_a_shorter_answer_diverges_where_it_ends() -> None:
 def test_acceptance_is_counted_by_depth() -> None:
     runner = TracingRunner(model().runner())
     tree = tree_from_lists([[1, 2, 3, 4]], [[-1, 0, 1, 1]])
-    runner.passes = [(tree, (0,)), (tree, (0, 1)), (tree, (0, 1, 3))]
-    assert runner.count_acceptance() == ((3, 2), (2, 1))
+    kept = [(0,), (0, 1), (0, 1, 3)]
+    runner.passes = [TracedPass(0, tree, 0, path) for path in kept] + [TracedPass(1, tree, 0, (0, 2))]
+    assert runner.count_acceptance(1) == ((1,), (1,))
+    assert runner.count_acceptance(0) == ((3, 2), (2, 1)) and runner.count_acceptance() == ((4, 2), (3, 1))
 
 
 def test_a_method_keeps_its_state_only_with_remember() -> None:
@@ -124,6 +126,18 @@ def test_a_method_keeps_its_state_only_with_remember() -> None:
         first, again = (competitor.answer(QUESTIONS[0], None) for _ in range(2))
         assert [t.tokens for t in first] == [t.tokens for t in again]
         assert ([t.passes for t in first] == [t.passes for t in again]) is same
+
+
+def test_questions_answered_together_get_the_answers_of_single_ones() -> None:
+    one, two = own("ngram", GenerationSettings(24)), own("ngram", GenerationSettings(24, batch=2))
+    together = two.answer_together(QUESTIONS, [None] * len(QUESTIONS))
+    for question, answers in zip(QUESTIONS, together, strict=True):
+        alone = one.answer(question, None)
+        assert [t.tokens for t in answers] == [t.tokens for t in alone]
+        assert [t.accepted_per_position for t in answers] == [t.accepted_per_position for t in alone]
+        assert all(sum(t.arrival_counts) == len(t.tokens) and t.read_per_pass >= 1 for t in answers)
+        assert all(t.requests_per_pass == 1 for t in alone)
+    assert max(t.requests_per_pass for answers in together for t in answers) > 1
 
 
 def test_peers_get_the_prompts_and_the_lengths_of_plain_decoding() -> None:

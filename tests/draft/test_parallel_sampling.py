@@ -151,13 +151,18 @@ def test_a_group_of_real_tokens_equals_the_sequence_itself(config: ModelConfig) 
     torch.testing.assert_close(after[0, 0], whole[6:9], atol=1e-9, rtol=0)
 
 
+def trees_of(runner: TracingRunner) -> list[TokenTree]:
+    """The tree of every pass."""
+    return [p.tree for p in runner.passes]
+
+
 def test_the_published_form_looks_ahead_in_every_other_pass() -> None:
     prompt = random_tokens(5, seed=1)
     _, runner = trace(Method(drafter(groups=0), Chain(3, draw=False), Match()), [Request(prompt, max_new_tokens=40)])
-    trees = [(int(t.valid[0].sum() - t.prefix_length[0]), int(t.probe[0].sum())) for t, _ in runner.passes]
+    trees = [(int(t.valid[0].sum() - t.prefix_length[0]), int(t.probe[0].sum())) for t in trees_of(runner)]
     whole = len(trees) - 8
     assert whole > 10 and trees[:whole] == [((0, 3), (3, 0))[i % 2] for i in range(whole)]
-    kept = [len(path) - int(t.prefix_length[0]) + 1 for t, path in runner.passes]
+    kept = [len(p.path) - int(p.tree.prefix_length[0]) + 1 for p in runner.passes]
     rounds = [a + b for a, b in zip(kept[::2], kept[1::2], strict=False)]
     assert all(2 <= tokens <= 3 + 2 for tokens in rounds)
 
@@ -166,7 +171,7 @@ def test_groups_follow_every_node_or_the_most_probable_ones() -> None:
     request = [Request(random_tokens(5, seed=1), max_new_tokens=16)]
     for groups, expected in ((None, 7), (2, 2)):
         _, runner = trace(Method(drafter(groups), BranchingTree((2, 2), draw=False), Match()), request)
-        full = [t for t, _ in runner.passes[1:-6] if t.valid[0].sum() == 7]
+        full = [t for t in trees_of(runner)[1:-6] if t.valid[0].sum() == 7]
         assert full and all((t.token[0] == VOCAB).sum() == expected for t in full)
 
 
@@ -175,7 +180,7 @@ def test_the_group_follows_the_last_draft_if_the_drafts_are_certain() -> None:
     guesser = drafter(groups=1)
     guesser.network.register_buffer("_shared_head", guesser.network.get_buffer("_shared_head") * 1e4)
     _, runner = trace(Method(guesser, Chain(3, draw=False), Match()), [Request([1, 2], max_new_tokens=30)])
-    places = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t, _ in runner.passes[1:-6]]
+    places = [(int(t.parent[0][t.token[0] == VOCAB][0]), int(t.valid[0].sum()) - 1) for t in trees_of(runner)[1:-6]]
     assert places and all(place == last for place, last in places)
 
 
@@ -184,7 +189,7 @@ def test_without_vectors_it_is_plain_decoding() -> None:
     texts, runner = trace(Method(drafter(ahead=0), Chain(3), Rejection()), request)
     plain, others = trace(Method(NoDrafter(), RootOnly(), Match()), request)
     assert texts == plain
-    assert [t.nodes for t, _ in runner.passes] == [t.nodes for t, _ in others.passes]
+    assert [t.nodes for t in trees_of(runner)] == [t.nodes for t in trees_of(others)]
 
 
 def test_vectors_are_read_and_not_scored() -> None:

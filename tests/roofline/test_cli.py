@@ -294,7 +294,7 @@ def test_calibration_recovers_a_synthetic_machine(tmp_path: Path) -> None:
     )
     errors = sorted(abs(c.error) for c in checks)
     assert errors[len(errors) // 2] < 0.05 and errors[-1] < 0.15
-    with pytest.raises(ValueError, match="at least 16 timed passes"):
+    with pytest.raises(ValueError, match="at least 18 timed passes"):
         fit_costs(samples[:3])
 
 

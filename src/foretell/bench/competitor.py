@@ -1,5 +1,6 @@
 """What a run measures: a method of ours in one precision, or a peer. Both answer whole conversations."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Engine
-from foretell.engine.request import Request
+from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics
 from foretell.load import load_draft
 from foretell.tokenizer.codec import Message
@@ -34,6 +35,8 @@ class GenerationSettings:
     seed: int = 0
     remember: bool = False
     """A method keeps its state from question to question, separately for each repeat; else it is built afresh."""
+    batch: int = 1
+    """Questions that a method answers at the same time."""
 
 
 class Competitor(ABC):
@@ -50,6 +53,16 @@ class Competitor(ABC):
         Raises:
             ValueError: the question does not fit the model.
         """
+
+    def answer_together(
+        self, questions: Sequence[Question], plain_results: Sequence[QuestionResult | None], repeat: int = 0
+    ) -> list[tuple[Answer, ...]]:
+        """Answer several conversations, where the competitor can at the same time.
+
+        Raises:
+            ValueError: a question does not fit the model.
+        """
+        return [self.answer(*pair, repeat) for pair in zip(questions, plain_results, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -133,41 +146,98 @@ class MethodCompetitor(Competitor):
         method = self._model.method(
             self._spec.method, self._spec.config, drafts=self._drafts, references=self._references
         )
-        return Engine(TracingRunner(self._runner), method, rows=1)
+        return Engine(TracingRunner(self._runner), method, rows=self._settings.batch)
 
     def answer(self, question: Question, plain_result: QuestionResult | None, repeat: int = 0) -> tuple[Answer, ...]:
         """Answer every turn; each prompt contains the method's own earlier answers."""
+        return self._answer_batch([question], repeat)[0]
+
+    def answer_together(
+        self, questions: Sequence[Question], plain_results: Sequence[QuestionResult | None], repeat: int = 0
+    ) -> list[tuple[Answer, ...]]:
+        """Answer the conversations turn by turn, the same turn of all of them in one batch."""
+        if len(questions) == 1:
+            return [self.answer(questions[0], plain_results[0], repeat)]
+        return self._answer_batch(questions, repeat)
+
+    def _answer_batch(self, questions: Sequence[Question], repeat: int) -> list[tuple[Answer, ...]]:
         engine = self._engines.get(repeat) or self._build_engine()
         if self._settings.remember:
             self._engines[repeat] = engine
-        conversation, answers = Conversation(self._model), list[Answer]()
+        conversations = [Conversation(self._model) for _ in questions]
+        answers = [list[Answer]() for _ in questions]
         sampling = SamplingParams(temperature=self._settings.temperature, seed=self._settings.seed)
-        for text in question.turns:
-            prompt = conversation.add_user(text)
-            request = Request(prompt, sampling, self._settings.max_new_tokens, eos=self._model.eos)
-            answers.append(self._complete(engine, request))
-            conversation.add_answer(answers[-1].tokens)
-        return tuple(answers)
+        for turn in range(max(len(q.turns) for q in questions)):
+            asked = [i for i, q in enumerate(questions) if turn < len(q.turns)]
+            prompts = [conversations[i].add_user(questions[i].turns[turn]) for i in asked]
+            requests = [Request(p, sampling, self._settings.max_new_tokens, eos=self._model.eos) for p in prompts]
+            for i, answer in zip(asked, self._complete(engine, requests), strict=True):
+                answers[i].append(answer)
+                conversations[i].add_answer(answer.tokens)
+        return [tuple(each) for each in answers]
 
-    def _complete(self, engine: Engine, request: Request) -> Answer:
+    def _complete(self, engine: Engine, requests: Sequence[Request]) -> list[Answer]:
         runner = engine.runner
         assert isinstance(runner, TracingRunner)
         runner.passes = []
-        timer = TokenTimer()
-        (completion,) = engine.complete([request], lambda update: timer.add(update.tokens))
-        statistics = completion.statistics
-        tested, accepted = runner.count_acceptance()
-        counts = {
-            "passes": statistics.target_passes,
-            "drafted": statistics.drafted,
-            "tested_per_position": tested,
-            "accepted_per_position": accepted,
-            "draft_seconds": statistics.draft_seconds,
-            "verify_seconds": statistics.verify_seconds,
-            "step_seconds": statistics.decode_seconds,
-            "fidelity": None if self.lossless else _mean_fidelity_loss(statistics),
-        }
-        return timed_answer(self._model, request.prompt, timer.timestamps()).model_copy(update=counts)
+        traces = dict[int, _RequestTrace]()
+
+        def note(update: Update) -> None:
+            traces.setdefault(update.request, _RequestTrace(started)).add(update, engine)
+
+        started = time.perf_counter()
+        completions = engine.complete(requests, note)
+        # Numbers increase in the order of submission.
+        ordered = [traces[number] for number in sorted(traces)]
+        begun = max(t.timer.seconds[0] for t in ordered)
+        found = list[Answer]()
+        for request, completion, trace in zip(requests, completions, ordered, strict=True):
+            statistics = completion.statistics
+            tested, accepted = runner.count_acceptance(trace.row) if trace.row is not None else ((), ())
+            counts = {
+                "passes": statistics.target_passes,
+                "drafted": statistics.drafted,
+                "tested_per_position": tested,
+                "accepted_per_position": accepted,
+                "draft_seconds": statistics.draft_seconds,
+                "verify_seconds": statistics.verify_seconds,
+                "step_seconds": statistics.decode_seconds,
+                "read_per_pass": trace.read_per_pass,
+                "requests_per_pass": trace.requests_per_pass,
+                "fidelity": None if self.lossless else _mean_fidelity_loss(statistics),
+            }
+            timestamps = trace.timer.timestamps().from_time(begun)
+            found.append(timed_answer(self._model, request.prompt, timestamps).model_copy(update=counts))
+        return found
+
+
+class _RequestTrace:
+    """Arrival times of a request's tokens, its row, and what the passes after its prompt read."""
+
+    def __init__(self, started: float) -> None:
+        self.timer = TokenTimer(started)
+        self.row: int | None = None
+        self._read = self._requests = self._passes = 0
+
+    def add(self, update: Update, engine: Engine) -> None:
+        """Note an update right after its step."""
+        self.timer.add(update.tokens)
+        counts = engine.last_step.counts
+        if self.row is None:
+            self.row = engine.row(update.request)
+        if not counts.reads_prompt:
+            self._read, self._requests = self._read + counts.read, self._requests + counts.requests
+            self._passes += 1
+
+    @property
+    def read_per_pass(self) -> float:
+        """Mean tokens that a pass reads of a request."""
+        return self._read / self._requests if self._requests else 0.0
+
+    @property
+    def requests_per_pass(self) -> float:
+        """Mean requests in a pass."""
+        return self._requests / self._passes if self._passes else 1.0
 
 
 class PeerCompetitor(Competitor):

@@ -26,7 +26,8 @@ DEFINITIONS: Mapping[str, str] = {
     "is, all drafts before it were accepted and the tree went on.",
     "cumulative acceptance": "at depth d: passes that accepted a draft there, over all passes.",
     "tokens/s": "tokens that arrived after the first arrival, over the time since it, so prefill is excluded. End to "
-    "end counts all tokens and all time.",
+    "end counts all tokens and all time. Of questions answered together: per question, from the time at which the last "
+    "prompt of them has been read.",
     "speed-up": "tokens/s over that of our own plain decoding of the same precision, same questions, same run.",
     "over a peer": "tokens/s over the peer's, which read the same prompts and wrote as many tokens as our plain "
     "decoding of the first precision.",
@@ -128,6 +129,10 @@ def compute_metrics(
         tokens_per_pass=tokens / passes if passes else None,
         accepted_per_pass=sum(accepted) / passes if passes else None,
         drafted_per_pass=sum(a.drafted for a in first) / passes if passes else None,
+        read_per_pass=_mean_of_passes(every, lambda a: a.read_per_pass),
+        requests_per_pass=_mean_of_passes(every, lambda a: a.requests_per_pass) or 1.0,
+        decode_tokens_per_pass=_decode_tokens_per_pass(every),
+        mean_context=fmean(a.prompt_tokens + len(a.tokens) / 2 for a in every) if every else 0.0,
         acceptance_conditional=tuple(a / n for a, n in zip_longest(accepted, tested, fillvalue=0)),
         acceptance_cumulative=tuple(a / passes for a in accepted),
         tokens_per_second=tokens_per_second(mine),
@@ -143,6 +148,17 @@ def compute_metrics(
         inter_token_p95_ms=_percentile_ms(per_token, 95),
         gap_p95_ms=_percentile_ms(gaps, 95),
     )
+
+
+def _mean_of_passes(answers: Sequence[Answer], value: Callable[[Answer], float]) -> float | None:
+    """Mean over the answers' passes after the prompt; None if there are none."""
+    passes = [max(0, a.passes - 1) for a in answers]
+    return sum(n * value(a) for n, a in zip(passes, answers, strict=True)) / sum(passes) if sum(passes) else None
+
+
+def _decode_tokens_per_pass(answers: Sequence[Answer]) -> float | None:
+    passes = sum(max(0, len(a.arrival_counts) - 1) for a in answers)
+    return sum(map(decode_tokens, answers)) / passes if passes else None
 
 
 def _sum_positions(counts: Sequence[Sequence[int]]) -> list[int]:

@@ -43,12 +43,15 @@ class BenchPlan:
         """Resolve names; plain decoding is always included, and first.
 
         Raises:
-            ValueError: an unknown method or peer, a peer that is not installed, or peers at a temperature above 0.
+            ValueError: an unknown method or peer, a peer that is not installed, or peers at a temperature or batch
+                above 0 or 1.
         """
         specs = MethodSpec.parse_all(methods)
         names = registry.expand_names(peers, settings.dtypes[0], settings.draft_model is not None)
         if names and settings.temperature > 0:
             raise ValueError("peers are measured at temperature 0 only: leave out --peers, or the temperature")
+        if names and settings.batch > 1:
+            raise ValueError("peers answer one question at a time: leave out --peers, or --batch")
         registry.require_installed(names)
         return BenchPlan(settings, tuple(specs), tuple(names), folder)
 
@@ -64,7 +67,7 @@ class BenchPlan:
     def create_run(self, models: dict[str, Model], repeats: int) -> BenchRun:
         """Build all competitors."""
         s = self.settings
-        generation = GenerationSettings(s.max_new_tokens, s.temperature, s.seed, s.remember)
+        generation = GenerationSettings(s.max_new_tokens, s.temperature, s.seed, s.remember, s.batch)
         references = [Path(r).read_text("utf-8") for r in s.references]
         competitors: list[Competitor] = []
         for precision, model in models.items():
@@ -73,7 +76,7 @@ class BenchPlan:
         first = next(iter(models.values()))
         peers = registry.load_peers(self.peers, self._peer_settings(first))
         competitors += [PeerCompetitor(p, first) for p in peers.values()]
-        return BenchRun(competitors, models, repeats)
+        return BenchRun(competitors, models, repeats, s.batch)
 
     def _peer_settings(self, model: Model) -> registry.PeerSettings:
         s, context = self.settings, min(model.config.context, _PEER_CONTEXT)

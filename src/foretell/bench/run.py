@@ -19,12 +19,13 @@ _SHIFT = 3
 class BenchRun:
     """Competitors, number of repeats, and the target by precision, which scores divergences.
 
-    The first competitor is plain decoding.
+    The first competitor is plain decoding. `batch`: questions answered at a time; the last ones may be fewer.
     """
 
     competitors: Sequence[Competitor]
     models: Mapping[str, Model]
     repeats: int
+    batch: int = 1
 
     @property
     def answers_per_question(self) -> int:
@@ -36,14 +37,18 @@ class BenchRun:
         done = {(r.question, r.competitor, r.repeat): r for r in store.records}
         if len(done) < len(questions) * self.answers_per_question:
             self._warm_up()
-        for question in questions:
+        for start in range(0, len(questions), self.batch):
+            together = questions[start : start + self.batch]
             for repeat in range(self.repeats):
                 for competitor in self._order(repeat):
-                    key = question.id, competitor.name, repeat
-                    if key not in done:
-                        done[key] = self._answer(competitor, question, repeat, done)
-                        store.append(done[key])
-                    report(f"{question.category} {question.id}: {competitor.name}")
+                    keys = [(q.id, competitor.name, repeat) for q in together]
+                    if any(key not in done for key in keys):
+                        for key, result in zip(keys, self._answer(competitor, together, repeat, done), strict=True):
+                            if key not in done:
+                                done[key] = result
+                                store.append(result)
+                    for question in together:
+                        report(f"{question.category} {question.id}: {competitor.name}")
 
     def _warm_up(self) -> None:
         """Answer a short question that is not counted: first calls allocate, compile and page in."""
@@ -64,23 +69,32 @@ class BenchRun:
     def _answer(
         self,
         competitor: Competitor,
-        question: Question,
+        questions: Sequence[Question],
         repeat: int,
         done: Mapping[tuple[str, str, int], QuestionResult],
-    ) -> QuestionResult:
+    ) -> list[QuestionResult]:
+        """Results of questions answered together; one that does not fit the model fails with all of them."""
         method, precision = competitor.name.split("/")
-        same_precision = done.get((question.id, f"{PLAIN}/{precision}", 0))
-        plain = same_precision or done.get((question.id, self.competitors[0].name, 0))
-        result = _result(competitor, question, repeat)
+        same = [done.get((q.id, f"{PLAIN}/{precision}", 0)) for q in questions]
+        first = [done.get((q.id, self.competitors[0].name, 0)) for q in questions]
+        plain = [a or b for a, b in zip(same, first, strict=True)]
+        results = [_result(competitor, question, repeat) for question in questions]
         try:
-            result = result.model_copy(update={"answers": competitor.answer(question, plain, repeat)})
+            answers = competitor.answer_together(questions, plain, repeat)
         except ValueError as error:
-            return result.model_copy(update={"error": " ".join(str(error).split())})
-        if method == PLAIN or plain is None or plain.error or repeat:
-            return result
-        model = self.models[precision if same_precision else next(iter(self.models))]
-        divergence = first_divergence(result, plain, question, model)
-        return result.model_copy(update={"compared": True, "divergence": divergence})
+            return [r.model_copy(update={"error": " ".join(str(error).split())}) for r in results]
+        results = [r.model_copy(update={"answers": a}) for r, a in zip(results, answers, strict=True)]
+        if method == PLAIN or repeat:
+            return results
+        models = [self.models[precision if s else next(iter(self.models))] for s in same]
+        return [_compared(*each) for each in zip(results, plain, questions, models, strict=True)]
+
+
+def _compared(result: QuestionResult, plain: QuestionResult | None, question: Question, model: Model) -> QuestionResult:
+    """A result with its first difference from plain decoding, if that has an answer."""
+    if plain is None or plain.error:
+        return result
+    return result.model_copy(update={"compared": True, "divergence": first_divergence(result, plain, question, model)})
 
 
 def _result(competitor: Competitor, question: Question, repeat: int) -> QuestionResult:

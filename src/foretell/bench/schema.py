@@ -75,6 +75,10 @@ class Answer(FrozenModel):
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
     """Of all decoding steps, drafting and verifying included."""
+    read_per_pass: float = 0.0
+    """Mean tokens that the passes after the prompt read of a request: root, drafts and probes."""
+    requests_per_pass: float = 1.0
+    """Mean requests in these passes."""
     fidelity: MeanFidelityLoss | None = None
 
 
@@ -116,6 +120,12 @@ class Metrics(FrozenModel):
     tokens_per_pass: float | None
     accepted_per_pass: float | None
     drafted_per_pass: float | None
+    read_per_pass: float | None = None
+    requests_per_pass: float = 1.0
+    decode_tokens_per_pass: float | None = None
+    """Both counted after the first arrival."""
+    mean_context: float = 0.0
+    """Tokens of a sequence halfway through its answer."""
     acceptance_conditional: tuple[float, ...]
     acceptance_cumulative: tuple[float, ...]
     tokens_per_second: float
@@ -185,6 +195,8 @@ class BenchSettings(FileModel):
     threads: int
     dtypes: tuple[str, ...]
     device: str = "cpu"
+    batch: int = 1
+    """Questions answered at a time."""
     remember: bool = False
     """Methods keep their state from question to question."""
     draft_model: str | None = None

@@ -13,6 +13,14 @@ class TokenTimestamps:
     seconds: tuple[float, ...]
     counts: tuple[int, ...]
 
+    def from_time(self, start: float) -> "TokenTimestamps":
+        """The same, with all that arrived until `start` as one first arrival."""
+        early = sum(seconds <= start for seconds in self.seconds)
+        if early < 2:
+            return self
+        counts = (sum(self.counts[:early]), *self.counts[early:])
+        return TokenTimestamps(self.tokens, self.seconds[early - 1 :], counts)
+
 
 @dataclass
 class TokenTimer:

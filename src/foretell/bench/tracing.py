@@ -1,6 +1,7 @@
 """A runner that records passes, and prefill without an engine."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,21 +10,38 @@ from jaxtyping import Bool, Float
 from foretell.bench.machine import synchronize
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, root_tree
+from foretell.model.partial_pass import PartialPass
 from foretell.model.runner import Runner
 
 _PREFILL_CHUNK = 512
 """Tokens read by one pass."""
 
 
+@dataclass(frozen=True)
+class TracedPass:
+    """What a pass did for one row: the tree, the row's index in it, and the nodes that were kept."""
+
+    row: int
+    tree: TokenTree
+    index: int
+    path: tuple[int, ...]
+
+
 class TracingRunner(Runner):
-    """Delegates to another runner; keeps the last output, and the tree and the committed path of every pass."""
+    """Delegates to another runner; keeps the last output, and what every pass did for each of its rows."""
 
     output: ModelOutput
 
     def __init__(self, inner: Runner) -> None:
         self.inner, self.vocab, self.context = inner, inner.vocab, inner.context
-        self.passes: list[tuple[TokenTree, tuple[int, ...]]] = []
+        self.passes: list[TracedPass] = []
         self._tree: TokenTree | None = None
+        self._rows: list[int] = []
+
+    @property
+    def innermost(self) -> Runner:
+        """The runner that does the work."""
+        return self.inner.innermost
 
     def length(self, row: int) -> int:
         """How many tokens of a row have been read and kept."""
@@ -39,16 +57,20 @@ class TracingRunner(Runner):
         hidden_layers: Sequence[int] = (),
     ) -> ModelOutput:
         """Read nodes of a tree; see `Runner.forward`. Returns when a GPU has finished."""
-        self._tree = tree
+        self._tree, self._rows = tree, list(rows)
         self.output = self.inner.forward(rows, tree, active=active, scored=scored, hidden_layers=hidden_layers)
         # CUDA kernels run asynchronously: without this their time would count as accepting, not as verifying.
         synchronize(self.output.logits.device)
         return self.output
 
+    def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
+        """A pass that runs its first layers now; see `Runner.begin_pass`."""
+        return self.inner.begin_pass(rows, tree)
+
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree."""
         if self._tree is not None:
-            self.passes.append((self._tree, tuple(path)))
+            self.passes.append(TracedPass(row, self._tree, self._rows.index(row), tuple(path)))
         self.inner.commit(row, path)
 
     def truncate(self, row: int, length: int) -> None:
@@ -77,16 +99,18 @@ class TracingRunner(Runner):
         """Replace the tokens of a row by the first ones of another."""
         return self.inner.copy_row(source, target, length)
 
-    def count_acceptance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Passes that tested, and that accepted, a draft at depth 1, 2, …
+    def count_acceptance(self, row: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Passes of a row (None: of all) that tested, and that accepted, a draft at depth 1, 2, …
 
         A pass tests depth d if all drafts above it were accepted and the tree has a node there.
         """
         tested: list[int] = []
         accepted: list[int] = []
-        for tree, path in self.passes:
-            depth = len(path) - int(tree.prefix_length[0])
-            has_child = path[-1] in tree.children(0)
+        for traced in self.passes:
+            if row is not None and traced.row != row:
+                continue
+            depth = len(traced.path) - int(traced.tree.prefix_length[traced.index])
+            has_child = traced.path[-1] in traced.tree.children(traced.index)
             for counts, reached in ((tested, depth + has_child), (accepted, depth)):
                 counts += [0] * (reached - len(counts))
                 for d in range(reached):

@@ -3,6 +3,7 @@
 import json
 import os
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.progress import Progress
 from typer.core import TyperGroup
 
 from foretell.cli.errors import print_error, report_errors
+from foretell.cli.options import split_commas
 from foretell.cli.roofline_measured import read_measured
 from foretell.roofline import calibrate, cli_inputs, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
@@ -19,7 +21,7 @@ from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisso
 from foretell.roofline.fit_runtime import refit
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import CALIBRATED, known_hardware, read_hardware_file, user_hardware_file
-from foretell.roofline.measured import compare_measured
+from foretell.roofline.measured import compare_measured, measured_workload
 from foretell.roofline.method_profiles import find_method, with_draft_vocab
 from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.model_variants import model_variants
@@ -472,7 +474,7 @@ def compare_command(
     model: Annotated[str | None, typer.Option(help="Target, in place of the run's: as for plan.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
     draft_vocab: DraftVocab = None,
-    context: Context = 256,
+    context: Annotated[int | None, typer.Option(help="Cached tokens; by default those of the run.")] = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
@@ -484,8 +486,7 @@ def compare_command(
     device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
     target, draft_model = (AnalyzedModel(*find_model(m)) if m else None for m in (model or run.settings.model, draft))
     assert target is not None
-    formats = [parse_format(m.weights) for m in methods]
-    workloads = [Workload("decode", 1, context, weights=f, activations=f, fusion="full") for f in formats]
+    workloads = [measured_workload(m, context) for m in methods]
     rows, left_out = compare_measured(methods, target, device, workloads, draft_model, draft_vocab)
     title = f"{target.name} on {device.title}: measured and predicted speed-up"
     print_records([report.measured_record(row) for row in rows], as_json, as_csv, title)
@@ -506,6 +507,13 @@ def calibrate_command(
     out: Annotated[Path | None, typer.Option(help="Hardware file to add to; by default the user's own.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads to use; by default those torch uses.")] = None,
     repeat: Annotated[int, typer.Option(help="Timings of a pass without a faster one that end its measurement.")] = 10,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: also measure what each step of these methods takes outside the target's pass, with "
+            "the embedded model."
+        ),
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Measure although other programs use the machine.")] = False,
     compare: Annotated[
         bool,
@@ -519,12 +527,14 @@ def calibrate_command(
     """Measure this machine, add it as hardware, and compare predictions with passes of the embedded model."""
     import torch
 
+    from foretell.bench.competitor import MethodSpec
     from foretell.bench.machine import measure_bandwidth
     from foretell.cli import roofline_machine as machine
     from foretell.cli.setup import set_threads
 
     set_threads(threads)
     forms = {precision: machine.number_format(precision) for precision in dtype or ["bfloat16", "int8"]}
+    specs = MethodSpec.parse_all(split_commas(methods)) if methods else []
     disturbed = machine.interference()
     if disturbed and not force:
         raise ValueError(f"{disturbed}, so the figures would be too low; calibrate while it is idle, or add --force")
@@ -541,9 +551,9 @@ def calibrate_command(
     source = f"{machine.calibration_source()}, spread of {calibrate.ROUNDS} rounds {spread:.1%}"
     if disturbed:
         source += f"; while {disturbed}"
-    here = calibrate.calibrated_hardware(
-        name.lower(), title, source, measure_bandwidth(torch.device("cpu")), machine.total_memory(), fits
-    )
+    stream = measure_bandwidth(torch.device("cpu"))
+    here = calibrate.calibrated_hardware(name.lower(), title, source, stream, machine.total_memory(), fits)
+    here = replace(here, drafting=machine.calibrate_drafting(list(forms), specs))
     calibrate.add_to_file(file, here, read_hardware_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
     errors = ", ".join(f"{name} bits {fit.median_error:.1%}" for name, fit in fits.items())

@@ -4,13 +4,16 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from datetime import date
 
 import numpy as np
 import torch
 
+from foretell.bench.competitor import MethodSpec
 from foretell.bench.random_model import random_network
+from foretell.cli.roofline_drafting import drafting_samples
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.load import load
 from foretell.model.config import ModelConfig
@@ -19,6 +22,7 @@ from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from foretell.roofline.calibrate import PROBES, PassTimer
+from foretell.roofline.drafting_time import fit_drafting_time
 from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.names import look_up
 
@@ -112,8 +116,28 @@ def embedded_timer(precision: str, repeat: int) -> tuple[PassTimer, ModelConfig]
     return pass_timer(model.network, repeat), model.config
 
 
+def calibrate_drafting(
+    precisions: Sequence[str], methods: Sequence[MethodSpec]
+) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Figures of each method's `DraftingTime` with the embedded model, by its name with the dtype.
+
+    Raises:
+        ValueError: a method cannot be built for it.
+    """
+    if not methods:
+        return {}
+    found = dict[str, dict[str, tuple[float, ...]]]()
+    for precision in precisions:
+        model = load(DEFAULT_MODEL, dtype=precision)
+        model.cache_checkpoint()
+        finish_writing()
+        fits = {m.label: fit_drafting_time(list(drafting_samples(model, m))) for m in methods}
+        found[f"{model.name} {precision}"] = {name: astuple(fit) for name, fit in fits.items()}
+    return found
+
+
 def pass_timer(network: Network, repeat: int) -> PassTimer:
-    """A timer of passes with all logits: the fastest time, once `repeat` further passes were not faster."""
+    """A timer of passes with all logits: the median of `repeat` passes, once as many were not faster than before."""
     runner = DecoderRunner(network)
 
     def measure(tokens: int, context: int) -> float:
@@ -122,15 +146,15 @@ def pass_timer(network: Network, repeat: int) -> PassTimer:
             piece = chain(min(PROMPT_CHUNK, context - runner.length(0)))
             runner.forward([0], piece, scored=np.zeros((1, piece.nodes), bool))
             runner.commit(0, list(range(piece.nodes)))
-        tree, best, since = chain(tokens), float("inf"), 0
-        # Interference only ever adds time, so the fastest pass is the estimate.
+        tree, best, since, times = chain(tokens), float("inf"), 0, list[float]()
         until = time.perf_counter() + MAX_SECONDS
         while since < repeat and (start := time.perf_counter()) < until:
             runner.forward([0], tree)
             took = time.perf_counter() - start
             since = 0 if took < IMPROVEMENT * best else since + 1
             best = min(best, took)
-        return best
+            times.append(took)
+        return statistics.median(times[-repeat:])
 
     return measure
 

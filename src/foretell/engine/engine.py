@@ -218,6 +218,10 @@ class Engine:
         if r is not None:
             self._waiting[number] = r
 
+    def row(self, number: int) -> int | None:
+        """The row of the cache that a running request has; None: it does not run."""
+        return next((r.row for r in self._running if r.number == number), None)
+
     def _find(self, number: int) -> LiveRequest | None:
         """The request of this number, unless it is over."""
         aside = self._waiting.get(number) or self._paused.get(number)

@@ -108,7 +108,7 @@ def check_whole(runner: Runner) -> None:
     Raises:
         ValueError: it does.
     """
-    if isinstance(runner, CompactRunner):
+    if isinstance(runner.innermost, CompactRunner):
         raise ValueError(
             "this method drafts with the target's own cache, and with a KV cache policy the target keeps a part of it "
             "only; use another method"
@@ -190,6 +190,7 @@ class SparseCacheRunner(CompactRunner):
         Raises:
             ValueError: it is not a runner of the own decoder, with the whole cache.
         """
+        target = target.innermost
         check_whole(target)
         if not isinstance(target, DecoderRunner):
             raise ValueError(

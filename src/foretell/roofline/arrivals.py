@@ -133,7 +133,8 @@ class StepCosts:
         prompt: int,
     ) -> float:
         graph = of.graph if isinstance(of, DrafterCost) else of.graph(workload.fusion, False, workload.square)
-        groups = [SequenceGroup(np.array([float(running)]), float(tokens), float(context))]
+        sequences, width = (running * tokens, 1) if self.hardware.runtime.expansion else (running, tokens)
+        groups = [SequenceGroup(np.array([float(sequences)]), float(width), float(context))]
         groups += [SequenceGroup(1.0, float(prompt), 0.0)] if prompt else []
         rows = np.array([float(running * tokens + bool(prompt))])
         phase = Phase(tuple(groups), rows, 1.0, False)

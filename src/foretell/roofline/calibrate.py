@@ -1,9 +1,9 @@
 """Calibration of a hardware entry: rates and overheads fitted to timed passes of small random models.
 
 Stream bandwidth is timed by itself. The rest are the terms of the cost model and come from one non-negative
-least-squares fit: the time of a pass = start + operations × overhead + weights × c(rows) + attention OPs × a(rows). The
-networks differ in width, depth and context so that the terms can be told apart, and none has the shape of a model that
-predictions are later checked on.
+least-squares fit: the time of a pass = start + operations × overhead + weights × c(rows) + attention OPs × a(rows) +
+bytes of keys and values × k + logits × g. The networks differ in width, depth, vocabulary and context so that the terms
+can be told apart, and none has the shape of a model that predictions are later checked on.
 """
 
 import statistics
@@ -26,7 +26,7 @@ from foretell.roofline.workload import Phase, SequenceGroup, Workload, phase_ext
 PassTimer = Callable[[int, int], float]
 """Seconds of one pass over `tokens` new tokens after `context` cached ones."""
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-CONTEXTS = (16, 1024)
+CONTEXTS = (16, 2048)
 CHECK_CONTEXTS = (64, 512, 2048)
 ROUNDS = 2
 """Rounds of timing each probe model."""
@@ -45,10 +45,11 @@ def _probe(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, f
 PROBES: tuple[ModelConfig, ...] = (
     _probe(512, 24, 8, 4, 64, 1536, 8192),
     _probe(1024, 6, 16, 4, 64, 4096, 16384),
-    _probe(512, 2, 8, 2, 64, 1024, 1024),
+    _probe(256, 64, 4, 2, 64, 768, 1024),
+    _probe(768, 12, 12, 4, 64, 2048, 32768),
 )
-"""Deep and narrow; shallow and wide; minimal. Their times separate overhead per operation, weights, and overhead per
-pass.
+"""Deep and narrow; shallow and wide; very deep, for the overhead per operation; with many logits. None is so small that
+its weights stay in the caches of a processor.
 """
 
 
@@ -89,55 +90,80 @@ def pass_workload(weight_format: NumberFormat, tokens: int, context: int) -> Wor
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """Fitted costs in seconds: per pass, per operation, and, at each of ROWS, per weight element and attention OP.
+    """Fitted costs in seconds: per pass, per operation, per byte of keys and values, per logit, and, at each of ROWS,
+    per weight element and attention OP.
 
     median_error: relative, over the timed passes.
     """
 
     pass_overhead: float
     op_overhead: float
+    cache_read: float
+    logit_time: float
     seconds_per_weight: tuple[float, ...]
     seconds_per_attention_op: tuple[float, ...]
     median_error: float
 
 
-def cost_terms(config: ModelConfig, tokens: int, context: int) -> tuple[float, float, float]:
-    """Terms of the cost model of a pass: number of operations, weight elements multiplied, attention OPs."""
+@dataclass(frozen=True)
+class CostTerms:
+    """Terms of the cost model of a pass: number of operations, weight elements multiplied, attention OPs, elements of
+    keys and values read and written, logits.
+    """
+
+    ops: float
+    weights: float
+    attention: float
+    cache: float
+    logits: float
+
+
+def cost_terms(config: ModelConfig, tokens: int, context: int) -> CostTerms:
+    """Terms of the cost model of a pass over `tokens` tokens after `context`."""
     graph = AnalyzedModel("probe", config).graph("full", False)
     phase = Phase((SequenceGroup(1.0, float(tokens), float(context)),), float(tokens), 1.0, False)
-    count = weights = attention = 0.0
+    count = weights = attention = cache = logits = 0.0
     for group in graph.groups:
         extents = phase_extents(graph, group, phase)
         for op in group.ops:
             if op.kind != "lookup" and not op.is_collective:
                 count += group.count
             weights += group.count * scalar(op.weights.evaluate(extents)) if op.kind == "matmul" else 0.0
-            attention += group.count * scalar(op.work.evaluate(extents)) if op.kind == "attention" else 0.0
-    return count, weights, attention
+            if op.kind == "attention":
+                attention += group.count * scalar(op.work.evaluate(extents))
+                cache += group.count * scalar(op.kv_read.evaluate(extents) + op.kv_write.evaluate(extents))
+            if op.kind == "matmul" and op.is_vocabulary:
+                logits += scalar(op.write.evaluate(extents))
+    return CostTerms(count, weights, attention, cache, logits)
 
 
-def fit_costs(timings: Sequence[PassTiming]) -> CalibrationFit:
+def fit_costs(timings: Sequence[PassTiming], cache_bytes: float = 2.0) -> CalibrationFit:
     """Fit the cost terms to timed passes; errors are relative, so that short passes count as much as long ones.
+
+    cache_bytes: of an element of keys and values.
 
     Raises:
         ValueError: too few samples.
     """
-    if len(timings) < 2 * len(ROWS) + 2:
-        raise ValueError(f"calibration needs at least {2 * len(ROWS) + 2} timed passes, found {len(timings)}")
-    table = np.zeros((len(timings), 2 + 2 * len(ROWS)))
+    if len(timings) < 2 * len(ROWS) + 4:
+        raise ValueError(f"calibration needs at least {2 * len(ROWS) + 4} timed passes, found {len(timings)}")
+    table = np.zeros((len(timings), 4 + 2 * len(ROWS)))
     for i, s in enumerate(timings):
-        count, weights, attention = cost_terms(s.config, s.tokens, s.context)
-        at = ROWS.index(s.tokens)
-        table[i, 0], table[i, 1], table[i, 2 + at], table[i, 2 + len(ROWS) + at] = 1.0, count, weights, attention
+        terms = cost_terms(s.config, s.tokens, s.context)
+        at = 4 + ROWS.index(s.tokens)
+        table[i, :4] = 1.0, terms.ops, terms.cache * cache_bytes, terms.logits
+        table[i, at], table[i, at + len(ROWS)] = terms.weights, terms.attention
         table[i] /= s.seconds
     scale = table.max(0)
     scale[scale == 0] = 1.0
-    found = _robust_nnls(table / scale) / scale
+    found = robust_nnls(table / scale) / scale
     misfit = float(np.median(np.abs(table @ found - 1)))
-    return CalibrationFit(found[0], found[1], tuple(found[2 : 2 + len(ROWS)]), tuple(found[2 + len(ROWS) :]), misfit)
+    per_weight, per_attention_op = found[4 : 4 + len(ROWS)], found[4 + len(ROWS) :]
+    per_pass, per_op, per_byte, per_logit = map(float, found[:4])
+    return CalibrationFit(per_pass, per_op, per_byte, per_logit, tuple(per_weight), tuple(per_attention_op), misfit)
 
 
-def _robust_nnls(table: Array) -> Array:
+def robust_nnls(table: Array) -> Array:
     """Non-negative least squares with lower weight for outliers, such as interrupted passes (Huber, by reweighting)."""
     # Half a second of import that only calibration needs.
     from scipy.optimize import nnls
@@ -179,8 +205,10 @@ def calibrated_hardware(
         name, title, bandwidth, peaks, source, capacity, matmul_rates=rates, attention_rates=attention_rates,
         runtime=Runtime(
             "measured",
-            op_overhead=statistics.median(f.op_overhead for f in fits.values()),
-            pass_overhead=statistics.median(f.pass_overhead for f in fits.values()),
+            **{
+                name: statistics.median(getattr(f, name) for f in fits.values())
+                for name in ("op_overhead", "pass_overhead", "cache_read", "logit_time")
+            },
         ),
     )  # fmt: skip
 
@@ -231,9 +259,16 @@ def to_toml(device: Hardware) -> dict[str, Any]:
     entry |= {
         "overhead_us": device.runtime.op_overhead * 1e6,
         "start_us": device.runtime.pass_overhead * 1e6,
+        "logit_ns": device.runtime.logit_time * 1e9,
     }
+    entry |= {"cache": 1e-9 / device.runtime.cache_read} if device.runtime.cache_read else {}
     entry["attend"] = [[n, rate / 1e12] for n, rate in device.attention_rates]
     entry["rates"] = {c: [[n, rate / 1e12] for n, rate in curve] for c, curve in device.matmul_rates.items()}
+    if device.drafting:
+        entry["drafting"] = {
+            model: {method: [x * 1e6 for x in figures] for method, figures in methods.items()}
+            for model, methods in device.drafting.items()
+        }
     return entry
 
 
@@ -252,7 +287,7 @@ def _toml_value(v: Any) -> str:
     if isinstance(v, str):
         return '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(v, Mapping):
-        return "{" + ", ".join(f"{k} = {_toml_value(x)}" for k, x in v.items()) + "}"
+        return "{" + ", ".join(f'"{k}" = {_toml_value(x)}' for k, x in v.items()) + "}"
     if isinstance(v, list):
         return "[" + ", ".join(_toml_value(x) for x in v) + "]"
     return repr(float(v))

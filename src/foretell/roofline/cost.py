@@ -42,7 +42,7 @@ class DeviceRates:
     attention_curve: Curve = ()
 
     def rate(self, op: Op, rows: Number) -> Number:
-        """OPs/s of an operation over `rows` rows."""
+        """OPs/s of an operation over `rows` rows; of attention: over as many queries per key."""
         if op.is_vocabulary and op.kind == "matmul" and self.head != self.weight:
             return self.head_matmul
         measured = {"matmul": (self.matmul, self.matmul_curve), "attention": (self.attention, self.attention_curve)}
@@ -140,11 +140,17 @@ def op_cost(op: Op, extents: Extents, rates: DeviceRates, kv_heads: int) -> Cost
     kv_read = op.kv_read.evaluate(extents) * rates.kv / kv_parts
     kv_write = op.kv_write.evaluate(extents) * rates.kv / kv_parts
     rows = extents.logit_rows if op.work.logit_rows else extents.rows
+    if op.kind == "attention":
+        rows = extents.pairs / np.maximum(extents.kv_positions, 1.0)
     runtime = rates.runtime
     compute, memory = ops / rates.rate(op, rows), (weights + read + write + kv_read + kv_write) / rates.bandwidth
     if op.kind == "matmul" and convert:
         compute = compute + weights / weight_bytes * convert / rates.elementwise
     exposed = np.maximum(compute, memory) + (1 - runtime.overlap) * np.minimum(compute, memory)
+    if op.kind == "attention" and runtime.cache_read:
+        exposed = compute + (kv_read + kv_write) * runtime.cache_read
+    if op.is_vocabulary and op.kind == "matmul":
+        exposed = exposed + op.write.evaluate(extents) / write_parts * runtime.logit_time
     # Every pass has one embedding lookup.
     overhead = runtime.pass_overhead if op.kind == "lookup" else runtime.op_overhead
     seconds = np.maximum(exposed, runtime.launch) + overhead

@@ -27,7 +27,8 @@ class Hardware:
     vector_rate: of elementwise operations (0: the 16-bit matrix rate). link_bandwidth: to other devices, one direction.
     host_bandwidth: from host memory. matmul_rates: measured matrix rates per format class, which replace the peaks;
     attention_rates: the same of attention. runtime: what is reached of these rates, and the fixed times. kind: `gpu`,
-    or `other`, to which the typical runtimes do not apply.
+    or `other`, to which the typical runtimes do not apply. drafting: measured figures of a `DraftingTime` by model with
+    its dtype and by method.
 
     Raises:
         ValueError: no peak, or a figure that is not positive.
@@ -46,6 +47,7 @@ class Hardware:
     attention_rates: Curve = ()
     runtime: Runtime = DATASHEET
     kind: str = "gpu"
+    drafting: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         positive = [("bandwidth", self.bandwidth / 1e9, "GB/s")]
@@ -107,7 +109,7 @@ class MemoryTier:
 
 TABLE_KEYS = (
     "title", "source", "kind", "bandwidth", "capacity", "vector", "link", "host", "overhead_us", "start_us", "rates",
-    "attend",
+    "attend", "cache", "logit_ns", "drafting",
     *FORMAT_CLASSES,
 )  # fmt: skip
 """Keys of a table in a hardware file."""
@@ -125,10 +127,11 @@ def hardware_from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardwa
     if "bandwidth" not in raw:
         raise ValueError(f"{where}: hardware {name!r} has no 'bandwidth' (GB/s)")
     try:
-        number = {k: float(raw[k]) for k in raw if k not in ("title", "source", "kind", "rates", "attend")}
+        number = {k: float(raw[k]) for k in raw if k not in ("title", "source", "kind", "rates", "attend", "drafting")}
         rates = {c: _curve(points) for c, points in raw.get("rates", {}).items()}
         attend = _curve(raw.get("attend", ()))
-    except (TypeError, ValueError) as error:
+        drafting = {model: _drafting(methods) for model, methods in raw.get("drafting", {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{where}: hardware {name!r} has a value that is no number ({error})") from None
     return Hardware(
         name,
@@ -144,7 +147,17 @@ def hardware_from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardwa
         attend,
         _own_runtime(number),
         str(raw.get("kind", "gpu")),
+        drafting,
     )
+
+
+def _drafting(methods: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """Four figures in microseconds by method."""
+    found = {method: tuple(float(x) * 1e-6 for x in figures) for method, figures in methods.items()}
+    for method, figures in found.items():
+        if len(figures) != 4:
+            raise ValueError(f"drafting of {method} has 4 figures, found {len(figures)}")
+    return found
 
 
 def _peaks(number: Mapping[str, float]) -> dict[str, float]:
@@ -156,9 +169,18 @@ def _peaks(number: Mapping[str, float]) -> dict[str, float]:
 
 
 def _own_runtime(number: Mapping[str, float]) -> Runtime:
-    """The measured fixed times of a device, if its table states any."""
-    overhead, start = number.get("overhead_us", 0.0) * 1e-6, number.get("start_us", 0.0) * 1e-6
-    return Runtime("measured", op_overhead=overhead, pass_overhead=start) if overhead or start else DATASHEET
+    """The measured times of a device, if its table states any; `cache`: GB/s at which attention reads its cache."""
+    keys = ("overhead_us", "start_us", "cache", "logit_ns")
+    if not any(number.get(key) for key in keys):
+        return DATASHEET
+    overhead, start, cache_rate, logit = (number.get(key, 0.0) for key in keys)
+    return Runtime(
+        "measured",
+        op_overhead=overhead * 1e-6,
+        pass_overhead=start * 1e-6,
+        cache_read=1e-9 / cache_rate if cache_rate else 0.0,
+        logit_time=logit * 1e-9,
+    )
 
 
 def _curve(points: Sequence[Sequence[float]]) -> Curve:

@@ -4,21 +4,45 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from foretell.roofline.acceptance import AcceptanceByRank, fit_acceptance
 from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
+from foretell.roofline.drafting_time import DraftingTime
+from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.method_profiles import MethodProfile, find_method, with_draft_vocab
 from foretell.roofline.plan import cost_of_profile
 from foretell.roofline.speculation import DraftShape, estimate_method
-from foretell.roofline.workload import Workload
+from foretell.roofline.workload import Phase, SequenceGroup, Workload
+
+PLAIN = "autoregressive"
+"""Plain decoding in a calibration."""
+
+
+@dataclass(frozen=True)
+class MeasuredPasses:
+    """Means over the passes after the prompts: requests in a pass; tokens read, drafted and decided of each; tokens of
+    a sequence; plain_requests: in a pass of plain decoding.
+    """
+
+    requests: float
+    read: float
+    drafted: float
+    tokens: float
+    context: float
+    plain_requests: float
 
 
 @dataclass(frozen=True)
 class MeasuredMethod:
-    """What a run has measured of a method, one request at a time.
+    """What a run has measured of a method.
 
-    name: of the catalogue. weights: the number format. tokens, drafted: per pass. cumulative: share of all passes that
-    accepted a draft at depth 1, 2, … speedup: over plain decoding of the same weights; None: not measured.
+    name: of the catalogue; variant: with the number of its drafts, as in the run. weights: the number format. tokens,
+    drafted: per pass. cumulative: share of all passes that accepted a draft at depth 1, 2, … speedup: over plain
+    decoding of the same weights; None: not measured. model: of the run with its dtype, as calibrations of drafting are
+    named. passes: None in results of older versions.
     """
 
     name: str
@@ -28,6 +52,9 @@ class MeasuredMethod:
     cumulative: tuple[float, ...]
     speedup: float | None
     source: str
+    variant: str = ""
+    model: str = ""
+    passes: MeasuredPasses | None = None
 
     @property
     def shape(self) -> DraftShape | None:
@@ -63,13 +90,47 @@ def _of_chain(cumulative: Sequence[float], source: str) -> AcceptanceByRank:
     return AcceptanceByRank((first,), source, by_depth=tuple(min(c, 1.0) / first for c in conditional))
 
 
+DEFAULT_CONTEXT = 256
+"""Cached tokens where a run states none."""
+
+
+def measured_workload(method: MeasuredMethod, context: int | None = None) -> Workload:
+    """The workload of a run of a method; `context`: cached tokens, in place of the run's."""
+    passes, form = method.passes, parse_format(method.weights)
+    if context is None:
+        context = round(passes.context) if passes else DEFAULT_CONTEXT
+    batch = max(1, round(passes.requests)) if passes else 1
+    return Workload("decode", batch, context, weights=form, activations=form, fusion="full")
+
+
+def calibrated_speedup(
+    method: MeasuredMethod, target: AnalyzedModel, hardware: Hardware, workload: Workload
+) -> float | None:
+    """The speed-up from predicted passes and the calibrated times outside them; None: these were not calibrated."""
+    known, passes = hardware.drafting.get(method.model, {}), method.passes
+    if passes is None or not {method.variant, PLAIN} <= set(known):
+        return None
+
+    def seconds(name: str, requests: float, read: float, drafted: float) -> float:
+        group = SequenceGroup(requests, read, float(workload.context))
+        phase = Phase((group,), np.array([requests * read]), 1.0, False)
+        costs = op_costs(target.graph(workload.fusion, False), phase, device_rates(workload, hardware))
+        return scalar(total_cost(costs).seconds) + DraftingTime(*known[name]).seconds(requests, drafted)
+
+    plain = seconds(PLAIN, passes.plain_requests, 1.0, 0.0)
+    return passes.tokens * plain / seconds(method.variant, passes.requests, passes.read, passes.drafted)
+
+
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A measured speed-up and its prediction from the measured acceptance."""
+    """A measured speed-up and its prediction from the measured acceptance; `calibrated`: with the measured time of its
+    drafting, else with the predicted cost of its drafter.
+    """
 
     method: MeasuredMethod
     measured: float
     predicted: float
+    calibrated: bool = False
 
     @property
     def error(self) -> float:
@@ -94,11 +155,14 @@ def compare_measured(
         try:
             if method.speedup is None:
                 raise ValueError("the run has no plain decoding of the same weights")
+            if (found := calibrated_speedup(method, target, hardware, workload)) is not None:
+                rows.append(MeasuredRow(method, method.speedup, found, True))
+                continue
             profile = with_draft_vocab(method.profile(), draft_vocab)
             drafter = cost_of_profile(profile, target, draft_model)
-            found = estimate_method(profile, drafter, target, hardware, workload, shape=method.shape)
+            estimate = estimate_method(profile, drafter, target, hardware, workload, shape=method.shape)
         except ValueError as error:
             left_out[method.name] = str(error)
         else:
-            rows.append(MeasuredRow(method, method.speedup, found.speedup))
+            rows.append(MeasuredRow(method, method.speedup, estimate.speedup))
     return rows, left_out

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
+_MOST_NAMES = 16
+"""Names that a message lists at most."""
 
 
 def look_up(table: Mapping[str, T], name: str, what: str) -> T:
@@ -18,5 +20,6 @@ def look_up(table: Mapping[str, T], name: str, what: str) -> T:
         return table[key]
     near = [n for n in table if n.startswith(key)][:3] if key else []
     near = near or difflib.get_close_matches(key, table, 3, 0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(table)}"
+    more = f" and {len(table) - _MOST_NAMES} others" if len(table) > _MOST_NAMES else ""
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(list(table)[:_MOST_NAMES])}{more}"
     raise ValueError(f"there is no {what} called {name!r}; {hint}")

@@ -233,11 +233,13 @@ def plan_record(plan: SpeculationPlan, variants: Sequence[ModelVariant]) -> dict
 
 def measured_record(row: MeasuredRow) -> dict[str, Any]:
     """A measured speed-up beside its prediction."""
-    shape = row.method.shape
+    shape, passes = row.method.shape, row.method.passes
     return {
-        "method": row.method.name, "weights": row.method.weights, "drafted": round(row.method.drafted, 2),
-        "depth": shape.depth if shape else 0, "tokens_per_pass": round(row.method.tokens, 3),
-        "measured": round(row.measured, 3), "predicted": round(row.predicted, 3), "error": f"{row.error:+.1%}",
+        "method": row.method.name, "requests": round(passes.requests, 1) if passes else 1,
+        "weights": row.method.weights, "drafted": round(row.method.drafted, 2), "depth": shape.depth if shape else 0,
+        "tokens_per_pass": round(row.method.tokens, 3), "measured": round(row.measured, 3),
+        "predicted": round(row.predicted, 3), "error": f"{row.error:+.1%}",
+        "drafting": "calibrated" if row.calibrated else "predicted",
     }  # fmt: skip
 
 

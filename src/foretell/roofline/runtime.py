@@ -15,7 +15,7 @@ from foretell.roofline.names import look_up
 DEFAULT_RUNTIME = "graphs"
 """What a server does; the runtime of a prediction where none is named."""
 _SECONDS_PER_UNIT = 1e-6
-_TIMES = ("launch", "op_overhead", "pass_overhead", "step_overhead", "collective_latency")
+_TIMES = ("launch", "op_overhead", "pass_overhead", "step_overhead", "collective_latency", "cache_read", "logit_time")
 _SHARES = ("bandwidth", "peak", "host")
 
 
@@ -28,7 +28,10 @@ class Runtime:
     the elementwise rate to widen one weight of at most 8 bits, where the device does not multiply it as it is.
     launch: least time of an operation that the host issues alone. op_overhead, pass_overhead, step_overhead: added per
     operation, per pass of target or drafter, and per speculative step. collective_latency: added per exchange between
-    devices. error: relative error within which 80 % of the checked measurements lie; 0: unknown.
+    devices. cache_read: seconds per byte of keys and values, which attention adds to its compute time in place of the
+    bandwidth's (0: the bandwidth's). logit_time: added per logit. error: relative error within which 80 % of the
+    checked measurements lie; 0: unknown. expansion: every verified token is a sequence of its own, which reads the
+    cache again.
 
     Raises:
         ValueError: a share outside (0, 1], an overlap outside [0, 1] or a negative time.
@@ -47,7 +50,10 @@ class Runtime:
     pass_overhead: float = 0.0
     step_overhead: float = 0.0
     collective_latency: float = 0.0
+    cache_read: float = 0.0
+    logit_time: float = 0.0
     error: float = 0.0
+    expansion: bool = False
 
     def __post_init__(self) -> None:
         for name in _SHARES:
@@ -77,7 +83,8 @@ def _runtime(name: str, raw: Mapping[str, str | float]) -> Runtime:
         for f in fields(Runtime)
         if f.name in (*_SHARES, *_TIMES, "overlap", "convert", "error") and f.name in raw
     }
-    return Runtime(name, str(raw["title"]), str(raw["source"]), **figures)
+    expansion = bool(raw.get("expansion", False))
+    return Runtime(name, str(raw["title"]), str(raw["source"]), expansion=expansion, **figures)
 
 
 def find_runtime(name: str) -> Runtime:

@@ -107,7 +107,8 @@ def verification_cost(
 ) -> CostBreakdown:
     """Cost of one pass for each number of tokens per sequence in `widths`; `offload`: of weights and cache."""
     n = widths[:, None]
-    phase = Phase((SequenceGroup(float(workload.batch), n, float(workload.context)),), workload.batch * n, 1.0, False)
+    sequences, tokens = (workload.batch * n, 1.0) if hardware.runtime.expansion else (float(workload.batch), n)
+    phase = Phase((SequenceGroup(sequences, tokens, float(workload.context)),), workload.batch * n, 1.0, False)
     costs = op_costs(graph, phase, device_rates(workload, hardware))
     total = total_cost(costs)
     return total if offload is None else replace(total, seconds=offloaded_seconds(costs, offload))

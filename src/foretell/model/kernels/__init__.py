@@ -2,7 +2,7 @@
 
 from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.build import available, load, unavailable_reason
-from foretell.model.kernels.dynamic_tree import DynamicTrees
+from foretell.model.kernels.dynamic_tree import DynamicTrees, NodeLimits
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
@@ -21,6 +21,7 @@ __all__ = [
     "NativeStack",
     "NativeStage",
     "NativeStages",
+    "NodeLimits",
     "Precision",
     "argmax",
     "available",

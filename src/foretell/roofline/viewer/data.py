@@ -186,7 +186,7 @@ def payload(devices: Mapping[str, Hardware], extra: Sequence[AnalyzedModel] = ()
         },
         "widerClasses": {name: list(classes) for name, classes in WIDER_CLASSES.items()},
         "methods": {name: method_data(m) for name, m in method_profiles().items()},
-        "runtimes": {name: runtime_data(r) for name, r in known_runtimes().items()},
+        "runtimes": {name: runtime_data(r) for name, r in known_runtimes().items() if not r.expansion},
         "firstRuntime": DEFAULT_RUNTIME,
         "sharedRouting": SHARED_ROUTING, "sparseOps": list(SPARSE_OPS), "maxPadding": MAX_PADDING,
         "geometric": [REMAINDER_COVERED, RANK_DECAY, MAX_RANKS], "contextStep": CONTEXT_STEP,

@@ -4,7 +4,9 @@
 const Engine = (data) => {
   const { extents, passes } = Passes(data),
     LOGIT_ROWS = 5,
-    ROWS = 1;
+    ROWS = 1,
+    PAIRS = 2,
+    KV_POSITIONS = 3;
   const KIND = 1,
     INPUTS = 3,
     SPLIT = 4,
@@ -132,7 +134,12 @@ const Engine = (data) => {
       wr = (at(op[WRITE], e) * r.a) / by(3);
     const kr = (at(op[KVREAD], e) * r.kv) / kvBy,
       kw = (at(op[KVWRITE], e) * r.kv) / kvBy;
-    const rows = op[WORK][LOGIT_ROWS] ? e[LOGIT_ROWS] : e[ROWS];
+    const rows =
+      kind === "attention"
+        ? e[PAIRS] / Math.max(e[KV_POSITIONS], 1)
+        : op[WORK][LOGIT_ROWS]
+          ? e[LOGIT_ROWS]
+          : e[ROWS];
     const rate =
       kind === "matmul"
         ? isVocabulary && r.head !== r.w
@@ -144,8 +151,10 @@ const Engine = (data) => {
     let compute = ops / rate;
     if (kind === "matmul" && convert) compute += ((w / weightBytes) * convert) / r.elementwise;
     const memory = (w + rd + wr + kr + kw) / r.bandwidth,
-      run = r.runtime,
-      exposed = Math.max(compute, memory) + (1 - run.overlap) * Math.min(compute, memory);
+      run = r.runtime;
+    let exposed = Math.max(compute, memory) + (1 - run.overlap) * Math.min(compute, memory);
+    if (kind === "attention" && run.cache_read) exposed = compute + (kr + kw) * run.cache_read;
+    if (isVocabulary && kind === "matmul") exposed += (at(op[WRITE], e) / by(3)) * run.logit_time;
     sum[0] += ops;
     sum[1] += w;
     sum[2] += rd;
