@@ -95,6 +95,7 @@ ORDER = [
     ("compress", "sparsify", "train.recipe"),
     ("train.loop",),
     ("assess", "bench", "diffusion", "nat", "roofline", "verify", "serve"),
+    ("reproduce",),
     ("cli",),
     ("__main__",),
 ]
