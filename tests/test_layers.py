@@ -51,6 +51,7 @@ ORDER = [
     ("model.kernels.sparse",),
     (
         "model.compact_runner",
+        "model.halves_runner",
         "model.compress",
         "model.diffusion.attention",
         "model.cuda_graph",
