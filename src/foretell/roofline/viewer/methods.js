@@ -186,7 +186,7 @@ const Methods = (engine) => {
       speedup = (chosen.tokens * plain) / (pass + chosen.draft),
       spread = shape && shape.tokens !== undefined ? 0 : m.spread,
       ofTokens = (spread * (chosen.tokens - 1)) / chosen.tokens,
-      relative = chosen.nodes === 1 ? 0 : Math.hypot(ofTokens, h.runtime.error);
+      relative = chosen.depth === 0 ? 0 : Math.hypot(ofTokens, h.runtime.error);
     return {
       ...chosen,
       name,
