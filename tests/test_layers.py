@@ -51,6 +51,7 @@ ORDER = [
     ("model.kernels.sparse",),
     (
         "model.compact_runner",
+        "model.halves_runner",
         "model.compress",
         "model.diffusion.attention",
         "model.cuda_graph",
@@ -94,6 +95,7 @@ ORDER = [
     ("compress", "sparsify", "train.recipe"),
     ("train.loop",),
     ("assess", "bench", "diffusion", "nat", "roofline", "verify", "serve"),
+    ("reproduce",),
     ("cli",),
     ("__main__",),
 ]

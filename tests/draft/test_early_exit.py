@@ -284,3 +284,15 @@ def test_copied_keys_are_not_reused_by_other_requests() -> None:
     again = engine.complete([request])[0]
     assert list(again.tokens) == naive(target(layers=LAYERS), request)
     assert again.statistics.cached_tokens <= len(PROMPTS[1])
+
+
+def test_exits_draft_beside_retrieval(tmp_path: Path) -> None:
+    save(tmp_path / "exits", network(), network().config)
+    context = BuildContext(VOCAB, target(layers=LAYERS), speculators=(tmp_path / "exits",))
+    method = build("hybrid_model", context, {"num_speculative_tokens": 3, "exit_layer": 4})
+    assert method.drafter_label == "retrieval, and beside it exits of the target"
+    requests = [replace(r, max_new_tokens=40) for r in REQUESTS]
+    assert answers(method, requests) == [naive(target(layers=LAYERS), r) for r in requests]
+    assert method.draft.predictor.exit_counts.sum() > 0, "the exit has drafted"
+    with pytest.raises(ValueError, match="eagle_topk"):
+        build("hybrid_model", context, {"eagle_topk": 3})

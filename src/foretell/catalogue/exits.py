@@ -18,6 +18,8 @@ from foretell.speculator.network.pack import DraftPrecision, pack_exit, pack_net
 EXITS = Exits.kind
 EXIT_PRECISION: DraftPrecision = "int8"
 """Of the matrices of exits on the CPU kernels."""
+EXIT_FALLBACK = 0.6
+"""Probability below which a fitted exit does not draft: then the pass costs what plain decoding does, and the test."""
 _LONGEST_CHAIN = 8
 """Chains that the choice of an exit considers."""
 

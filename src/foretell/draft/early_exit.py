@@ -37,6 +37,7 @@ class EarlyExitDrafter(Predictor):
     """
 
     label = "first layers of the target"
+    reads_prompts = False
 
     def __init__(
         self,

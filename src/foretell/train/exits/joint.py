@@ -84,11 +84,11 @@ def train_jointly(
             flat.append(torch.cat([g.flatten() for g in found[: len(shared)]]))
             total += weight * loss.item()
         optimizer.step()
-        if 2 * step >= steps:
+        if step >= steps // 2:
             cosines += _cosines(torch.stack(flat))
         on_step(step + 1, total)
     exits.requires_grad_(False)
-    return cosines / (steps - (steps + 1) // 2)
+    return cosines / (steps - steps // 2)
 
 
 def _cosines(gradients: Float[torch.Tensor, "e p"]) -> Float[torch.Tensor, "e e"]:
