@@ -142,8 +142,8 @@ def _block_in_one_pass(lab: Lab) -> Finding:
     deep = sum(run.accepted_per_position[1:]) / max(1, sum(run.accepted_per_position))
     return Finding(
         run.tokens_per_pass > 1.5 and deep >= 0.3,
-        f"{run.tokens_per_pass:.2f} tokens per pass; {percent(deep)} of the accepted tokens stand behind the first of their "
-        "block, though all were predicted in one pass",
+        f"{run.tokens_per_pass:.2f} tokens per pass; {percent(deep)} of the accepted tokens stand behind the first of "
+        "their block, though all were predicted in one pass",
         (Series.of("dflash", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
         "place in the block",
         "passes that accept",
