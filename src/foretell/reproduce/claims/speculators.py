@@ -137,6 +137,20 @@ def _look_ahead(lab: Lab) -> Finding:
     )
 
 
+def _block_in_one_pass(lab: Lab) -> Finding:
+    run = lab.run("dflash")
+    deep = sum(run.accepted_per_position[1:]) / max(1, sum(run.accepted_per_position))
+    return Finding(
+        run.tokens_per_pass > 1.5 and deep >= 0.3,
+        f"{run.tokens_per_pass:.2f} tokens per pass; {percent(deep)} of the accepted tokens stand behind the first of "
+        "their block, though all were predicted in one pass",
+        (Series.of("dflash", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
+        "place in the block",
+        "passes that accept",
+        "Block drafters need long training; this one may have had little.",
+    )
+
+
 CLAIMS = (
     Claim(
         "medusa",
@@ -183,4 +197,10 @@ CLAIMS = (
         _knows_the_token_before,
     ),
     Claim("pass", "Look-ahead embeddings let the target draft for itself.", "above 1.2 tokens per pass", _look_ahead),
+    Claim(
+        "dflash",
+        "A network that reads the target's features drafts a whole block in one pass.",
+        "above 1.5 tokens per pass, and 30 % of the accepted tokens stand behind the first of their block",
+        _block_in_one_pass,
+    ),
 )
