@@ -64,6 +64,37 @@ def test_expressions_choices_and_grammars(server: Server, path: str, fields: dic
     assert re.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+NUMBERS = {"type": "json_schema", "json_schema": {"enum": [1, 22]}}
+TAG: dict[str, Any] = {"type": "tag", "begin": "<f=a>", "content": NUMBERS, "end": "</f>"}
+OTHER: dict[str, Any] = {"begin": "<f=b>", "content": {"type": "regex", "pattern": "x/[yz]"}, "end": "</f>"}
+SEPARATED = {"type": "tags_with_separator", "tags": [TAG, OTHER], "separator": ", ", "at_least_one": True}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [TAG, OTHER], "at_least_one": True}
+CALL = r"<f=(a>(1|22)|b>x/[yz])</f>"
+
+
+@pytest.mark.parametrize(
+    ("tag", "pattern"),
+    [
+        (TAG, r"<f=a>(1|22)</f>"),
+        ({"type": "sequence", "elements": [{"type": "const_string", "value": "hey "}, TAG]}, r"hey <f=a>(1|22)</f>"),
+        ({"type": "or", "elements": [TAG, {"type": "const_string", "value": "no"}]}, r"<f=a>(1|22)</f>|no"),
+        (SEPARATED, rf"{CALL}(, {CALL})*"),
+        (SEPARATED | {"stop_after_first": True}, CALL),
+        (TRIGGERED | {"stop_after_first": True}, rf"(?s).*?{CALL}"),
+        (TRIGGERED, rf"(?s)((?!<f=).)*({CALL}((?!<f=).)*)+"),
+    ],
+)
+def test_structural_tags(server: Server, tag: dict[str, Any], pattern: str) -> None:
+    """The bias makes the model write letters of the trigger at random; the grammar decides what may follow."""
+    model = server.service.loaded.model
+    bias = dict.fromkeys([*map(str, model.codec.encode("<f=")), *map(str, model.eos)], 30)
+    given = {"type": "structural_tag", "format": tag}
+    for fields in ({"structured_outputs": {"structural_tag": json.dumps(given)}}, {"response_format": given}):
+        answer = server.chat(max_tokens=400, logit_bias=bias, temperature=2, seed=1, **fields).json()
+        text = answer["choices"][0]["message"]["content"]
+        assert re.fullmatch(pattern, text), text
+
+
 def test_openai_s_parse_and_stream(server: Server) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -86,6 +117,17 @@ def test_openai_s_parse_and_stream(server: Server) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
+        ({"structured_outputs": {"structural_tag": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "format"),
+        ({"response_format": {"type": "structural_tag", "format": TRIGGERED | {"triggers": ["<g"]}}},
+         "response_format", "triggers"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "sequence", "elements": [TRIGGERED, TAG]}}},
+         "response_format", "at the end"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "grammar", "grammar": "x"}}},
+         "response_format", "grammar"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<f"], "structures": [
+          {"begin": "<f>", "schema": {"type": "object", "unevaluatedProperties": False}, "end": "</f>"}]}},
+         "response_format", "unevaluatedProperties"),
         ({"structured_outputs": {"json_object": 3}}, "structured_outputs.json_object", "true or false"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "choice"),
         ({"grammar": "root ::= missing", "max_tokens": 3}, "grammar", "missing"),

@@ -76,7 +76,8 @@ class ChatMessage(Body):
 class ResponseFormat(Body):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """`structural_tag` (vLLM): with `format`, or with `structures` and `triggers`."""
     json_schema: dict[str, Any] | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     """Of `json_object` (llama.cpp)."""

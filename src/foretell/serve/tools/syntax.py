@@ -54,7 +54,7 @@ class ToolSyntax:
         """
 
         def text(value: str) -> str:
-            return _literal(value, special)
+            return literal(value, special)
 
         more = f"({text(self.between)} one){{0,{MAX_CALLS - 1}}}" if parallel else ""
         rules = [
@@ -112,9 +112,15 @@ def _schema(parameters: Mapping[str, Any] | None) -> str:
     return json.dumps({**(parameters or _NO_ARGUMENTS), "x-guidance": _SEPARATORS})
 
 
-def _literal(text: str, special: Mapping[str, int]) -> str:
+def literal(text: str, special: Mapping[str, int]) -> str:
     """A text in a Lark grammar; special tokens in it by id."""
+    pieces = split_special(text, special)
+    return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces)
+
+
+def split_special(text: str, special: Mapping[str, int]) -> list[str]:
+    """The special tokens in a text, and what is between them; nothing is empty."""
     if not special:
-        return json.dumps(text) if text else ""
+        return [text] if text else []
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text)
-    return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces if p)
+    return [piece for piece in pieces if piece]

@@ -68,10 +68,14 @@ def tools_of(body: ChatBody, codec: TextCodec) -> ToolUse | None:
         raise bad_request("a tool must be called, and the request has no tools", param)
     if not functions or choice.mode == "none":
         return None
-    added = codec.tokenizer.get_added_tokens_decoder().items()
-    special = {token.content: i for i, token in added if token.special and token.content}
     parallel = body.parallel_tool_calls is not False and not uses_functions(body)
-    return ToolUse(functions, choice, parallel, syntax_of(codec.chat_template), special)
+    return ToolUse(functions, choice, parallel, syntax_of(codec.chat_template), special_tokens(codec))
+
+
+def special_tokens(codec: TextCodec) -> dict[str, int]:
+    """Ids of the tokenizer's special tokens by text."""
+    added = codec.tokenizer.get_added_tokens_decoder().items()
+    return {token.content: i for i, token in added if token.special and token.content}
 
 
 def uses_functions(body: ChatBody) -> bool:
