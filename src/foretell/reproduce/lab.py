@@ -82,6 +82,11 @@ class LabRun(FrozenModel):
         """Share of the drafting passes that accept their first draft."""
         return self.conditional_acceptance(1)
 
+    @property
+    def accepted_by_depth(self) -> list[tuple[float, float]]:
+        """Depth of a draft, and the passes that accepted one there."""
+        return [(depth, passes) for depth, passes in enumerate(self.accepted_per_position, 1)]
+
     def conditional_acceptance(self, depth: int) -> float:
         """Share of the passes that accepted a draft at `depth` - 1 that accept one at `depth`; depths begin with 1."""
         reached = (self.drafting_passes, *self.accepted_per_position)

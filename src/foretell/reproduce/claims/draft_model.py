@@ -110,11 +110,9 @@ def _dynamic(lab: Lab) -> Finding:
 def _paced(lab: Lab) -> Finding:
     points = [(t, lab.run("llmcad", {"confidence_threshold": t})) for t in (0.5, 0.1, 0.01)]
     yields = [r.tokens_per_pass for _, r in points]
-    plain_loads, loads = 1.0, 1 / yields[-1]
     return Finding(
         yields[-1] > 1.3 and rises(yields, 0.01),
-        f"the target's weights are read {loads:.2f} times per token instead of {plain_loads:.0f}; a lower threshold "
-        f"drafts "
+        f"the target's weights are read {1 / yields[-1]:.2f} times per token instead of once; a lower threshold drafts "
         "more before the target is asked",
         (Series.of("llmcad", [(t, r.tokens_per_pass) for t, r in points]),),
         "confidence below which the target is asked",
@@ -155,7 +153,7 @@ def _other_tokenizer(lab: Lab) -> Finding:
     return Finding(
         run.identical == run.answers and run.tokens_per_pass > 1,
         f"{run.identical} of {run.answers} answers identical, {run.tokens_per_pass:.2f} tokens per pass",
-        (Series.of("universal_draft", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
+        (Series.of("universal_draft", run.accepted_by_depth),),
         "depth of the draft",
         "passes that accept",
     )

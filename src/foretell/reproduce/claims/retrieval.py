@@ -101,7 +101,7 @@ def _phrases(lab: Lab) -> Finding:
         f"{run.tokens_per_pass:.2f} tokens per pass; {100 * deep:.0f} % of the accepted tokens continue a phrase "
         f"beyond its "
         "first token",
-        (Series.of("phrases", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
+        (Series.of("phrases", run.accepted_by_depth),),
         "depth in the phrase",
         "passes that accept",
         "Hidden states of a small model say little about which phrase follows.",

@@ -131,7 +131,7 @@ def _look_ahead(lab: Lab) -> Finding:
     return Finding(
         run.tokens_per_pass > 1.2,
         f"{run.tokens_per_pass:.2f} tokens per pass, the look-ahead's own passes not counted",
-        (Series.of("pass", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
+        (Series.of("pass", run.accepted_by_depth),),
         "depth of the draft",
         "passes that accept",
     )
@@ -144,7 +144,7 @@ def _block_in_one_pass(lab: Lab) -> Finding:
         run.tokens_per_pass > 1.5 and deep >= 0.3,
         f"{run.tokens_per_pass:.2f} tokens per pass; {percent(deep)} of the accepted tokens stand behind the first of "
         "their block, though all were predicted in one pass",
-        (Series.of("dflash", [(d + 1, n) for d, n in enumerate(run.accepted_per_position)]),),
+        (Series.of("dflash", run.accepted_by_depth),),
         "place in the block",
         "passes that accept",
         "Block drafters need long training; this one may have had little.",

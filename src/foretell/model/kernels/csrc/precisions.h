@@ -19,8 +19,10 @@ struct Float32 {
   // The same from numbers n of 4 bits, which stand for 2 n - 15: those of the lower halves of 16 * kDepth bytes, and
   // those of the upper ones.
   static void from_nibbles(const uint8_t* x, Word& low, Word& high) {
-    const Int bytes = load_bytes<uint8_t>(x);
-    low = (Word)to_float(2 * (bytes & splat(15)) - splat(15)), high = (Word)to_float(2 * (bytes >> 4) - splat(15));
+    int8_t numbers[2 * kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      numbers[i] = (int8_t)(2 * (x[i] & 15) - 15), numbers[kLanes + i] = (int8_t)(2 * (x[i] >> 4) - 15);
+    low = from_int8(numbers), high = from_int8(numbers + kLanes);
   }
   // Words of kDepth numbers for each lane.
   static Word pack_columns(const Float* numbers) { return (Word)numbers[0]; }
