@@ -30,13 +30,18 @@ class NativeKVCache(KVCache):
     def __init__(self, layers: int, kv_heads: int, head_dim: int, precision: Precision, int8: bool = False) -> None:
         super().__init__(layers, kv_heads, head_dim, cache_dtype(precision), torch.device("cpu"), int8)
         self._kind = cache_kind(precision)
+        self._described: tuple[torch.Tensor, np.ndarray, structures.Cache] | None = None
+        """The keys, the table and the structure that was made of them last."""
 
     @property
     def struct(self) -> structures.Cache:
-        """The cache as an argument of the kernels."""
-        scales = (None if part is None else part.data_ptr() for part in (self.k_scale, self.v_scale))
-        blocks, table = self.k.shape[2], self.blocks.table
-        return structures.Cache(self.k.data_ptr(), self.v.data_ptr(), *scales, table.ctypes.data, blocks, *table.shape)
+        """The cache as an argument of the kernels; made again when the cache or its table has grown."""
+        if self._described is None or self._described[0] is not self.k or self._described[1] is not self.blocks.table:
+            scales = (None if part is None else part.data_ptr() for part in (self.k_scale, self.v_scale))
+            blocks, table = self.k.shape[2], self.blocks.table
+            addresses = self.k.data_ptr(), self.v.data_ptr(), *scales, table.ctypes.data
+            self._described = self.k, table, structures.Cache(*addresses, blocks, *table.shape)
+        return self._described[2]
 
     def _read(
         self, part: torch.Tensor, scales: torch.Tensor | None, layer: int, rows: Int[torch.Tensor, " b"], slots: int
