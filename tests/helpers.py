@@ -22,7 +22,7 @@ from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams, exponential_variates
 from foretell.core.tree import TokenTree, root_tree
 from foretell.draft import DraftModel, EarlyExitDrafter, MixtureDrafter, Predictor, PromptLookup
-from foretell.draft.early_exit import TrainedExits
+from foretell.draft.exit_heads import TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
@@ -33,6 +33,7 @@ from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.weights import Weights
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.sparsity_file import SparsityFile
 from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, Trie, optimal_tree
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS
@@ -138,8 +139,17 @@ class TinyCheckpoint(Checkpoint):
         raise NotImplementedError
 
 
+def _thresholds_of_gates() -> str:
+    """Directory of thresholds that leave out about half of the neurons of a small random model."""
+    folder = _FOLDER / "cats"
+    SparsityFile(method="cats", model="", layers=2, sparsity=0.5, thresholds=((0.3,), (0.3,))).save(folder)
+    return str(folder)
+
+
 _OPTIONS: Mapping[str, Mapping[str, object]] = {
+    "sparse_mlp_draft": {"sparsity": _thresholds_of_gates()},
     "early_exit_lossy": {"exit_threshold": 0.02},
+    "skip_decode_lossy": {"min_layers": 1, "horizon": 2},
     "sparse_kv_draft": {"cache_budget": 8, "cache_refresh": 3},
     "triforce": {"cache_budget": 8, "cache_refresh": 3},
 }

@@ -79,7 +79,7 @@ class Answer:
             finish_reason=completion.finish_reason,
             method=method.name,
             drafter=method.drafter_label or method.draft.label,
-            lossless=method.lossless and plan is None and not engine.runner.backend.cache_policy,
+            lossless=method.lossless and plan is None and not engine.runner.backend.lossy,
             statistics=completion.statistics,
             backend=engine.runner.backend,
             logprobs=completion.logprobs,

@@ -39,6 +39,7 @@ from foretell.model.load.rounding import RoundedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.network import Network
+from foretell.model.sparsity_file import read_sparsity
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
@@ -60,6 +61,7 @@ def load(
     rope_scaling: Mapping[str, Any] | None = None,
     kv_cache_dtype: str = "auto",
     kv_cache_policy: str | None = None,
+    sparsity: str | Path | None = None,
 ) -> Model:
     """Load a model.
 
@@ -79,6 +81,8 @@ def load(
     bfloat16 and changes the target's distribution a little; `auto` keeps them as the model computes.
     `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET` or `tova@BUDGET` keeps about so many keys and values per
     layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all are kept.
+    `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
+    neurons of feed-forward networks, so answers are lossy. None: they read all.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -93,10 +97,11 @@ def load(
     path = resolve_reference(reference)
     _refuse_diffusion(reference, path)
     if _is_foreign(path):
-        if rope_scaling is not None or max_model_len is not None or kv_cache_dtype != "auto" or policy is not None:
+        options = rope_scaling, max_model_len, policy, sparsity
+        if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
-                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype and kv_cache_policy are for architectures "
-                "of the own decoder"
+                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy and sparsity are for "
+                "architectures of the own decoder"
             )
         return _load_with_transformers(reference, path, dtype, torch_device)
     opened = open_checkpoint(path)
@@ -120,6 +125,9 @@ def load(
             else build_streamed_network(config, weights, precision, torch_device, memory_limit)
         )
     checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
+    if sparsity is not None:
+        chosen = read_sparsity(Path(sparsity), checkpoint.fingerprint(), config)
+        network = checkpoint.sparse_network(network, chosen.rules, chosen.file.label)
     variant = weights.variant or precision
     return Model(reference, config, codec.result(), network, variant, opened.eos, checkpoint, policy)
 

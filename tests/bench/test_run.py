@@ -128,6 +128,18 @@ def test_a_method_keeps_its_state_only_with_remember() -> None:
         assert ([t.passes for t in first] == [t.passes for t in again]) is same
 
 
+def test_questions_answered_together_get_the_answers_of_single_ones() -> None:
+    one, two = own("ngram", GenerationSettings(24)), own("ngram", GenerationSettings(24, batch=2))
+    together = two.answer_together(QUESTIONS, [None] * len(QUESTIONS))
+    for question, answers in zip(QUESTIONS, together, strict=True):
+        alone = one.answer(question, None)
+        assert [t.tokens for t in answers] == [t.tokens for t in alone]
+        assert [t.accepted_per_position for t in answers] == [t.accepted_per_position for t in alone]
+        assert all(sum(t.arrival_counts) == len(t.tokens) and t.read_per_pass >= 1 for t in answers)
+        assert all(t.requests_per_pass == 1 for t in alone)
+    assert max(t.requests_per_pass for answers in together for t in answers) > 1
+
+
 def test_peers_get_the_prompts_and_the_lengths_of_plain_decoding() -> None:
     plain, peer = own("autoregressive").answer(QUESTIONS[0], None), ConstantPeer()
     turns = PeerCompetitor(peer, model()).answer(QUESTIONS[0], result_of(plain))

@@ -16,16 +16,18 @@ from foretell.catalogue.exits import best_exit
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import root_tree
-from foretell.draft.early_exit import EarlyExitDrafter, ExitRule, SharedHead, TrainedExits
+from foretell.draft import NoDrafter
+from foretell.draft.early_exit import EarlyExitDrafter
+from foretell.draft.exit_heads import ExitRule, SharedHead, TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.model.runner import DecoderRunner
-from foretell.shape import Chain, DynamicTree
+from foretell.shape import Chain, DynamicTree, RootOnly
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import TargetInfo
-from foretell.speculator.network.exits import Exits, ExitsConfig
+from foretell.speculator.network.exits import Exits, ExitsConfig, Halting
 from helpers import VOCAB, chain_tree, naive, random_tokens, target, unchecked
 
 LAYERS, EXITS = 5, (1, 2, 4)
@@ -34,11 +36,11 @@ REQUESTS = [Request(p, SamplingParams(temperature=i % 2, seed=i), max_new_tokens
 
 
 @cache
-def network() -> Exits:
+def network(halting: Halting = "agreement") -> Exits:
     """Exits of random weights."""
     decoder = target(layers=LAYERS)
     info = TargetInfo(name="tiny", hidden=decoder.config.hidden, vocab=VOCAB, layers=LAYERS)
-    config = ExitsConfig(target=info, layers=EXITS, draft_vocab=20, norm_eps=decoder.config.norm_eps)
+    config = ExitsConfig(target=info, layers=EXITS, draft_vocab=20, norm_eps=decoder.config.norm_eps, halting=halting)
     made = Exits(config, embedding_and_head_of(decoder)).double()
     made.set_draft_vocab(torch.arange(4, 24))
     with torch.random.fork_rng():
@@ -103,7 +105,7 @@ def test_thresholds_decay_over_the_answer_and_stay_within_bounds() -> None:
     assert ((levels >= 0) & (levels <= 1)).all() and levels[-1] == pytest.approx(0.45, abs=1e-3)
     assert rule.threshold(1, 50) == 1, "an exit that is switched off stays so"
     assert (ExitRule("softmax", (0.5,)).threshold(0, np.arange(9)) == 0.5).all()
-    with unchecked(), pytest.raises(ValueError, match="unknown confidence 'guess': softmax, state, classifier"):
+    with unchecked(), pytest.raises(ValueError, match="unknown confidence 'guess': softmax, probability, state"):
         ExitRule("guess", (0.5,))  # type: ignore[arg-type]
 
 
@@ -217,3 +219,80 @@ def test_missing_keys_are_exact_if_recomputed_and_copies_of_the_exit_otherwise(m
         )
     ]
     assert all(same) if missing == "recompute" else all(same[:2]) and not all(same)
+
+
+def depth_drafter(halting: Halting, level: float) -> EarlyExitDrafter:
+    """Tokens leave at the depth that classifiers choose."""
+    return EarlyExitDrafter(TrainedExits(network(halting)), ExitRule("classifier", (level,) * 3), only_confident=True)
+
+
+def test_a_depth_that_is_chosen_for_an_answer_holds_for_all_its_tokens() -> None:
+    request, found = Request(PROMPTS[1], max_new_tokens=24), set[int]()
+    for level in (0.02, 0.2, 0.4, 0.6, 0.8, 0.98):
+        draft = depth_drafter("sequence", level)
+        answers(Method(draft, Chain(4), AcceptExits()), [request])
+        used = np.flatnonzero(draft.exit_counts).tolist()
+        assert len(used) <= 1, "one exit, or none"
+        found |= set(used)
+    assert found, "some level lets tokens leave"
+
+
+def test_depths_of_tokens_are_the_distribution_at_the_first_exit() -> None:
+    heads = TrainedExits(network("token"))
+    h = torch.randn(6, heads._network.config.target.hidden, dtype=torch.float64)
+    below = heads.depth_distribution(h)
+    scores = torch.cat([heads._network.depth_scores(h), torch.zeros(6, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(below, scores.softmax(-1).cumsum(-1)[:, :3])
+    some = TrainedExits(network("token"), (4,))
+    assert some.first_layer == 1 and torch.equal(some.depth_distribution(h)[:, 0], below[:, 2])
+    draft = depth_drafter("token", 0.3)
+    together = answers(Method(draft, Chain(4), AcceptExits()))
+    assert together == answers(Method(depth_drafter("token", 0.3), Chain(4), AcceptExits()), rows=1)
+    assert draft.exit_counts.sum() > 0
+    with pytest.raises(ValueError, match="choose no depth"):
+        SharedHead(target(layers=LAYERS), 2).depth_distribution(h)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exit_threshold": 1.5}, "exit_threshold"),
+        ({"exit_layers": [3]}, r"no exit after 3 layers: the exits are after \[1, 2, 4\]"),
+        ({"exit_adaptive": True}, r"threshold of one exit, and there are 3, after \[1, 2, 4\] layers; name one with"),
+        ({"exit_adaptive": True, "missing_keys": "copy"}, "needs missing_keys recompute and exit_decay 0"),
+        ({"exit_adaptive": True, "exit_confidence": "state"}, "a probability as confidence, not exit_confidence state"),
+        ({"exit_posterior": 0.7}, "exit_posterior would not be read without exit_adaptive"),
+        ({"exit_adaptive": True, "calibration": "c.json"}, "so exit_adaptive would not be read"),
+    ],
+    ids=str,
+)
+def test_options_outside_their_range_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save(tmp_path / "exits", network(), network().config)
+    context = BuildContext(VOCAB, target(layers=LAYERS), speculators=(tmp_path / "exits",))
+    with pytest.raises(ValueError, match=message):
+        build("early_exit_lossy", context, options)
+
+
+def test_copied_keys_are_not_reused_by_other_requests() -> None:
+    """An answer with copied keys, and then a request of plain decoding that begins with it."""
+    copies = Method(drafter(0.02, 0.02, 0.02, only_confident=True, missing_keys="copy"), Chain(4), AcceptExits(False))
+    engine = Engine(DecoderRunner(target(layers=LAYERS)), copies, rows=2, prefix_caching=True)
+    first = engine.complete([Request(PROMPTS[1], max_new_tokens=24)])[0]
+    longer = [*PROMPTS[1], *(int(t) for t in first.tokens)]
+    lossless = Method(NoDrafter(), RootOnly(), Match())
+    request = Request(longer, max_new_tokens=8, method=lossless)
+    again = engine.complete([request])[0]
+    assert list(again.tokens) == naive(target(layers=LAYERS), request)
+    assert again.statistics.cached_tokens <= len(PROMPTS[1])
+
+
+def test_exits_draft_beside_retrieval(tmp_path: Path) -> None:
+    save(tmp_path / "exits", network(), network().config)
+    context = BuildContext(VOCAB, target(layers=LAYERS), speculators=(tmp_path / "exits",))
+    method = build("hybrid_model", context, {"num_speculative_tokens": 3, "exit_layer": 4})
+    assert method.drafter_label == "retrieval, and beside it exits of the target"
+    requests = [replace(r, max_new_tokens=40) for r in REQUESTS]
+    assert answers(method, requests) == [naive(target(layers=LAYERS), r) for r in requests]
+    assert method.draft.predictor.exit_counts.sum() > 0, "the exit has drafted"
+    with pytest.raises(ValueError, match="eagle_topk"):
+        build("hybrid_model", context, {"eagle_topk": 3})

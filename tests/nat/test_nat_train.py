@@ -16,7 +16,7 @@ from foretell.nat.checkpoint import load_model, save_model
 from foretell.nat.evaluate import edit_distance
 from foretell.nat.network import Decoded, Kind, NatModel
 from foretell.nat.number_words import STYLES, Style, generate_pairs, spell
-from foretell.nat.objective import KINDS, PairBatch, corrupt, draw_masked, glance, loss_of
+from foretell.nat.objective import KINDS, PairBatch, corrupt, glance, loss_of
 from foretell.nat.pairs import PAD, Pair, read_pairs, write_pairs
 from foretell.nat.train import NatSettings, NatTrainer
 
@@ -41,15 +41,6 @@ def test_a_loss_falls_and_reaches_all_that_the_kind_uses(kind: Kind) -> None:
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
     unused = {n for n, p in made.named_parameters() if p.grad is None}
     assert unused == ({"length_head.weight", "length_head.bias"} if kind in ("autoregressive", "fertility") else set())
-
-
-def test_a_uniform_number_of_positions_is_masked() -> None:
-    length = torch.tensor([6] * 6000 + [1] * 5)
-    with seeded():
-        masked = draw_masked(length, 8)
-    assert not masked[:, 6:].any() and (masked.sum(1) >= 1).all() and masked[-5:, 0].all()
-    counts = torch.bincount(masked[:6000].sum(1), minlength=7)[1:] / 6000
-    torch.testing.assert_close(counts, torch.full((6,), 1 / 6), rtol=0, atol=0.03)
 
 
 def test_glancing_reveals_a_share_of_what_is_wrong() -> None:

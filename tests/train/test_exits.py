@@ -12,7 +12,8 @@ from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.speculator.checkpoint import read_config
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.exits import Exits, ExitsConfig
-from foretell.train.exits.fit import evaluate, fit_classifiers, fit_linear, refine, set_shared, target_tokens
+from foretell.train.exits.classifiers import HaltingSettings, fit_classifiers
+from foretell.train.exits.fit import evaluate, fit_linear, refine, set_shared, target_tokens
 from foretell.train.exits.job import default_layers, final_norm_weight
 from foretell.train.exits.least_squares import LeastSquares
 from foretell.train.exits.states import LayerStates
@@ -28,7 +29,8 @@ def states(noise: float = 0.0, layers: int = 2) -> LayerStates:
     norm = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
     final = norm @ torch.randn(WIDTH, WIDTH)
     found = [x + noise * (layers - i) * torch.randn(TOKENS, WIDTH) for i in range(layers)]
-    return LayerStates(tuple(f.bfloat16() for f in found), final.bfloat16())
+    lengths = (TOKENS // 7,) * 7
+    return LayerStates(tuple(f.bfloat16() for f in found), final.bfloat16(), lengths)
 
 
 def exits_for(layers: tuple[int, ...] = (1, 3), **sizes: object) -> Exits:
@@ -101,7 +103,7 @@ def test_classifiers_know_where_an_exit_is_right() -> None:
     wrong = found.layers[0][:, 0].float() > 0.5
     changed = torch.where(wrong, (target_of + 1) % VOCAB, target_of)
     best = exits.compute_logits(exits(0, found.layers[0].float())).argmax(-1)
-    fit_classifiers(exits, found, torch.where(wrong, changed, best))
+    fit_classifiers(exits, found, torch.where(wrong, changed, best), HaltingSettings())
     score = exits.exit_score(0, found.layers[0].float())
     assert score[wrong].mean() < -0.5 < 0.5 < score[~wrong].mean()
 

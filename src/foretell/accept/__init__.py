@@ -4,7 +4,7 @@ from foretell.accept.base import Acceptor, AcceptResult
 from foretell.accept.bild import BiLDRollback
 from foretell.accept.block import BlockVerification
 from foretell.accept.blockwise import DistanceAcceptor, TopKAcceptor
-from foretell.accept.early_exit import AcceptExits
+from foretell.accept.early_exit import AcceptExits, AcceptReduced
 from foretell.accept.fidelity import FidelityLoss, TokenFidelity
 from foretell.accept.lenient import LenientRejection
 from foretell.accept.lossy import LossyAcceptor
@@ -15,6 +15,7 @@ from foretell.accept.typical import TypicalAcceptance
 
 __all__ = [
     "AcceptExits",
+    "AcceptReduced",
     "AcceptResult",
     "Acceptor",
     "BiLDRollback",

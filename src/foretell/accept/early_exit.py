@@ -1,6 +1,10 @@
-"""Accept what left early, without verification."""
+"""Accept what left early, or left out layers, without verification."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
 
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.accept.fidelity import TokenFidelity, kl_divergence, total_variation
@@ -39,6 +43,37 @@ class AcceptExits(Acceptor):
         if self.exact_keys:
             fidelity.append(TokenFidelity(0.0, 0.0, False))
         return AcceptResult(tuple(path), distributions.sample(row, node), tuple(fidelity))
+
+
+@dataclass(frozen=True)
+class AcceptReduced(Acceptor):
+    """The token of a pass that left out layers is the answer's; the tree must be a root (SkipDecode, arXiv 2307.02628).
+
+    `reference`: the whole model's logits after the last token of a cache row; None: they are not known, and deviations
+    are not reported.
+    """
+
+    reference: Callable[[int], Float[torch.Tensor, " v"]] | None = None
+
+    label = "all"
+
+    lossless = False
+    same_seed = False
+    takes_added = False
+
+    def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
+        """Sample the next token of batch row `row`."""
+        node = tree.root(row)
+        token = distributions.sample(row, node)
+        if self.reference is None:
+            return AcceptResult((), token)
+        whole = distributions.with_logits(row, node, self.reference)
+        own = whole.sample(row, node)
+        if distributions.sampling_params(row).temperature == 0:
+            divergence = whole.log_ratio(row, node, own, token) if token != own else 0.0
+            return AcceptResult((), token, (TokenFidelity(float(token != own), divergence, token != own),))
+        p, q = whole.probabilities(row, node), distributions.probabilities(row, node)
+        return AcceptResult((), token, (TokenFidelity(total_variation(q, p), kl_divergence(q, p), token != own),))
 
 
 def _deviation(

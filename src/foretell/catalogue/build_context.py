@@ -10,9 +10,11 @@ from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetri
 from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.sparsity import FirstNeurons, NeuronRule, sparse_decoder
 from foretell.shape import (
     AdaptiveChain,
     Chain,
@@ -100,6 +102,24 @@ def changed_copy(context: BuildContext, change: DecoderTransform, dtype: str | N
     return change(network)
 
 
+def sparse_network(context: BuildContext, rules: Sequence[NeuronRule]) -> Network:
+    """The target with a rule per layer by which tokens choose the neurons that they read, sharing its weights.
+
+    Raises:
+        ValueError: it cannot have such rules, or its weights cannot be read again.
+    """
+    network = require_network(context, "drafts with a part of the target's neurons")
+    if isinstance(network, NativeDecoder | Decoder) and network.sparsity:
+        raise ValueError(f"the target reads a part of its neurons already ({network.sparsity}); load it without")
+    if context.checkpoint is not None:
+        return context.checkpoint.sparse_network(network, rules)
+    if isinstance(network, Decoder):
+        return sparse_decoder(network, rules)
+    if isinstance(network, NativeDecoder) and all(isinstance(rule, FirstNeurons) for rule in rules):
+        return network.with_rules(rules)
+    raise ValueError("this method packs the target's weights another time, which cannot be read again here")
+
+
 def early_exit_draft(context: BuildContext, exit_layer: int | None) -> DraftModel:
     """The target's first blocks as a draft model with a cache of its own; by default a third of them.
 
@@ -114,12 +134,13 @@ def default_exit_layer(config: ModelConfig) -> int:
     return max(1, config.layers // 3)
 
 
-def chain(options: ChainOptions) -> Shape[Predictor]:
-    """A chain with the length, confidence and schedule of the options."""
+def chain(options: ChainOptions, fallback: float = 0.0) -> Shape[Predictor]:
+    """A chain with the length, confidence and schedule of the options; `fallback`: see `ChainLimits`."""
     fixed = Chain(
         options.num_speculative_tokens,
         draw=options.draft_sample_method != "greedy",
         confidence=options.confidence_threshold,
+        fallback=fallback,
     )
     if options.num_assistant_tokens_schedule == "constant":
         return fixed

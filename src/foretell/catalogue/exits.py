@@ -1,20 +1,25 @@
 """Finds the exits of a target, and chooses among them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from foretell.catalogue.build_context import BuildContext, default_exit_layer, require_network
 from foretell.catalogue.options.lossy import EarlyExitOptions
 from foretell.catalogue.speculators import read_speculator, target_card
-from foretell.draft.early_exit import EarlyExitDrafter, ExitHeads, ExitRule, SharedHead, TrainedExits
+from foretell.draft.beta_mixture import AdaptiveThresholds, BetaMixtureThreshold
+from foretell.draft.early_exit import EarlyExitDrafter
+from foretell.draft.exit_heads import ExitHeads, ExitRule, SharedHead, TrainedExits
 from foretell.model.partial_pass import check_spans
 from foretell.speculator.exit_calibration import read_calibration
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.exits import Exits
-from foretell.speculator.network.pack import DraftPrecision, pack_network
+from foretell.speculator.network.pack import DraftPrecision, pack_exit, pack_network
 
 EXITS = Exits.kind
 EXIT_PRECISION: DraftPrecision = "int8"
 """Of the matrices of exits on the CPU kernels."""
+EXIT_FALLBACK = 0.6
+"""Probability below which a fitted exit does not draft: then the pass costs what plain decoding does, and the test."""
 _LONGEST_CHAIN = 8
 """Chains that the choice of an exit considers."""
 
@@ -48,9 +53,19 @@ def draft_heads(context: BuildContext, layer: int | None, several: bool) -> Exit
     if exits is None:
         return SharedHead(network, layer or default_exit_layer(network.config))
     chosen = layer or best_exit(exits)
-    return TrainedExits(
-        pack_network(exits, EXIT_PRECISION), [e for e in exits.config.layers if e < chosen] * several + [chosen]
-    )
+    return packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen])
+
+
+def packed_exits(exits: Exits, layers: Sequence[int]) -> TrainedExits:
+    """The exits after these layers (none: all), packed for the CPU kernels where these run.
+
+    Raises:
+        ValueError: there is no exit after one of these layers.
+    """
+    known = exits.config.layers
+    heads = {i: pack_exit(exits, i, EXIT_PRECISION) for i, layer in enumerate(known) if layer in (layers or known)}
+    packed = {i: head for i, head in heads.items() if head is not None}
+    return TrainedExits(pack_network(exits, EXIT_PRECISION), layers, packed)
 
 
 def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitDrafter:
@@ -66,16 +81,23 @@ def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitD
             "no exits are installed for this target; fit some with `foretell train exits` and name their folder with "
             "--draft-model"
         )
-    packed = pack_network(exits, EXIT_PRECISION)
     if options.calibration is not None:
         found = read_calibration(Path(options.calibration), target_card(context).fingerprint, exits)
-        heads = TrainedExits(packed, found.layers)
+        heads = packed_exits(exits, found.layers)
         rule = ExitRule(found.measure, found.thresholds, found.decay, found.horizon)
     else:
-        heads = TrainedExits(packed, options.exit_layers or ())
+        heads = packed_exits(exits, options.exit_layers or ())
         levels = (options.exit_threshold,) * len(heads.layers)
         rule = ExitRule(options.exit_confidence, levels, options.exit_decay)
-    return EarlyExitDrafter(heads, rule, only_confident=True, missing_keys=options.missing_keys)
+    adaptive = None
+    if options.exit_adaptive:
+        if len(heads.layers) != 1:
+            raise ValueError(
+                f"exit_adaptive sets the threshold of one exit, and there are {len(heads.layers)}, after "
+                f"{list(heads.layers)} layers; name one with exit_layers"
+            )
+        adaptive = AdaptiveThresholds(BetaMixtureThreshold(options.exit_threshold, options.exit_posterior))
+    return EarlyExitDrafter(heads, rule, only_confident=True, missing_keys=options.missing_keys, adaptive=adaptive)
 
 
 def best_exit(exits: Exits) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, cost_aware_trie, early_exit_draft, text_retrievers
 from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.exits import EXIT_FALLBACK, draft_heads
 from foretell.catalogue.feature_level import eagle_method, mlp_speculator_method
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options.base import MethodOptions
@@ -24,11 +25,12 @@ from foretell.catalogue.speculators import (
     read_speculator,
     target_card,
 )
-from foretell.draft import HybridDrafter, Predictor, Retriever, SuffixRetriever
+from foretell.draft import EarlyExitDrafter, HybridDrafter, Predictor, Retriever, SuffixRetriever
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, RetrievalOrModel, Shape
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.pack import describe_packed, pack_network
 
 _SPECULATORS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
@@ -80,6 +82,12 @@ def _with_trained_model(context: BuildContext, options: HybridModelOptions) -> A
     """Retrieval, and beside it a trained speculator or a draft model; None: there is neither."""
     named = _named(options)
     speculator = _find_speculator(context)
+    if isinstance(speculator, Exits):
+        label = "exits of the target"
+        exits = _EarlyExitOptions.from_values(f"hybrid_model, which drafts with {label} here,", named)
+        draft = EarlyExitDrafter(draft_heads(context, exits.exit_layer, several=False))
+        tree = replace(_chain(exits), fallback=EXIT_FALLBACK)
+        return _retrieval_or_model(text_retrievers(context), draft, tree, options, label)
     if speculator is not None:
         make, reads = _SPECULATORS[speculator.kind]
         packed = pack_network(speculator)
@@ -125,8 +133,8 @@ def _find_speculator(context: BuildContext) -> Speculator | None:
         return None
     if context.speculator is not None:
         found = read_speculator(context, context.speculator)
-        if found.kind not in _SPECULATORS:
-            known = ", ".join([*_SPECULATORS, DRAFT_MODEL])
+        if found.kind not in (*_SPECULATORS, Exits.kind):
+            known = ", ".join([*_SPECULATORS, Exits.kind, DRAFT_MODEL])
             raise ValueError(f"{context.speculator}: a hybrid drafts with one of {known}, not with {found.kind}")
         return found
     if context.checkpoint is None:

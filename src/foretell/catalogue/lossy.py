@@ -2,13 +2,14 @@
 
 from foretell.accept import (
     AcceptExits,
+    AcceptReduced,
     BiLDRollback,
     DistanceAcceptor,
     LenientRejection,
     TopKAcceptor,
     TypicalAcceptance,
 )
-from foretell.catalogue.build_context import BuildContext, chain
+from foretell.catalogue.build_context import BuildContext, chain, require_network
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.exits import exit_answers
 from foretell.catalogue.heads import heads_tree, trained_heads
@@ -18,12 +19,16 @@ from foretell.catalogue.options.lossy import (
     EarlyExitOptions,
     LenienceOptions,
     MedusaTypicalOptions,
+    SkipDecodeOptions,
     TypicalOptions,
 )
 from foretell.catalogue.speculators import names_only_draft_models, require_draft_predictor
-from foretell.draft import DraftModel, EarlyExitDrafter, HeadsDrafter
+from foretell.draft import DraftModel, EarlyExitDrafter, HeadsDrafter, SkipDecodeDrafter
+from foretell.draft.skip_decode import LayerBudget
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import Chain, FixedTree
+from foretell.model.partial_pass import check_spans
+from foretell.model.runner import DecoderRunner
+from foretell.shape import Chain, FixedTree, RootOnly
 
 
 def lenience(context: BuildContext, options: LenienceOptions) -> AnyMethod:
@@ -57,6 +62,24 @@ def early_exit(context: BuildContext, options: EarlyExitOptions) -> AnyMethod:
         AcceptExits(exact_keys=options.missing_keys == "recompute"),
         drafter_label=f"exits after {after} layers",
     )
+
+
+def skip_decode(context: BuildContext, options: SkipDecodeOptions) -> AnyMethod:
+    """Answers whose later tokens run fewer layers."""
+    network = require_network(context, "leaves out layers of the target")
+    check_spans(network.config)
+    layers = network.config.layers
+    budget = LayerBudget(
+        layers,
+        layers if options.max_layers is None else options.max_layers,
+        -(-2 * layers // 3) if options.min_layers is None else options.min_layers,
+        layers // 3 if options.warmup_layers is None else options.warmup_layers,
+        options.horizon,
+    )
+    draft = SkipDecodeDrafter(budget, DecoderRunner(network) if options.measure else None)
+    reference = draft.reference_logits if options.measure else None
+    label = f"{budget.most} to {budget.least} of {layers} layers"
+    return Method(draft, RootOnly(), AcceptReduced(reference), drafter_label=label)
 
 
 def medusa_typical(context: BuildContext, options: MedusaTypicalOptions) -> AnyMethod:
@@ -150,6 +173,30 @@ ENTRIES = (
         options=EarlyExitOptions,
         speculator="exits",
         drafts_with="exits of the target",
+    ),
+    Entry(
+        name="skip_decode_lossy",
+        family="lossy",
+        description=(
+            "Changes the output: the later a token is in its answer, the fewer layers it runs, the same number for all "
+            "requests of a batch at this position; lower and middle layers are left out."
+        ),
+        when_to_use=(
+            "with models that were trained with such a budget, in large batches; other models lose much by it, which "
+            "`measure` shows."
+        ),
+        papers=(
+            Paper(
+                "SkipDecode: Autoregressive Skip Decoding with Batching and Caching for Efficient LLM Inference",
+                "2307.02628",
+            ),
+        ),
+        drafter=SkipDecodeDrafter,
+        shape=RootOnly,
+        acceptor=AcceptReduced,
+        builder=skip_decode,
+        options=SkipDecodeOptions,
+        drafts_with="fewer layers",
     ),
     Entry(
         name="medusa_lossy",

@@ -16,6 +16,7 @@ from foretell.catalogue import (
     retrieval,
     self_drafting,
     sparse_cache,
+    sparse_mlp,
 )
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.config import SpeculativeConfig
@@ -47,6 +48,7 @@ BUILT_IN: tuple[Entry, ...] = (
     *masked_diffusion.ENTRIES,
     *self_drafting.ENTRIES,
     *sparse_cache.ENTRIES,
+    *sparse_mlp.ENTRIES,
     *heads.ENTRIES,
     *feature_level.ENTRIES,
     *parallel_decoding.ENTRIES,

@@ -13,7 +13,7 @@ from foretell.catalogue.build_context import (
     require_network,
 )
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.exits import draft_heads
+from foretell.catalogue.exits import EXIT_FALLBACK, draft_heads
 from foretell.catalogue.options.self_drafting import (
     LayerSkipOptions,
     PrunedDraftOptions,
@@ -21,7 +21,7 @@ from foretell.catalogue.options.self_drafting import (
     SelfSpeculativeOptions,
 )
 from foretell.draft import DraftModel, EarlyExitDrafter
-from foretell.draft.early_exit import ExitRule, TrainedExits
+from foretell.draft.exit_heads import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.compress import fake_quantize, identity, magnitude_prune
 from foretell.model.influence import measure_influence
@@ -45,8 +45,11 @@ def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
     rule = None if threshold is None else ExitRule("softmax", (threshold,) * len(heads.layers))
     draft = EarlyExitDrafter(heads, rule)
     after = ", ".join(map(str, heads.layers))
-    label = f"exits after {after} of {network.config.layers} layers" if isinstance(heads, TrainedExits) else ""
-    return Method(draft, chain(options), rejection(options, options.draft_sample_method), drafter_label=label)
+    fitted = isinstance(heads, TrainedExits)
+    label = f"exits after {after} of {network.config.layers} layers" if fitted else ""
+    least = options.fallback_threshold
+    shape = chain(options, (EXIT_FALLBACK if fitted else 0.0) if least is None else least)
+    return Method(draft, shape, rejection(options, options.draft_sample_method), drafter_label=label)
 
 
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:

@@ -65,7 +65,7 @@ def answer_record(answer: "Answer", output: OutputFormat) -> dict[str, object]:
         out["rejected_prediction_tokens"] = s.rejected_prediction_tokens
     if answer.plan is not None:
         out["plan"] = vars(answer.plan)
-    elif not answer.lossless and not answer.backend.cache_policy:
+    elif not answer.lossless and not answer.backend.lossy:
         out["fidelity_loss"] = {
             "changed_share": s.fidelity.changed_share,
             "total_variation": s.fidelity.mean_variation,

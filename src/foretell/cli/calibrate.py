@@ -7,12 +7,16 @@ import typer
 from rich.console import Console
 
 from foretell.cli import data, options
-from foretell.draft.early_exit import Confidence
+from foretell.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
+from foretell.draft.exit_heads import Confidence
 from foretell.load import load
+from foretell.model.sparsity_file import SparsityFile
+from foretell.sparsify.thresholds import THRESHOLD_METHODS, calibrate_thresholds, check_share
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset
 from foretell.train.exits.calibrate import CalibrationSettings, Loss, calibrate
 from foretell.train.loop.job import check_data
+from foretell.utils.names import unknown
 
 app = typer.Typer(
     no_args_is_help=True, help="Choose thresholds with a bound on what they change.", pretty_exceptions_enable=False
@@ -24,6 +28,58 @@ _SEED = 1_000_003
 @app.callback()
 def main() -> None:
     """Choose thresholds with a bound on what they change."""
+
+
+@app.command()
+def sparsity(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="cats: thresholds on the activated gates of neurons; teal: on the inputs of every matrix.",
+        ),
+    ] = "cats",
+    share: Annotated[
+        float,
+        typer.Option("--sparsity", metavar="SHARE", help="Share of neurons, or inputs, that a token does not read."),
+    ] = 0.5,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Text to calibrate on and to compare on; repeatable. Default: the model writes it."
+        ),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of calibration.")] = 4096,
+    held_back_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the comparison.")] = 2048,
+    dtype: options.Dtype = "auto",
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the text that the model writes.")] = 0,
+) -> None:
+    """Choose thresholds below which neurons are not read, and measure what that costs. Lossy as a target, lossless as
+    a draft of the dense model.
+
+    foretell calibrate sparsity smollm2-135m --sparsity 0.5 --out half
+
+    foretell generate "Why is the sky blue?" --sparsity half
+    """
+    if method not in THRESHOLD_METHODS:
+        raise unknown("method", method, THRESHOLD_METHODS)
+    check_share(share)
+    console, source = Console(stderr=True), open_source(model, "calibrated")
+    found = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
+    with console.status("reading activations") as status:
+        thresholds = calibrate_thresholds(
+            source.config, source.weights, found.calibration, method, share,
+            lambda done: status.update(f"{done} of {source.config.layers} blocks"),
+        )  # fmt: skip
+    file = SparsityFile(
+        method=method, model=fingerprint(source), layers=source.config.layers, sparsity=share, thresholds=thresholds,
+        text=found.origin, tokens=found.calibration.numel(),
+    )  # fmt: skip
+    save_with_price(file, out, model, dtype, found, console)
 
 
 @app.command()
@@ -55,6 +111,9 @@ def exits(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 20_000,
     longest: Annotated[int, typer.Option(min=2, help="Tokens of an answer that count.")] = 256,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Also print what changes and how many layers run at every level of caution.")
+    ] = False,
     dtype: options.Dtype = "auto",
 ) -> None:
     """Choose exits and thresholds so that the share of changed tokens is bounded, for early_exit_lossy.
@@ -90,3 +149,6 @@ def exits(
         f"on {found.check_answers} fresh answers: {found.check_loss:.2%} change; {found.check_depth:.1%} of the layers "
         f"run\n{file}"
     )
+    if curve:
+        rows = [f"| {level:g} | {loss:.2%} | {depth:.1%} |" for level, loss, depth in found.curve]
+        typer.echo("\n".join([f"\n| agreement of those that leave | {what} | layers run |", "|---:|---:|---:|", *rows]))

@@ -25,6 +25,7 @@ def evaluate(
     ] = "auto",
     kv_cache_dtype: options.KvCacheDtype = "auto",
     kv_cache_policy: options.KvCachePolicy = None,
+    sparsity: options.Sparsity = None,
     start: Annotated[
         int | None,
         typer.Option(
@@ -70,12 +71,15 @@ def evaluate(
     reports = []
     for name in options.split_commas(dtype):
         with spinner(f"comparing {name} on {found.numel():,} tokens"):
-            other = load(model, name, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy)
+            other = load(
+                model, name, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy, sparsity=sparsity
+            )
             first = None if kv_cache_policy is None else found.shape[1] // 2 if start is None else start
             compared = compare_precision(exact, other, found, first)
         label = {"dtype": other.precision, "backend": str(other.runner().backend), "against": exact.precision}
         cache = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_policy": kv_cache_policy}
-        reports.append(label | cache | asdict(compared))
+        chosen = {"sparsity": None if sparsity is None else str(sparsity)}
+        reports.append(label | cache | chosen | asdict(compared))
         if not as_json:
             typer.echo("{dtype} ({backend}) beside {against}".format(**label), nl=False)
             typer.echo(f", {compared.tokens:,} positions of {origin}:\n{format_comparison(compared)}")

@@ -72,6 +72,7 @@ def generate(
     rope_scaling: options.RopeScaling = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     kv_cache_policy: options.KvCachePolicy = None,
+    sparsity: options.Sparsity = None,
     target_memory_limit: options.MemoryLimit = None,
     speculative_config: options.SpeculativeJson = None,
     plan: options.Plan = None,
@@ -132,7 +133,7 @@ def generate(
         sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens, answer_options
     )
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
-    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy)
+    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy, sparsity)
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, long_text)
     if image:
         setup = replace(setup, model=_behind_images(setup.model, image, specs, prompts, system, raw))

@@ -133,6 +133,14 @@ KvCachePolicy = Annotated[
         help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv or tova).",
     ),
 ]
+Sparsity = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Lossy: tokens read a part of the neurons, as DIR of `foretell calibrate sparsity` or `foretell train "
+        "sparsity` says.",
+    ),
+]
 KvCacheDtype = Annotated[
     str,
     typer.Option(

@@ -110,8 +110,8 @@ def parse_method(
 
 @dataclass(frozen=True)
 class LongTextOptions:
-    """Options of the target for long texts, from `--max-model-len`, `--rope-scaling`, `--kv-cache-dtype` and
-    `--kv-cache-policy`.
+    """Options of the target for long texts and for cheaper passes, from `--max-model-len`, `--rope-scaling`,
+    `--kv-cache-dtype`, `--kv-cache-policy` and `--sparsity`.
     """
 
     max_model_len: int | None = None
@@ -119,12 +119,14 @@ class LongTextOptions:
     """A JSON object."""
     kv_cache_dtype: str = "auto"
     kv_cache_policy: str | None = None
+    sparsity: Path | None = None
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options; see `foretell.load`."""
         scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
         return load(
-            model, dtype, device, memory_limit, self.max_model_len, scaling, self.kv_cache_dtype, self.kv_cache_policy
+            *(model, dtype, device, memory_limit, self.max_model_len, scaling),
+            *(self.kv_cache_dtype, self.kv_cache_policy, self.sparsity),
         )
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from foretell.api import Answer
 from foretell.engine.request import Update
+from foretell.model.backend import Backend
 from foretell.plan import PlanReport
 from foretell.tokenizer.stream import Detokenizer
 
@@ -77,10 +78,9 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
     if len(answers) > 1:
         line = Text(f"{len(answers)} answers · ", style="dim") + line
     plans = [a.plan for a in answers if a.plan is not None]
-    policy = answers[0].backend.cache_policy
-    if policy:
-        price = f"keys and values were evicted beyond {policy}; foretell evaluate --kv-cache-policy measures the price"
-        line.append("LOSSY", "bold red not dim").append(f" · {price}", "dim")
+    backend = answers[0].backend
+    if backend.lossy:
+        line.append("LOSSY", "bold red not dim").append(f" · {_lossy_target(backend)}", "dim")
     elif plans:
         line.append("LOSSY", "bold red not dim").append(f" · {_plan_summary(plans)}", "dim")
     elif all(a.lossless for a in answers):
@@ -88,6 +88,17 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
     else:
         line.append("LOSSY", "bold red not dim").append(f" · {_fidelity_loss(answers)}", "dim")
     return line.append(f" · {answers[0].backend}", "dim")
+
+
+def _lossy_target(backend: Backend) -> str:
+    """What is lossy about the target itself, with its price where it is known."""
+    policy, sparse = backend.cache_policy, backend.sparsity
+    evicted = (
+        f"keys and values were evicted beyond {policy}; foretell evaluate --kv-cache-policy measures the price"
+        if policy
+        else ""
+    )
+    return "; ".join(filter(None, [evicted, f"tokens read a part of the neurons, {sparse}" if sparse else ""]))
 
 
 def _fidelity_loss(answers: Sequence[Answer]) -> str:

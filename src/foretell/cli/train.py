@@ -18,6 +18,7 @@ from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.cli.train_exits import exits
+from foretell.cli.train_sparsity import sparsity
 from foretell.load import load
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.job import feature_source, find_recipe, prepare
@@ -31,11 +32,14 @@ from foretell.utils.validation import explain
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_EXITS = "exits"
+_OTHERS = "exits", "sparsity"
+"""Commands beside the training of speculators."""
 
 
 class TrainGroup(TyperGroup):
-    """`foretell train exits` is a command of its own; any other `foretell train NAME` trains a speculator."""
+    """`foretell train exits` and others are commands of their own; any other `foretell train NAME` trains a
+    speculator.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """No arguments at all mean `--help`."""
@@ -43,7 +47,7 @@ class TrainGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that reads these arguments."""
-        if args[0] == _EXITS:
+        if args[0] in _OTHERS:
             return super().resolve_command(ctx, args)
         return "", self.get_command(ctx, _SPECULATOR), args
 
@@ -67,7 +71,7 @@ def train(
         str,
         typer.Argument(
             metavar="NAME",
-            help="What to train: eagle3, mlp_speculator, medusa …; for exits see `foretell train exits --help`.",
+            help="What to train: eagle3, mlp_speculator, medusa …; see also `train exits` and `train sparsity`.",
         ),
     ],
     data: Annotated[
@@ -166,7 +170,8 @@ def train(
     run(settings, shlex.join(["foretell", *sys.argv[1:]]))
 
 
-app.command(_EXITS, context_settings=_HELP)(exits)
+app.command(_OTHERS[0], context_settings=_HELP)(exits)
+app.command(_OTHERS[1], context_settings=_HELP)(sparsity)
 
 
 def run(settings: TrainingSettings, command: str) -> None:

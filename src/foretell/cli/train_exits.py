@@ -10,13 +10,17 @@ from rich.console import Console
 
 from foretell.cli import data, options
 from foretell.load import load
+from foretell.speculator.network.exits import Halting
 from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import parse_hidden_layers
+from foretell.train.exits.classifiers import HaltingSettings
 from foretell.train.exits.fit import ExitKind
-from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, quality_table, save_exits
+from foretell.train.exits.halting import Oracle
+from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, result_lines, save_exits
+from foretell.train.exits.joint import JointSettings, parse_weights
 from foretell.train.loop.job import check_data
 
-_DEFAULTS = ExitSettings()
+_DEFAULTS, _HALTING = ExitSettings(), HaltingSettings()
 
 
 def exits(
@@ -47,6 +51,37 @@ def exits(
     inner: Annotated[
         int, typer.Option(min=0, help="Width of a feed-forward network per exit, which the steps train; 0: none.")
     ] = _DEFAULTS.inner,
+    joint: Annotated[
+        bool,
+        typer.Option(
+            "--joint", help="One such network for all exits, trained together; prints the cosines of their gradients."
+        ),
+    ] = False,
+    exit_weights: Annotated[
+        str, typer.Option(metavar="LIST", help="Weights of their losses with --joint: uniform, linear, or numbers.")
+    ] = "uniform",
+    weight_warmup: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the steps in which the weights of all but the deepest exit rise from 0."
+        ),
+    ] = 0.0,
+    halting: Annotated[
+        Halting,
+        typer.Option(
+            help="Classifiers are trained for: agreement with the model; the best depth, by exit (geometric), or at "
+            "the first exit per token or per answer (sequence); a reward (policy)."
+        ),
+    ] = _HALTING.halting,
+    oracle: Annotated[
+        Oracle, typer.Option(help="What the best depth is by: the model's token's likelihood, or whether it is right.")
+    ] = _HALTING.oracle,
+    depth_penalty: Annotated[
+        float, typer.Option(min=0, help="What running all layers costs, in nats (correctness: in tokens).")
+    ] = _HALTING.penalty,
+    oracle_width: Annotated[
+        float, typer.Option(min=0, help="Smoothing of the likelihoods over neighbouring tokens, squared tokens.")
+    ] = _HALTING.width,
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens to fit on.")] = _DEFAULTS.tokens,
     draft_vocab: Annotated[
         int, typer.Option(min=0, help="Exits give the most frequent tokens only, so many; 0: all.")
@@ -63,6 +98,8 @@ def exits(
     """
     if inner and not steps:
         raise ValueError(f"--inner {inner}: a feed-forward network is trained by gradient; give --steps too")
+    if joint and not inner:
+        raise ValueError("--joint trains a feed-forward network that all exits share; give its width with --inner")
     console = Console(stderr=True)
     target = load(model, dtype)
     chosen = parse_hidden_layers(layers, target.config.layers, "--layers") if layers else ()
@@ -71,13 +108,16 @@ def exits(
         data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype, seed=seed)
     dataset = Dataset.open(data_folder)
     check_data(dataset, target)
+    which = chosen or default_layers(target.config.layers)
     settings = ExitSettings(
-        chosen or default_layers(target.config.layers), kind, steps, lr, inner, draft_vocab, tokens, seed
+        *(which, kind, steps, lr, inner, draft_vocab, tokens, seed),
+        JointSettings(parse_weights(exit_weights, which), weight_warmup) if joint else None,
+        HaltingSettings(halting, oracle, depth_penalty, oracle_width),
     )
     with console.status("reading the data set") as status:
         fitted = fit_exits(target, dataset, settings, status.update)
     save_exits(out, fitted, shlex.join(["foretell", *sys.argv[1:]]))
-    typer.echo("\n".join(quality_table(fitted.quality)))
+    typer.echo("\n".join(result_lines(fitted)))
     console.print(
         f"{out}: {len(fitted.quality)} exits, fitted on {fitted.tokens:,} tokens, measured on {fitted.held_out:,}; use "
         f"them with --method layer_skip --draft-model {out}", highlight=False, soft_wrap=True,

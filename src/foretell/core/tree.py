@@ -117,6 +117,14 @@ class TokenTree:
             node = child
         return path
 
+    def spread(self, roots: Sequence[int], which: Sequence[int]) -> "TokenTree":
+        """Trees without sampled nodes, whose rows are the requests `which`, among all requests with these roots."""
+        if len(which) == len(roots):
+            return self
+        count, score = np.count_nonzero(self.valid[:, 1:], axis=1), self.score
+        assert score is not None
+        return tree_from_scores(roots, which, self.token, self.parent, score, count)
+
     def limit_depth(self, max_depth: Int[np.ndarray, " b"]) -> "TokenTree":
         """The tree without drafts deeper than `max_depth[i]` below the root of row `i`."""
         if all(self.nodes <= depth + 1 for depth in max_depth.tolist()):

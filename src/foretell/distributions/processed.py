@@ -1,6 +1,6 @@
 """Next-token distributions at the nodes of a tree after all sampling parameters, computed on demand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +37,15 @@ class ProcessedDistributions:
         self._argmax: list[int] | None = None if best is None else best.tolist()
         self._rules = rules
         self._samples = dict[tuple[int, int], int]()
+
+    def with_logits(
+        self, row: int, node: int, logits_of: Callable[[int], Float[torch.Tensor, " v"]]
+    ) -> "ProcessedDistributions":
+        """The distribution at a node from other logits, which are given for the cache row of its request."""
+        index = np.full(self._tree.token.shape, -1)
+        index[row, node] = 0
+        logits = logits_of(self._context.rows[row])[None]
+        return ProcessedDistributions(self._context, self._tree, logits, index, rules=self._rules)
 
     def sampling_params(self, row: int) -> SamplingParams:
         """Sampling parameters of a batch row."""

@@ -20,7 +20,9 @@ from foretell.draft.parallel_sampling import ParallelDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
+from foretell.draft.skip_decode import SkipDecodeDrafter
 from foretell.draft.sparse_cache import SparseCacheDrafter
+from foretell.draft.sparse_target import SparseTargetDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
@@ -48,7 +50,9 @@ __all__ = [
     "Predictor",
     "PromptLookup",
     "Retriever",
+    "SkipDecodeDrafter",
     "SparseCacheDrafter",
+    "SparseTargetDrafter",
     "SuffixRetriever",
     "TokenRecycling",
 ]

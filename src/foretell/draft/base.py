@@ -14,6 +14,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree
 from foretell.distributions.topk import top_probabilities
+from foretell.model.kernels import NodeLimits
 from foretell.model.runner import Runner
 
 _ROLE = re.compile("(Drafter|Retriever)$")
@@ -34,6 +35,13 @@ class Drafter(EngineBound, ABC):
     """Whether it may begin to observe in the middle of a sequence, if it needs hidden states at all."""
     drafts_forced: bool = True
     """Whether the tokens that the constraint of a request leaves next are drafted too."""
+
+    reads_prompts: bool = True
+    """Whether a predictor without hidden states reads every prompt itself before its first draft."""
+    exact_keys: bool = True
+    """Whether the target's cache after an answer is that of passes of all layers over the same text, so that other
+    requests may begin with its tokens.
+    """
 
     hidden_layers: tuple[int, ...] = ()
     """Target layers whose hidden states it needs; see `Runner.forward`."""
@@ -208,6 +216,12 @@ class Predictor(Drafter):
         """The tree that `shape.DynamicTree` would grow from this drafter, in one call; None: it is grown by levels.
 
         `sizes`: depth, width and budget. `bounds`: the minimum score of a node, and of a node that is expanded.
+        """
+        return None
+
+    def grow_chain(self, context: Context, length: int, limits: NodeLimits) -> TokenTree | None:
+        """Chains of the drafter's most probable tokens, up to `length` each, in one call; None: they are grown token by
+        token.
         """
         return None
 

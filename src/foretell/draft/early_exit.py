@@ -1,144 +1,27 @@
 """Drafting with the target's own first layers, in the target's cache."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Real
+from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, TopTokens, top_tokens
+from foretell.draft.beta_mixture import AdaptiveThresholds
+from foretell.draft.exit_chain import ExitChain
+from foretell.draft.exit_heads import ExitHeads, ExitRule, measure_confidence
 from foretell.model.compact_runner import check_whole
-from foretell.model.network import Network
+from foretell.model.kernels import NodeLimits
 from foretell.model.partial_pass import NodeStates, PartialPass
 from foretell.model.runner import Runner
-from foretell.speculator.network.exits import Exits
 
-Confidence = Literal["softmax", "state", "classifier"]
-"""How sure an exit is (CALM, arXiv 2207.07061): the difference of its two largest probabilities; the cosine of the
-outputs of its last two layers; or a trained classifier's probability that it gives the target's own token.
-"""
-CONFIDENCES = get_args(Confidence)
 MissingKeys = Literal["recompute", "copy"]
 """Keys and values of the layers above an exit: computed when a later token needs them (FREE, arXiv 2310.05424; EE-LLM,
 arXiv 2312.04916), or those of the exit's state (CALM).
 """
-
-
-class ExitHeads(ABC):
-    """The output heads of some layers of a target.
-
-    `layers`: after how many layers each exit is, ascending. `token_of`: the token of every logit; None: all tokens.
-    """
-
-    layers: tuple[int, ...]
-    token_of: Int[np.ndarray, " w"] | None = None
-
-    @abstractmethod
-    def logits(self, exit_: int, states: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
-        """Logits of an exit, counted from 0, from the outputs of its last layer."""
-
-    def classify(self, exit_: int, states: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, " k"]:
-        """Probability that the exit gives the target's own token.
-
-        Raises:
-            ValueError: there is no classifier.
-        """
-        raise ValueError("exits with the target's own head have no classifier; fit some with `foretell train exits`")
-
-
-class SharedHead(ExitHeads):
-    """One exit with the target's own final norm and head (LayerSkip, arXiv 2404.16710).
-
-    Raises:
-        ValueError: the target does not have so many layers.
-    """
-
-    def __init__(self, network: Network, layer: int) -> None:
-        if not 1 <= layer <= network.config.layers:
-            raise ValueError(f"cannot exit after {layer} layers: the model has {network.config.layers}")
-        self._network, self.layers = network, (layer,)
-
-    def logits(self, exit_: int, states: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
-        """Logits of the whole vocabulary."""
-        return self._network.logits(self._network.final_norm(states))
-
-
-class TrainedExits(ExitHeads):
-    """Exits that `foretell train exits` has fitted: all of them, or those after some layers.
-
-    Raises:
-        ValueError: there is no exit after one of these layers.
-    """
-
-    def __init__(self, network: Exits, layers: Sequence[int] = ()) -> None:
-        known = network.config.layers
-        missing = [layer for layer in layers if layer not in known]
-        if missing:
-            raise ValueError(f"there is no exit after {missing[0]} layers: the exits are after {list(known)}")
-        self._network, self.layers = network, tuple(layers) or known
-        self._number = [known.index(layer) for layer in self.layers]
-        self.token_of = None if network.token_of is None else network.token_of.cpu().numpy()
-
-    def logits(self, exit_: int, states: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, "k w"]:
-        """Logits over the draft vocabulary."""
-        return self._network.compute_logits(self._network(self._number[exit_], states))
-
-    def classify(self, exit_: int, states: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, " k"]:
-        """The classifier's probability."""
-        return torch.sigmoid(self._network.exit_score(self._number[exit_], states))
-
-
-@dataclass(frozen=True)
-class ExitRule:
-    """When a token leaves: at the first exit with a confidence above the threshold.
-
-    `thresholds`: of every exit; a threshold of 1 or more is never passed. `decay`: the threshold falls with the
-    position t in the answer, to 0.9 l + 0.1 exp(-decay t / horizon), since early errors spread (CALM); 0: it is l.
-
-    Raises:
-        ValueError: an unknown confidence, or a decay below 0.
-    """
-
-    confidence: Confidence
-    thresholds: tuple[float, ...]
-    decay: float = 0.0
-    horizon: int = 256
-
-    def __post_init__(self) -> None:
-        if self.confidence not in CONFIDENCES:
-            raise ValueError(f"unknown confidence {self.confidence!r}: {', '.join(CONFIDENCES)}")
-        if not self.decay >= 0 or self.horizon < 1:
-            raise ValueError(f"decay and horizon are at least 0 and 1, found {self.decay} and {self.horizon}")
-
-    def threshold(self, exit_: int, position: Real[np.ndarray, "*t"] | int) -> Float[np.ndarray, "*t"]:
-        """The threshold of an exit at positions of the answer."""
-        level = self.thresholds[exit_]
-        at = np.asarray(position, np.float64)
-        if not self.decay or level >= 1:
-            return np.full(at.shape, level, np.float64)
-        return np.clip(0.9 * level + 0.1 * np.exp(-self.decay * at / self.horizon), 0, 1)
-
-
-def measure_confidence(
-    confidence: Confidence,
-    heads: ExitHeads,
-    exit_: int,
-    found: NodeStates,
-    logits: Float[torch.Tensor, "k w"],
-) -> Float[torch.Tensor, " k"]:
-    """How sure an exit is at every node."""
-    if confidence == "softmax":
-        best = logits.float().softmax(-1).topk(min(2, logits.shape[-1]), -1).values
-        return best[:, 0] - best[:, 1] if best.shape[1] > 1 else best[:, 0]
-    if confidence == "state":
-        return F.cosine_similarity(found.states.float(), found.before.float(), dim=-1)
-    return heads.classify(exit_, found.states)
 
 
 class EarlyExitDrafter(Predictor):
@@ -149,10 +32,12 @@ class EarlyExitDrafter(Predictor):
 
     `rule`: a node leaves at the first exit that is confident, and at the last one in any case; None: at the last one.
     `only_confident`: a node where the last exit is not confident either has no children. `missing_keys`: see
-    `MissingKeys`; copied ones are for methods that do not verify the drafts.
+    `MissingKeys`; copied ones are for methods that do not verify the drafts. `adaptive`: the threshold of the only exit
+    adapts to earlier requests (FREE), so that an answer depends on them.
     """
 
     label = "first layers of the target"
+    reads_prompts = False
 
     def __init__(
         self,
@@ -160,17 +45,24 @@ class EarlyExitDrafter(Predictor):
         rule: ExitRule | None = None,
         only_confident: bool = False,
         missing_keys: MissingKeys = "recompute",
+        adaptive: AdaptiveThresholds | None = None,
     ) -> None:
         if rule is not None and len(rule.thresholds) != len(heads.layers):
             raise ValueError(f"{len(heads.layers)} exits need as many thresholds, found {len(rule.thresholds)}")
-        self.heads, self.rule, self.missing_keys = heads, rule, missing_keys
+        self.heads, self.rule, self.missing_keys, self.adaptive = heads, rule, missing_keys, adaptive
+        self._chooses_depth = rule is not None and rule.confidence == "classifier" and heads.chooses_depth
         self._only_confident = only_confident
+        self.exact_keys = missing_keys == "recompute"
         # A token that is forced has no exit.
         self.drafts_forced = not only_confident
         self.exit_counts: Int[np.ndarray, " e"] = np.zeros(len(heads.layers), np.int64)
         """Nodes that left at every exit so far."""
         self._runner: Runner | None = None
         self._pass: PartialPass | None = None
+        self._chain: ExitChain | None = None
+        """Chains of the only exit, where the kernels can run them."""
+        self._depths: dict[int, Float[np.ndarray, " e"]] = {}
+        """Per row the distribution function of the depth of its answer, with classifiers for whole answers."""
 
     def attach(self, runner: Runner) -> None:
         """Draft in the cache of this runner.
@@ -179,7 +71,7 @@ class EarlyExitDrafter(Predictor):
             ValueError: it keeps a part of the text's keys and values only.
         """
         check_whole(runner)
-        self._runner, self._pass = runner, None
+        self._runner, self._pass, self._chain = runner, None, ExitChain.of(self.heads, runner)
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """As `Drafter.max_depths`; 0 for the first token of an answer, so that drafts do not depend on how the prompt
@@ -210,12 +102,49 @@ class EarlyExitDrafter(Predictor):
         """The `count` most probable tokens after the frontier."""
         return top_tokens(*self._exit(tree, frontier, context), count, self.heads.token_of)
 
+    def grow_chain(self, context: Context, length: int, limits: NodeLimits) -> TokenTree | None:
+        """Chains in one call, with one exit and a confidence that the kernels measure."""
+        active, rule = np.flatnonzero(context.max_depth), self._kernel_rule(context, limits)
+        if self._chain is None or rule is None or not len(active):
+            return None
+        part = context.select(active.tolist())
+        grown = self._chain.grow(part, length, *rule)
+        self._pass, tree = grown.partial, grown.tree
+        self.exit_counts[0] += int(np.count_nonzero(tree.valid[:, 1:]))
+        if self.missing_keys == "copy":
+            grown.partial.fill(np.pad(tree.valid[:, 1:], ((0, 0), (0, 1))))
+        if self.adaptive is not None:
+            for i, node in zip(*np.nonzero(grown.trees.confidence[:, 1:]), strict=True):
+                confidence, token = grown.trees.confidence[i, node + 1], grown.trees.token[i, node + 1]
+                self.adaptive.record(int(active[i]), int(node), float(confidence), int(token))
+        return tree.spread(context.last_tokens, active.tolist())
+
+    def _kernel_rule(self, context: Context, limits: NodeLimits) -> tuple[NodeLimits, float | None] | None:
+        """The limits that the kernels apply to the nodes of a chain, and the confidence of those that are refused;
+        None: they cannot.
+        """
+        rule = self.rule
+        if rule is None:
+            return limits, None
+        levels = {self._threshold(row, 0, 0) for row in context.rows}
+        unsupported = rule.decay or rule.confidence not in ("softmax", "probability") or len(levels) != 1
+        if not self._only_confident or unsupported or limits != NodeLimits():
+            return None
+        level = levels.pop()
+        return NodeLimits(0.0, float(np.nextafter(level, 2.0)), rule.confidence == "softmax"), level
+
+    def _threshold(self, row: int, exit_: int, position: int) -> float:
+        """The threshold of an exit for the request of a row at a position of its answer."""
+        assert self.rule is not None
+        return float(self.rule.threshold(exit_, position)) if self.adaptive is None else self.adaptive.of(row)
+
     def _exit(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
     ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
         """Logits after the frontier, each node's from the exit where it leaves, and their index."""
         staying, run = frontier_nodes(tree, frontier, context), self._begin(tree, context)
         parts, index, count = list[torch.Tensor](), np.full(tree.token.shape, -1), 0
+        depths = self._choose_depths(staying, run, context) if self._chooses_depth else None
         for i, layer in enumerate(self.heads.layers):
             if not staying.any():
                 break
@@ -224,7 +153,10 @@ class EarlyExitDrafter(Predictor):
                 continue
             found = run.advance(staying, layer)
             logits = self.heads.logits(i, found.states)
-            leaving = self._leaving(staying, i, found, logits, tree, context)
+            sure = None if self.rule is None else self._measure(staying, i, found, logits, depths)
+            leaving = staying if sure is None else self._leaving(staying, i, sure, tree, context)
+            if sure is not None and self.adaptive is not None:
+                self._record(staying, sure, found, logits)
             if last and not self._only_confident:
                 leaving = staying
             staying = staying & ~leaving
@@ -240,24 +172,61 @@ class EarlyExitDrafter(Predictor):
             parts.append(torch.zeros(0, width))
         return torch.cat(parts), index
 
-    def _leaving(
+    def _measure(
         self,
         nodes: Bool[np.ndarray, "b n"],
         exit_: int,
         found: NodeStates,
         logits: Float[torch.Tensor, "k w"],
+        depths: Float[np.ndarray, "b n e"] | None,
+    ) -> Float[np.ndarray, " k"]:
+        """How sure an exit is at every one of the nodes, in their order."""
+        if depths is not None:
+            return depths[nodes][:, exit_]
+        assert self.rule is not None
+        sure = measure_confidence(self.rule.confidence, self.heads, exit_, found, logits)
+        return sure.double().cpu().numpy()[found.index[nodes]]
+
+    def _leaving(
+        self,
+        nodes: Bool[np.ndarray, "b n"],
+        exit_: int,
+        sure: Float[np.ndarray, " k"],
         tree: TokenTree,
         context: Context,
     ) -> Bool[np.ndarray, "b n"]:
         """Those of the nodes at which an exit is confident."""
-        if self.rule is None:
-            return nodes
-        sure = measure_confidence(self.rule.confidence, self.heads, exit_, found, logits).double().cpu().numpy()
-        answered = np.array([s.length - s.prompt_length for s in context.sequences])
-        row = np.nonzero(nodes)[0]
-        position = answered[row] + tree.depth[nodes]
+        answered = [s.length - s.prompt_length for s in context.sequences]
+        rows, depth = np.nonzero(nodes)[0].tolist(), tree.depth[nodes].tolist()
+        pairs = zip(rows, depth, strict=True)
+        level = [self._threshold(context.rows[row], exit_, answered[row] + below) for row, below in pairs]
         out = np.zeros(nodes.shape, bool)
-        out[nodes] = sure[found.index[nodes]] > self.rule.threshold(exit_, position)
+        out[nodes] = sure > np.array(level)
+        return out
+
+    def _record(
+        self,
+        nodes: Bool[np.ndarray, "b n"],
+        sure: Float[np.ndarray, " k"],
+        found: NodeStates,
+        logits: Float[torch.Tensor, "k w"],
+    ) -> None:
+        assert self.adaptive is not None
+        best = logits.argmax(-1).cpu().numpy()[found.index[nodes]]
+        tokens = best if self.heads.token_of is None else self.heads.token_of[best]
+        for request, node, confidence, token in zip(*np.nonzero(nodes), sure, tokens, strict=True):
+            self.adaptive.record(int(request), int(node), float(confidence), int(token))
+
+    def _choose_depths(
+        self, nodes: Bool[np.ndarray, "b n"], run: PartialPass, context: Context
+    ) -> Float[np.ndarray, "b n e"]:
+        """The distribution function of every node's depth at the exits, by classifiers of the first fitted exit."""
+        out = np.zeros((*nodes.shape, len(self.heads.layers)))
+        found = run.advance(nodes, self.heads.first_layer)
+        out[nodes] = self.heads.depth_distribution(found.states).double().cpu().numpy()[found.index[nodes]]
+        if self.heads.chooses_once:
+            for i, node in zip(*np.nonzero(nodes), strict=True):
+                out[i, node] = self._depths.setdefault(context.rows[i], out[i, node].copy())
         return out
 
     def _begin(self, tree: TokenTree, context: Context) -> PartialPass:
@@ -280,6 +249,14 @@ class EarlyExitDrafter(Predictor):
     def observe(self, step: StepResult) -> None:
         """Forget the pass: the target has finished it."""
         self._pass = None
+        if self.adaptive is not None:
+            self.adaptive.observe(step)
+
+    def release(self, row: int) -> None:
+        """Forget a row whose request has ended."""
+        self._depths.pop(row, None)
+        if self.adaptive is not None:
+            self.adaptive.release(row)
 
 
 def frontier_nodes(tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context) -> Bool[np.ndarray, "b n"]:

@@ -55,6 +55,11 @@ class Method(Generic[D]):
         return self.draft.hidden_layers
 
     @property
+    def exact_keys(self) -> bool:
+        """Whether other requests may begin with the tokens of an answer; see `Drafter.exact_keys`."""
+        return bool(self.draft.exact_keys)
+
+    @property
     def needs_own_rows(self) -> bool:
         """Whether a request can reuse the prefixes of this method's requests alone: the drafter needs hidden states of
         all that the target reads, or what it drafts may change the text.

@@ -25,6 +25,11 @@ class _RowContent:
     salt: str
     """The request's cache salt."""
 
+    @property
+    def tokens(self) -> Int[np.ndarray, " s"]:
+        """The tokens that prompts may begin with: those whose keys a pass of all layers would give."""
+        return self.sequence.tokens[: None if self.method.method.exact_keys else self.sequence.prompt_length]
+
 
 class RowPool:
     """Gives rows to requests, of which so many run at most.
@@ -122,7 +127,7 @@ class RowPool:
         best = -1, 0
         for row, content in self._candidates(method, salt):
             # The last common token is read again: drafters need its hidden state, and the token after it may differ.
-            common = _common_prefix(content.sequence.tokens, sequence.tokens) - 1
+            common = _common_prefix(content.tokens, sequence.tokens) - 1
             length = self._runner.restorable(row, common) if common > best[1] else 0
             if length > best[1]:
                 best = row, length

@@ -39,6 +39,14 @@ class Backend:
     cache_policy: str = ""
     """What evicts keys and values of long texts, which is lossy; empty: nothing."""
 
+    sparsity: str = ""
+    """How tokens choose the neurons that they read, and the price, which is lossy; empty: they read all."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the numbers are not those of the model in its arithmetic."""
+        return bool(self.cache_policy or self.sparsity)
+
     @property
     def arithmetic(self) -> str:
         """How numbers are stored and multiplied, in one sentence."""
@@ -55,7 +63,13 @@ class Backend:
         words = ("" if self.cache_dtype == "auto" else self.cache_dtype), self.cache_policy
         return " ".join([*filter(None, words), "cache"]) if any(words) else ""
 
+    @property
+    def _sparse(self) -> str:
+        return f"sparse ({self.sparsity.split(':')[0]})" if self.sparsity else ""
+
     def __str__(self) -> str:
         return " ".join(
-            part for part in (self.name, self.instructions, self.device, self.precision, self._cache) if part
+            part
+            for part in (self.name, self.instructions, self.device, self.precision, self._cache, self._sparse)
+            if part
         )

@@ -336,6 +336,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
         self.head = Linear(self.embedding.data) if head is None else head
+        self.sparsity = ""
+        """How tokens choose their neurons; see `Backend.sparsity`."""
         self.skip = SkipSet(skip.attention.union(config.attention_free_layers), skip.mlp.union(config.mlp_free_layers))
         full, local = decoder_rope_tables(config)
         self.rope_tables = full[0].to(self.device), full[1].to(self.device)
@@ -350,7 +352,9 @@ class Decoder(nn.Module):
     def backend(self) -> Backend:
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
-        return Backend("torch", self.device.type, precision, cache_dtype=self.config.cache_dtype)
+        return Backend(
+            "torch", self.device.type, precision, cache_dtype=self.config.cache_dtype, sparsity=self.sparsity
+        )
 
     def first_layers(self, layers: int) -> "Decoder":
         """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""

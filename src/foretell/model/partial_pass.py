@@ -81,27 +81,31 @@ class PartialPass:
     ) -> None:
         check_spans(network.config)
         self._reserve = reserve
-        self._network, self._cache, self.layers = network, cache, network.config.layers
+        self._network, self.cache, self.layers = network, cache, network.config.layers
         self.rows, self.length, self.tree = tuple(rows), np.array(length), tree
         self.depth: Int[np.ndarray, "b n"] = np.zeros(tree.token.shape, np.int64)
         """Layers that every node has passed."""
+        self._skip_from, self._skip_to = self.layers, np.zeros(tree.token.shape, np.int64)
         self.filled: Bool[np.ndarray, "b n"] = np.zeros(tree.token.shape, bool)
         """Nodes whose keys and values of the layers above are copies; see `fill`."""
-        self._states = network.embed(torch.zeros(1, dtype=torch.int64)).new_zeros(
-            *tree.token.shape, network.config.hidden
-        )
+        self._states = torch.empty(*tree.token.shape, 0)
         self._previous = self._states[:, :0]
         self.keeps_previous = False
         """Whether the outputs of the last layer but one that a node has passed are kept."""
         self.expert_counts: tuple[int, ...] = ()
         """Distinct experts that each mixture-of-experts layer read."""
 
+    def reserve(self, nodes: int) -> None:
+        """Make room for so many nodes after the present ones."""
+        self._reserve(self.rows, self.tree.nodes + nodes)
+
     def extend(self, tree: TokenTree) -> None:
         """Go on with a tree that has further nodes after the present ones."""
         more = tree.nodes - self.tree.nodes
         if more > 0:
             self._reserve(self.rows, tree.nodes)
-            self.depth, self.filled = (np.pad(part, ((0, 0), (0, more))) for part in (self.depth, self.filled))
+            arrays = self.depth, self.filled, self._skip_to
+            self.depth, self.filled, self._skip_to = (_widen(part, more) for part in arrays)
             self._states = torch.nn.functional.pad(self._states, (0, 0, 0, more))
         self.tree = tree
 
@@ -111,15 +115,34 @@ class PartialPass:
 
         Nodes that have passed more layers keep theirs, and their own state is returned.
         """
-        behind = self._with_ancestors(wanted) & (self.depth < layer) & ~self.filled
+        behind = with_ancestors(self.tree, wanted) & (self.depth < layer) & ~self.filled
         while behind.any():
             start = int(self.depth[behind].min())
             now = behind & (self.depth == start)
             later = self.depth[behind & ~now]
             stop = int(later.min()) if later.size else layer
+            if start < self._skip_from < stop:
+                stop = self._skip_from
             self._run(now, BlockRange(start, stop))
+            if stop == self._skip_from:
+                self.depth[now] = np.maximum(stop, self._skip_to[now])
             behind &= self.depth < layer
         return self.states(wanted)
+
+    def skip_layers(self, first: int, last: Int[np.ndarray, " b"]) -> None:
+        """Let the present nodes of every request go from the first `first` layers to layer `last`, counted from 0, and
+        leave out what is between.
+        """
+        self._skip_from, self._skip_to = first, np.repeat(last[:, None], self.tree.nodes, 1)
+        if not first:
+            everything = np.ones(self.tree.token.shape, bool)
+            self._keep(everything, self._network.embed(torch.from_numpy(self.tree.token[everything])))
+            self.depth = self._skip_to.copy()
+
+    def record(self, nodes: Bool[np.ndarray, "b n"], layer: int, states: Float[torch.Tensor, "k d"]) -> None:
+        """Note that nodes have passed `layer` layers elsewhere, with their keys and values in this cache."""
+        self._keep(nodes, states)
+        self.depth[nodes] = layer
 
     def states(self, nodes: Bool[np.ndarray, "b n"]) -> NodeStates:
         """The states of nodes after the layers that they have passed."""
@@ -138,7 +161,7 @@ class PartialPass:
             now = nodes & (self.depth == start)
             layout, _ = Layout.from_tree(self.tree, self.rows, self.length, now)
             x = self.states(now).states
-            self._network.write_keys(x, layout, self._cache, BlockRange(start, self.layers))
+            self._network.write_keys(x, layout, self.cache, BlockRange(start, self.layers))
         self.filled |= nodes
 
     def adopt(self, other: "PartialPass", unfilled: Bool[np.ndarray, "b n"]) -> None:
@@ -161,7 +184,12 @@ class PartialPass:
                 same[node] = equal[node] and not fresh[node] and (parent < 0 or same[parent])
             self.depth[i, :n] = np.where(same[:n], other.depth[mine, :n], 0)
             self.filled[i, :n] = same[:n] & other.filled[mine, :n]
+            if not self._states.shape[-1]:
+                self._states = other._states.new_zeros(*self.tree.token.shape, other._states.shape[-1])
             self._states[i, :n] = other._states[mine, :n]
+            if other._skip_from < other.layers:
+                self._skip_from = other._skip_from
+                self._skip_to[i, :n] = np.where(same[:n], other._skip_to[mine, :n], 0)
 
     def _run(self, nodes: Bool[np.ndarray, "b n"], blocks: BlockRange) -> None:
         layout, _ = Layout.from_tree(self.tree, self.rows, self.length, nodes)
@@ -169,24 +197,38 @@ class PartialPass:
         x = self._states[place] if blocks.first else self._network.embed(torch.from_numpy(self.tree.token[nodes]))
         if self.keeps_previous:
             blocks = blocks._replace(hidden_layers=(blocks.last - 1,))
-        output = self._network.run(x, layout, self._cache, blocks)
-        self._states[place] = output.hidden_states[-1]
+        output = self._network.run(x, layout, self.cache, blocks)
+        self._keep(nodes, output.hidden_states[-1])
         if self.keeps_previous:
             if self._previous.shape != self._states.shape:
-                more = self._states.shape[1] - self._previous.shape[1]
-                self._previous = torch.nn.functional.pad(self._previous, (0, 0, 0, more))
+                known, self._previous = self._previous, torch.zeros_like(self._states)
+                if known.shape[-1]:
+                    self._previous[:, : known.shape[1]] = known
             self._previous[place] = output.hidden_states[0]
         self.depth[nodes] = blocks.last
         self.expert_counts += output.expert_counts
 
+    def _keep(self, nodes: Bool[np.ndarray, "b n"], states: Float[torch.Tensor, "k d"]) -> None:
+        """Keep the states of nodes; the first ones say of which width and dtype all are."""
+        if not self._states.shape[-1]:
+            self._states = states.new_zeros(*self.tree.token.shape, states.shape[-1])
+        self._states[self._mask(nodes)] = states
+
     def _mask(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[torch.Tensor, "b n"]:
         return torch.from_numpy(nodes).to(self._states.device)
 
-    def _with_ancestors(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
-        out = nodes.copy()
-        for row, node in zip(*np.nonzero(nodes), strict=True):
-            parent = int(self.tree.parent[row, node])
-            while parent >= 0 and not out[row, parent]:
-                out[row, parent] = True
-                parent = int(self.tree.parent[row, parent])
-        return out
+
+def with_ancestors(tree: TokenTree, nodes: Bool[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
+    """The marked nodes of a tree and their ancestors."""
+    out = nodes.copy()
+    for row, node in zip(*np.nonzero(nodes), strict=True):
+        parent = int(tree.parent[row, node])
+        while parent >= 0 and not out[row, parent]:
+            out[row, parent] = True
+            parent = int(tree.parent[row, parent])
+    return out
+
+
+def _widen(array: np.ndarray, more: int) -> np.ndarray:
+    """The array with `more` columns of zeros; `numpy.pad` takes ten times as long."""
+    return np.concatenate([array, np.zeros((len(array), more), array.dtype)], 1)

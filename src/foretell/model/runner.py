@@ -83,6 +83,25 @@ class Runner(ABC):
         """
         raise ValueError(f"early exit needs a model of the own decoder; {type(self).__name__} runs all layers at once")
 
+    def forward_draft(
+        self,
+        network: Network,
+        rows: Sequence[int],
+        tree: TokenTree,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"],
+    ) -> ModelOutput:
+        """Run the active nodes of a tree with another network that has keys and values of the same sizes, over the
+        cache of this one. Their keys and values are drafts: the next `forward` of a tree with these nodes replaces
+        them. Inactive ancestors must have run so before.
+
+        Raises:
+            ValueError: this runner has no cache that another network can use.
+        """
+        raise ValueError(
+            f"a draft in the target's cache needs a model of the own decoder; {type(self).__name__} has another cache"
+        )
+
     @abstractmethod
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree, in order, as the row's next tokens; forget its other nodes."""
@@ -203,6 +222,27 @@ class DecoderRunner(Runner):
         )
         return self._begun[-1]
 
+    @torch.inference_mode()
+    def forward_draft(
+        self,
+        network: Network,
+        rows: Sequence[int],
+        tree: TokenTree,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"],
+    ) -> ModelOutput:
+        """Run nodes with another network over this cache; see `Runner.forward_draft`."""
+        self._reserve(rows, tree.nodes)
+        length = [self._length[row] for row in rows]
+        if isinstance(network, TreeNetwork) and network.forwards_trees:
+            return network.forward_tree(tree, rows, length, self.cache, active, scored, ())
+        layout, index = self._layout(tree, rows, length, active)
+        x = network.embed(torch.from_numpy(tree.token[active]))
+        states = network.run(x, layout, self.cache, BlockRange(0, network.config.layers)).hidden_states[-1]
+        wanted = torch.from_numpy(index[scored & active]).to(states.device)
+        logits = network.logits(network.final_norm(states[wanted]))
+        return ModelOutput(logits, index_marked(scored & active), (), index)
+
     def _resume(
         self,
         rows: Sequence[int],
@@ -211,6 +251,8 @@ class DecoderRunner(Runner):
         scored: Bool[np.ndarray, "b n"],
     ) -> PartialPass:
         """The pass over a tree, as far as others have run it."""
+        if len(begun) == 1 and begun[0].tree is tree and begun[0].rows == tuple(rows) and not begun[0].filled.any():
+            return begun[0]
         found = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
         for part in begun:
             found.adopt(part, scored)

@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretell.nat.network import Kind, Memory, NatModel, causal_mask, padding_mask
-from foretell.nat.objective import autoregressive_inputs, copied_sources, lowest
+from foretell.nat.objective import autoregressive_inputs, copied_sources
 from foretell.nat.pairs import BEGIN, END, MASK, PAD, UNKNOWN, pad
+from foretell.train.objective.masking import lowest
 
 
 class DecodeOptions(BaseModel):

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.nat.network import Kind, Memory, NatModel, causal_mask, padding_mask
 from foretell.nat.pairs import BEGIN, END, MASK, PAD, UNKNOWN
+from foretell.train.objective.masking import draw_masks, lowest
 
 _GLANCING = 0.5, 0.3
 """Share of the distance that GLAT reveals, at the start and at the end of training."""
@@ -59,22 +60,9 @@ def _autoregressive(model: NatModel, memory: Memory, batch: PairBatch) -> Float[
     return _cross_entropy(logits, label, label != PAD, batch.smoothing)
 
 
-def lowest(score: Float[torch.Tensor, "b t"], count: Int[torch.Tensor, " b"]) -> Bool[torch.Tensor, "b t"]:
-    """The `count` positions of every row with the lowest scores, the earlier one of equal ones."""
-    found: torch.Tensor = score.argsort(dim=1, stable=True).argsort(dim=1) < count[:, None]
-    return found
-
-
-def draw_masked(length: Int[torch.Tensor, " b"], width: int) -> Bool[torch.Tensor, "b t"]:
-    """For every row a uniform number (1 to its length) of random positions below its length."""
-    count = (torch.rand(len(length)) * length).long() + 1
-    score = torch.rand(len(length), width).masked_fill(torch.arange(width) >= length[:, None], 2.0)
-    return lowest(score, count)
-
-
 def _cmlm(model: NatModel, memory: Memory, batch: PairBatch) -> Float[torch.Tensor, ""]:
     """Cross-entropy of masked tokens from the others (conditional masked language model, arXiv 1904.09324)."""
-    masked = draw_masked(batch.length, batch.target.shape[1])
+    masked = draw_masks(batch.real)
     logits = _decode_all(model, memory, batch, batch.target.masked_fill(masked, MASK))
     return _cross_entropy(logits, batch.target, masked, batch.smoothing)
 

@@ -39,9 +39,7 @@ def choose_control_tokens(codec: TextCodec, eos: Collection[int]) -> ControlToke
     known = find_control_tokens(codec)
     if known is not None:
         return known
-    used = (codec.chat_template or "") + (codec.bos or "") + (codec.eos or "")
-    added = codec.tokenizer.get_added_tokens_decoder()
-    free = [i for i, t in sorted(added.items()) if t.special and t.content not in used and i not in eos]
+    free = codec.unused_special_tokens(eos)
     if len(free) < 2:
         raise ValueError("forking needs two special tokens that the chat template does not use, and there are none")
     return ControlTokens(free[-2], free[-1])

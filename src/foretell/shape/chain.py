@@ -9,6 +9,7 @@ from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import Predictor
+from foretell.model.kernels import NodeLimits
 from foretell.shape.base import Shape, TreeBuilder, add_top_ranks, expand_level
 
 
@@ -62,8 +63,10 @@ class Chain(Shape[Predictor]):
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A chain for each request; nodes after an early end are not valid."""
-        if self.length and not (self.confidence or self.fallback) and _takes_argmax(context, self.draw):
-            tree = draft.grow_dynamic_tree(context, (self.length, 1, self.length), (0.0, 0.0))
+        if self.length and _takes_argmax(context, self.draw):
+            tree = draft.grow_chain(context, self.length, NodeLimits(self.fallback, self.confidence))
+            if tree is None and not (self.confidence or self.fallback):
+                tree = draft.grow_dynamic_tree(context, (self.length, 1, self.length), (0.0, 0.0))
             if tree is not None:
                 return tree
         return grow_chains(draft, context, [self.limits] * len(context.rows), self.draw)

@@ -102,8 +102,8 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         limited = replace(context, max_depth=draft.predictor.max_depths(context))
         with_model = []
         if not self._plan.measures_plain:
-            if draft.predictor.hidden_layers:
-                # It drafts from the target's hidden states and has no prompt to read itself.
+            if draft.predictor.hidden_layers or not draft.predictor.reads_prompts:
+                # It drafts from what the target has computed and has no prompt to read itself.
                 self._rows_read.update(context.rows)
             with_model = [
                 i

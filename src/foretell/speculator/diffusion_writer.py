@@ -19,9 +19,7 @@ def choose_mask_token(codec: TextCodec, eos: Collection[int]) -> int:
     Raises:
         ValueError: there is none.
     """
-    used = (codec.chat_template or "") + (codec.bos or "") + (codec.eos or "")
-    added = codec.tokenizer.get_added_tokens_decoder()
-    free = [i for i, t in sorted(added.items()) if t.special and t.content not in used and i not in eos]
+    free = codec.unused_special_tokens(eos)
     if not free:
         raise ValueError("a mask token must be a special token that the chat template does not use, and there is none")
     return free[-1]

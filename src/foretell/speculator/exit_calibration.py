@@ -21,7 +21,7 @@ class ExitCalibration(BaseModel):
     """Fingerprint of the target."""
     exits: str
     """Digest of the exits; see `exits_digest`."""
-    measure: Literal["softmax", "state", "classifier"]
+    measure: Literal["softmax", "probability", "state", "classifier"]
     layers: tuple[int, ...] = Field(min_length=1)
     thresholds: tuple[float, ...]
     decay: float = Field(0.0, ge=0)

@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,6 +34,12 @@ class TextCodec:
     chat_template: str | None = None
     bos: str | None = None
     eos: str | None = None
+
+    def unused_special_tokens(self, eos: Collection[int]) -> list[int]:
+        """Special tokens, ascending, that the chat template does not use and that end no text."""
+        used = (self.chat_template or "") + (self.bos or "") + (self.eos or "")
+        added = self.tokenizer.get_added_tokens_decoder()
+        return [i for i, t in sorted(added.items()) if t.special and t.content not in used and i not in eos]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of raw text; `add_special_tokens`: with the special tokens that the tokenizer adds to a prompt.

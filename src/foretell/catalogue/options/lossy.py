@@ -74,11 +74,11 @@ class EarlyExitOptions(MethodOptions):
         Field(ge=0, le=1, description="A token leaves at the first exit whose confidence is greater; 1: none does."),
     ] = 0.9
     exit_confidence: Annotated[
-        Literal["softmax", "state", "classifier"],
+        Literal["softmax", "probability", "state", "classifier"],
         Field(
             description=(
-                "softmax: difference of the two largest probabilities; state: cosine of the outputs of the last two "
-                "layers; classifier: a trained one."
+                "softmax: difference of the two largest probabilities; probability: the largest one; state: cosine of "
+                "the outputs of the last two layers; classifier: a trained one."
             )
         ),
     ] = "softmax"
@@ -86,6 +86,19 @@ class EarlyExitOptions(MethodOptions):
         float,
         Field(ge=0, description="The threshold l falls over the answer: 0.9 l + 0.1 exp(-exit_decay * t / 256)."),
     ] = 0.0
+    exit_adaptive: Annotated[
+        bool,
+        Field(
+            description=(
+                "With one exit of softmax or probability confidence: its threshold adapts to the requests so far by a "
+                "mixture of two Beta distributions (FREE), from `exit_threshold` on, so answers depend on earlier ones."
+            )
+        ),
+    ] = False
+    exit_posterior: Annotated[
+        float,
+        Field(gt=0, lt=1, description="Least share of the density of tokens that agree, above the adaptive threshold."),
+    ] = 0.4
     missing_keys: Annotated[
         Literal["recompute", "copy"],
         Field(
@@ -98,10 +111,47 @@ class EarlyExitOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        unread = [n for n in ("exit_layers", "exit_threshold", "exit_confidence", "exit_decay") if self.is_set(n)]
+        names = "exit_layers", "exit_threshold", "exit_confidence", "exit_decay", "exit_adaptive"
+        unread = [name for name in names if self.is_set(name)]
         if self.calibration is not None and unread:
             raise ValueError(f"calibration names exits and thresholds, so {' and '.join(unread)} would not be read")
+        if self.exit_adaptive and (self.missing_keys == "copy" or self.exit_decay):
+            raise ValueError(
+                "exit_adaptive learns from the whole model's tokens after those that left, and sets the threshold: it "
+                "needs missing_keys recompute and exit_decay 0"
+            )
+        if self.exit_adaptive and self.exit_confidence not in ("softmax", "probability"):
+            raise ValueError(
+                f"exit_adaptive needs a probability as confidence, not exit_confidence {self.exit_confidence}"
+            )
+        if self.exit_posterior != 0.4 and not self.exit_adaptive:
+            raise ValueError("exit_posterior would not be read without exit_adaptive")
         return self
+
+
+class SkipDecodeOptions(MethodOptions):
+    """A budget of layers that falls over the answer."""
+
+    max_layers: Annotated[
+        int | None, Field(ge=1, description="Layers that the first token of an answer runs. Unset: all.")
+    ] = None
+    min_layers: Annotated[
+        int | None, Field(ge=1, description="Layers that tokens from `horizon` on run. Unset: two thirds of all.")
+    ] = None
+    warmup_layers: Annotated[
+        int | None,
+        Field(ge=0, description="First layers that every token runs, before those left out. Unset: a third of all."),
+    ] = None
+    horizon: Annotated[int, Field(ge=2, description="Tokens over which the budget falls.")] = 256
+    measure: Annotated[
+        bool,
+        Field(
+            description=(
+                "The whole model reads the answer too, to report what changes, which makes decoding slower; false: "
+                "nothing is reported."
+            )
+        ),
+    ] = True
 
 
 class BiLDOptions(MethodOptions):

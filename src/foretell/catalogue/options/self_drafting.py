@@ -32,6 +32,18 @@ class LayerSkipOptions(SelfDraftOptions):
         ),
     ] = None
 
+    fallback_threshold: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            description=(
+                "A chain ends before a token to which the exit gives a smaller probability. Unset: 0.6 with fitted "
+                "exits, which need not draft at every token; else 0."
+            ),
+        ),
+    ] = None
+
 
 class SelfSpeculativeOptions(RejectionOptions):
     """The target without some sub-layers."""
@@ -81,3 +93,25 @@ class PrunedDraftOptions(SelfDraftOptions):
     sparsity: Annotated[
         float, Field(ge=0, le=1, description="Share of the drafter's weights that are set to zero.")
     ] = 0.0
+
+
+class SparseMlpDraftOptions(SelfDraftOptions):
+    """The target with the neurons that its tokens choose."""
+
+    sparsity: Annotated[
+        str,
+        Field(
+            description=(
+                "Directory of `foretell calibrate sparsity` or `foretell train sparsity`, which says what a token "
+                "reads. Required."
+            )
+        ),
+    ] = ""
+
+
+class MatFormerDraftOptions(SelfDraftOptions):
+    """The target with its first neurons."""
+
+    neuron_share: Annotated[
+        float, Field(gt=0, le=1, description="Share of the neurons of every layer that the draft reads.")
+    ] = 0.5

@@ -116,7 +116,6 @@ class WindowAttention(AttentionBackend):
         sinks: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "1 n he"]:
         """Write the window, then attend to all positions before the end."""
-        kept = self._store
-        kept.write(layer, self._begin, k.to(kept.read(layer, 0)[0].dtype), v.to(kept.read(layer, 0)[0].dtype))
-        keys, values = kept.read(layer, self._end)
+        self._store.write(layer, self._begin, k, v)
+        keys, values = self._store.read(layer, self._end)
         return masked_scores(q, keys.to(q.dtype), values.to(q.dtype), self._mask, self._scale)

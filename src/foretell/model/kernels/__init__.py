@@ -1,7 +1,7 @@
 """CPU kernels of the decoder, compiled on first use: close to memory bandwidth, and batch-invariant bit for bit."""
 
 from foretell.model.kernels.build import available, load, unavailable_reason
-from foretell.model.kernels.dynamic_tree import DynamicTrees
+from foretell.model.kernels.dynamic_tree import DynamicTrees, NodeLimits
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
@@ -18,6 +18,7 @@ __all__ = [
     "NativeStack",
     "NativeStage",
     "NativeStages",
+    "NodeLimits",
     "Precision",
     "argmax",
     "available",

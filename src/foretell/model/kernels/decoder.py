@@ -1,6 +1,6 @@
 """The decoder on the CPU kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_int32
 from dataclasses import replace
 from functools import cache as memoize
@@ -33,6 +33,7 @@ from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.layer_inputs import NativeLayerInputs
 from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.row_ops import rms_norm
+from foretell.model.kernels.sparse import NeuronCounts, SparseBlocks
 from foretell.model.kernels.stack import BlockWeights, LatentWeights, LayerInputWeights, NativeStack, PackedBlock
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
@@ -41,6 +42,7 @@ from foretell.model.layer_inputs import LayerInput
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.sparsity import NeuronRule, check_sparse
 from foretell.model.state_store import build_cache
 from foretell.model.stored_matrix import StoredMatrix
 
@@ -166,6 +168,10 @@ class NativeDecoder:
     """
 
     device = torch.device("cpu")
+    sparsity = ""
+    """How tokens choose their neurons; see `Backend.sparsity`."""
+    neuron_counts: NeuronCounts | None = None
+    """What layers that read a part of their neurons have read; None: the network is dense."""
 
     def __init__(self, decoder: Decoder, precision: Precision) -> None:
         head, table = decoder.head, decoder.embedding.detach()
@@ -344,7 +350,10 @@ class NativeDecoder:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
         return Backend(
-            "native", "cpu", self.precision, instructions, batch_invariant=True, cache_dtype=self.config.cache_dtype
+            *("native", "cpu", self.precision, instructions),
+            batch_invariant=True,
+            cache_dtype=self.config.cache_dtype,
+            sparsity=self.sparsity,
         )
 
     @property
@@ -420,9 +429,31 @@ class NativeDecoder:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
 
+    def with_head(self, norm: Float[torch.Tensor, " d"], head: NativeLinear) -> "NativeDecoder":
+        """The same blocks with another final norm and head."""
+        other = self._sharing(self.config, self.stack)
+        other.norm, other.head = norm, head
+        return other
+
     def without_sublayers(self, skip: SkipSet) -> "NativeDecoder":
         """The network without some sub-layers, sharing all weights."""
         return self._sharing(self.config, self.stack.without_sublayers(skip.attention, skip.mlp))
+
+    def with_rules(
+        self, rules: Sequence[NeuronRule], read_block: Callable[[int], BlockWeights] | None = None, label: str = ""
+    ) -> "NativeDecoder":
+        """The decoder whose layers read the neurons that their rules choose; `neuron_counts` counts them. It shares all
+        other weights; `read_block(i)` reads those of block `i` again, which are then packed another time, by row
+        (None: the rules are all `FirstNeurons`, which need no others). `label`: see `Backend.sparsity`.
+
+        Raises:
+            ValueError: see `foretell.model.sparsity.check_sparse`; or the kernels cannot read so many neurons.
+        """
+        check_sparse(self.config, rules)
+        made = SparseBlocks(self.stack, read_block)
+        other = self.with_blocks([made.make(i, rule) for i, rule in enumerate(rules)])
+        other.neuron_counts, other.sparsity = made.counts, label
+        return other
 
     def _sharing(self, config: ModelConfig, stack: NativeStack) -> "NativeDecoder":
         other = object.__new__(NativeDecoder)

@@ -1,8 +1,10 @@
 """Parameters and results of the kernels that grow EAGLE-2's dynamic trees (arXiv 2406.16858) in one call."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int, UInt64
 
 from foretell.model.kernels import structures
@@ -11,13 +13,25 @@ Noise = tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]
 """Key per request and level, factor per request, and number of candidates; see `core.noise.TargetNoise`."""
 
 
+@dataclass(frozen=True)
+class NodeLimits:
+    """Least confidence in a node for it to be added, and to be expanded: its probability given its parent, or with
+    `margin` the difference of the two largest probabilities after its parent.
+    """
+
+    least: float = 0.0
+    least_expanded: float = 0.0
+    margin: bool = False
+
+
 class DynamicTrees:
     """Dynamic trees of `b` requests, as `shape.DynamicTree` would grow them; a kernel fills `token`, `parent`,
     `score` and `count`.
 
     `max_depth`: deepest level of every request, 1 or more. `sizes`: depth, width and budget. `bounds`: least score of a
     node, and of a node that is expanded. `row`, `length`: cache row of every request, and its cached length including
-    the root. `noise`: the target's, by which the most probable children of a node are ranked.
+    the root. `noise`: the target's, by which the most probable children of a node are ranked. `limits`: of nodes.
+    `hidden`: width of the outputs of the nodes that ran; 0: `outputs`, `output_row` and `confidence` are not set.
     """
 
     def __init__(
@@ -28,15 +42,17 @@ class DynamicTrees:
         row: Int[np.ndarray, " b"] | Sequence[int] | None = None,
         length: Int[np.ndarray, " b"] | Sequence[int] | None = None,
         noise: Noise | None = None,
+        limits: NodeLimits = NodeLimits(),
+        hidden: int = 0,
     ) -> None:
         b, n = len(max_depth), sizes[2] + 1
         # One block of memory: an array's address takes longer to find than the array to make.
-        inputs, outputs = np.empty((3, b), np.int64), np.empty(3 * b * n + b, np.int64)
+        inputs, outputs = np.empty((3, b), np.int64), np.empty(5 * b * n + b, np.int64)
         inputs[0] = max_depth
         if row is not None and length is not None:
             inputs[1], inputs[2] = row, length
         at, out = inputs.ctypes.data, outputs.ctypes.data
-        nodes = outputs[b:].reshape(3, b, n)
+        nodes = outputs[b:].reshape(5, b, n)
         self.count: Int[np.ndarray, " b"] = outputs[:b]
         """Nodes of every request below its root."""
         self.token: Int[np.ndarray, "b n"] = nodes[0]
@@ -45,12 +61,20 @@ class DynamicTrees:
         """-1 for the root and after the last node."""
         self.score: Float[np.ndarray, "b n"] = nodes[2].view(np.float64)
         """Product of the drafter's probabilities along the path; 0 after the last node."""
+        self.output_row: Int[np.ndarray, "b n"] = nodes[3]
+        """Row of every node in `outputs`; -1: it was not run."""
+        self.confidence: Float[np.ndarray, "b n"] = nodes[4].view(np.float64)
+        """In every node; the root's is 1."""
+        self.outputs: Float[torch.Tensor, "k d"] = torch.empty(b * (1 + sizes[0] * sizes[1]) if hidden else 0, hidden)
+        """Outputs of the layers, the roots' first."""
         self._inputs = inputs, noise  # Kept alive here: the kernels read them.
         caches = (None, None) if row is None else (at + 8 * b, at + 16 * b)
         first, size = out + 8 * b, 8 * b * n
         self.struct = structures.DynamicTree(
             *(b, *sizes, *bounds, at, *caches),
             *((None, None, 0) if noise is None else (noise[0].ctypes.data, noise[1].ctypes.data, noise[2])),
+            *(limits.least, limits.least_expanded, limits.margin),
+            *((self.outputs.data_ptr(), first + 3 * size, first + 4 * size) if hidden else (None, None, None)),
             *(first, first + size, out, first + 2 * size),
         )
 

@@ -113,7 +113,7 @@ def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
 def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:
     """How to pack gate and up in turns of 16 rows: a panel holds both factors of 16 outputs."""
     pair = _stored(gate), _stored(up)
-    order = _turns(pair[0].outputs)
+    order = interleaved_rows(pair[0].outputs)
     if precision != "int8" and pair[0].quantized and pair[0].kind == pair[1].kind:
         return Panels(pair, order, len(order), pair[0].kind, precision)
     return _float_panels((gate, up), order, precision)
@@ -128,10 +128,10 @@ def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
     """The biases of gate and up in the order of `plan_inner`; None: there are none."""
     if gate is None or up is None:
         return up
-    return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(_turns(len(gate)))]  # index -1 is a zero
+    return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(interleaved_rows(len(gate)))]  # index -1 is a zero
 
 
-def _turns(width: int) -> Int[np.ndarray, " rows"]:
+def interleaved_rows(width: int) -> Int[np.ndarray, " rows"]:
     """Rows of gate (0 .. width - 1) and up (from `width` on) in turns of 16; -1: a row of zeros."""
     turns = [_pad(np.arange(first, first + width), LANES).reshape(-1, LANES) for first in (0, width)]
     return np.stack(turns, 1).ravel()

@@ -11,10 +11,10 @@ Precision = Literal["float32", "bfloat16", "int8", "int8-activations"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int8-activations")
 PANEL_KINDS = (
     "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z",
-    "BF16_2:4",
+    "BF16_2:4", "F32 by input", "BF16 by input",
 )  # fmt: skip
 """How packed weights are stored: `int8` is rotated and has groups of 192 inputs, `BF16_2:4` holds two of four
-inputs, the others are as in `StoredMatrix`."""
+inputs, those by input have a row of all outputs per input, the others are as in `StoredMatrix`."""
 OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
@@ -23,6 +23,8 @@ ABI_VERSION = 2
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
 PANEL = 32
 """Outputs that are packed together."""
+PREFIX_UNIT = 64
+"""Neurons that the kernels can only leave out together where the first ones are read."""
 LANES = 16
 """Numbers per vector, and slots per block of the key-value cache."""
 MAX_HEAD_DIM = 576
@@ -38,6 +40,7 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *(("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32)),
         *(("kind", c_int32), ("operand", c_int32), ("next", c_void_p)),
+        *(("threshold", c_float), ("stored_input", c_int32)),
     )
 
 
@@ -88,6 +91,16 @@ class States(ctypes.Structure):
     )
 
 
+class SparseMlp(ctypes.Structure):
+    """A feed-forward network that reads the neurons which each token chooses."""
+
+    _fields_ = (
+        *(("rule", c_int32), ("operand", c_int32), ("threshold", c_float), ("row_words", c_int32)),
+        *(("gate", Weight), ("gate_rows", c_void_p), ("up_rows", c_void_p)),
+        *(("predict_in", Weight), ("predict_out", Weight), ("counts", c_void_p)),
+    )
+
+
 Memory = ctypes.Structure | ctypes.Array[Weight]
 """Structures that another one points to."""
 
@@ -104,7 +117,7 @@ class Layer(ctypes.Structure):
         *((name, c_int32) for name in ("window", "attention", "mlp", "chunked", "reads_keys")),
         *(("v_norm", c_void_p), ("query_scale", c_void_p)),
         *(("input_gate", Weight), ("input_projection", Weight), ("input_norm", c_void_p)),
-        *(("input_first", c_int32), ("scale", c_float)),
+        *(("input_first", c_int32), ("scale", c_float), ("sparse", c_void_p)),
     )
 
 
@@ -155,6 +168,8 @@ class DynamicTree(ctypes.Structure):
         *(("min_score", c_double), ("min_expand_score", c_double)),
         *((name, c_void_p) for name in ("max_depth", "row", "length")),
         *(("noise", c_void_p), ("noise_scale", c_void_p), ("candidates", c_int32)),
+        *(("min_confidence", c_double), ("min_expand_confidence", c_double), ("margin", c_int32)),
+        *((name, c_void_p) for name in ("outputs", "output_row", "confidence")),
         *((name, c_void_p) for name in ("token", "parent", "sizes", "score")),
     )
 
@@ -273,7 +288,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    of_layers = (Weight, Experts, StateLayer, States, Latent, Layer, Model)
+    of_layers = (Weight, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
     of_drafts = (Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]

@@ -11,12 +11,15 @@ from foretell.model.compress import DecoderTransform
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.block_names import block_names
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
 from foretell.model.load.mtp import load_mtp
+from foretell.model.load.native import read_block
 from foretell.model.load.weights import Weights
 from foretell.model.mtp import MTPLayer
 from foretell.model.network import Network
+from foretell.model.sparsity import NeuronRule, sparse_decoder
 
 
 def embedding_and_head_of(decoder: Decoder) -> EmbeddingAndHead:
@@ -42,6 +45,24 @@ class Checkpoint(ABC):
         """Dtype that the model runs in, apart from quantised matrices."""
         return torch.bfloat16
 
+    def sparse_network(self, network: Network, rules: Sequence[NeuronRule], label: str = "") -> Network:
+        """`network`, the model itself, with a rule per layer by which tokens choose neurons; see
+        `foretell.model.sparsity`. It shares what it can with `network`.
+
+        Raises:
+            ValueError: neither the kernels nor torch run it so.
+        """
+        if isinstance(network, NativeDecoder):
+            return network.with_rules(
+                rules, lambda i: read_block(self.config, i, self._weights, network.precision), label
+            )
+        if isinstance(network, Decoder):
+            return sparse_decoder(network, rules, label)
+        raise ValueError(
+            f"sparse feed-forward networks run on the CPU kernels and in torch, with all weights in memory, and this "
+            f"model runs on {type(network).__name__}; run it dense"
+        )
+
     def mtp_layer(self, network: Network) -> MTPLayer:
         """Load the multi-token prediction layer; embedding and head are those of `network`, the model itself.
 
@@ -63,16 +84,21 @@ class Checkpoint(ABC):
         return embedding_and_head_of(build_without_blocks(self.config, self._weights, dtype, self._device))
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that identify the model: a hash of its sizes and norms, the same for every
-        quantisation of it.
-        """
-        c, h = self.config, hashlib.sha256()
-        h.update(repr((c.architecture, c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.ffn)).encode())
-        names = block_names(c)
-        norms = [f"model.layers.{i}.{n}" for i in range(c.layers) for n in (names.attention_norm, names.mlp_norm)]
-        for name in [f"{norm}.weight" for norm in (*norms, names.final_norm)]:
-            h.update(self._weights.require(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
-        return h.hexdigest()[:16]
+        """See `model_fingerprint`."""
+        return model_fingerprint(self.config, self._weights)
+
+
+def model_fingerprint(config: ModelConfig, weights: Weights) -> str:
+    """Sixteen hexadecimal digits that identify a model: a hash of its sizes and norms, the same for every quantisation
+    of it.
+    """
+    c, h = config, hashlib.sha256()
+    h.update(repr((c.architecture, c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.ffn)).encode())
+    names = block_names(c)
+    norms = [f"model.layers.{i}.{n}" for i in range(c.layers) for n in (names.attention_norm, names.mlp_norm)]
+    for name in [f"{norm}.weight" for norm in (*norms, names.final_norm)]:
+        h.update(weights.require(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return h.hexdigest()[:16]
 
 
 class CachedCheckpoint(Checkpoint):

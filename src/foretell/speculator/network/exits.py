@@ -13,6 +13,13 @@ from foretell.model.decoder import RMSNorm
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
+Halting = Literal["agreement", "geometric", "policy", "token", "sequence"]
+"""What the classifiers of exits were trained for. `agreement`: whether an exit gives the target's token (CALM, arXiv
+2207.07061). The others choose a depth: `geometric`, exit by exit towards the best one, and `token` or `sequence`, once
+per token or answer at the first exit (Depth-Adaptive Transformer, arXiv 1910.10073); `policy`, exit by exit for a
+reward (ConsistentEE, arXiv 2312.11882).
+"""
+
 
 class ExitsConfig(SpeculatorConfig):
     """Configuration of a set of exits."""
@@ -24,6 +31,10 @@ class ExitsConfig(SpeculatorConfig):
     """Whether each exit has a square matrix between its norm and the head."""
     inner: int = Field(0, ge=0)
     """Width of the feed-forward network that each exit adds to that; 0: none."""
+    shared_inner: bool = False
+    """Whether all exits share this network."""
+    halting: Halting = "agreement"
+    """What the classifiers were trained for."""
     norm_eps: float = 1e-5
 
     @model_validator(mode="after")
@@ -38,8 +49,8 @@ class ExitsConfig(SpeculatorConfig):
 
 class Exits(Speculator):
     """Per exit a norm, a linear shortcut to the input of the target's head (Jump to Conclusions, arXiv 2303.09435), a
-    feed-forward network if there is one (EE-Tuning, arXiv 2402.00518), and a classifier of whether the exit gives the
-    target's own token (CALM, arXiv 2207.07061).
+    feed-forward network if there is one (EE-Tuning, arXiv 2402.00518), and a classifier of whether to leave; see
+    `Halting`.
 
     Exits without maps and networks are those of a head that all layers share: the target's norm and head.
     """
@@ -52,8 +63,9 @@ class Exits(Speculator):
         width, count, inner = config.target.hidden, len(config.layers), config.inner
         self.norms = nn.ModuleList(RMSNorm(torch.ones(width), config.norm_eps) for _ in range(count))
         self.maps = nn.ModuleList(_identity(width) for _ in range(count * config.maps))
-        self.up = nn.ModuleList(nn.Linear(width, inner) for _ in range(count * bool(inner)))
-        self.down = nn.ModuleList(_zeros(inner, width) for _ in range(count * bool(inner)))
+        networks = (1 if config.shared_inner else count) * bool(inner)
+        self.up = nn.ModuleList(nn.Linear(width, inner) for _ in range(networks))
+        self.down = nn.ModuleList(_zeros(inner, width) for _ in range(networks))
         self.classifier = nn.Parameter(torch.zeros(count, width))
         self.classifier_bias = nn.Parameter(torch.zeros(count))
         self.agreement: torch.Tensor
@@ -69,13 +81,25 @@ class Exits(Speculator):
         """Input of the output head for exit number `exit_`, from the outputs of its layer."""
         x: torch.Tensor = self.norms[exit_](h.to(self.dtype))
         out: torch.Tensor = self.maps[exit_](x) if self.config.maps else x
-        return out + self.down[exit_](F.silu(self.up[exit_](x))) if self.config.inner else out
+        if not self.config.inner:
+            return out
+        i = 0 if self.config.shared_inner else exit_
+        added: torch.Tensor = self.down[i](F.silu(self.up[i](x)))
+        return out + added
 
     def exit_score(self, exit_: int, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t"]:
         """The classifier's logit for "this exit gives the target's token", from the outputs of its layer."""
+        return self._normed(h) @ self.classifier[exit_] + self.classifier_bias[exit_]
+
+    def depth_scores(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t e"]:
+        """The classifiers' logits for "leave at this exit", from the outputs of the first exit's layer; that for "run
+        all layers" is 0. Only if they were trained for `token` or `sequence`.
+        """
+        return self._normed(h) @ self.classifier.T + self.classifier_bias
+
+    def _normed(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         x = h.to(self.classifier.dtype)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return x @ self.classifier[exit_] + self.classifier_bias[exit_]
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
 
 
 def _identity(width: int) -> nn.Linear:

@@ -21,6 +21,7 @@ from foretell.model.rope import rope_tables
 from foretell.model.stored_matrix import BLOCKS, Kind, Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EXTRA_POSITIONS, Eagle3, EagleNetwork
+from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
 
@@ -106,6 +107,27 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
         table, scale = packed.get_buffer("_embedding"), packed.embedding_scale
         packed.native = NativeStages(stages, table, scale, packed.token_of)
     return packed
+
+
+@dataclass(frozen=True)
+class ExitHead:
+    """An exit on the native kernels: a norm, and the output matrix with the exit's map in it."""
+
+    norm: Float[torch.Tensor, " d"]
+    head: NativeLinear
+
+
+def pack_exit(network: Exits, exit_: int, precision: DraftPrecision) -> ExitHead | None:
+    """An exit whose map is part of its head; None where the kernels do not run or it is not linear after its norm."""
+    head = network.lm_head
+    unsupported = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
+    if unsupported or network.config.inner or network.softcap or network.packed_head is not None:
+        return None
+    rows = head.detach().float()
+    if network.config.maps:
+        rows = rows @ network.maps[exit_].get_parameter("weight").detach().float()
+    norm = network.norms[exit_].get_parameter("weight").detach().float()
+    return ExitHead(norm, _Format.of(precision).linear(rows))
 
 
 def describe_packed(label: str, network: Speculator) -> str:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from foretell.api import Model
-from foretell.draft.early_exit import Confidence, ExitRule, TrainedExits, measure_confidence
+from foretell.draft.exit_heads import Confidence, ExitRule, TrainedExits, measure_confidence
 from foretell.model.partial_pass import NodeStates
 from foretell.speculator.exit_calibration import ExitCalibration, exits_digest
 from foretell.speculator.network.exits import Exits
@@ -65,6 +65,10 @@ class CalibrationResult:
     check_loss: float
     check_depth: float
     check_answers: int
+    curve: tuple[tuple[float, float, float], ...]
+    """Of the chosen exits per level of `LEVELS`: the level, the mean loss of the tested answers, and the mean share of
+    the layers that run.
+    """
 
 
 def calibrate(
@@ -121,7 +125,12 @@ def calibrate(
         depth=mean_depth(tested, layers, exits, rule),
     )
     check = [_loss(a, layers, exits, rule, settings) for a in checked]
-    return CalibrationResult(calibration, float(np.mean(check)), mean_depth(checked, layers, exits, rule), len(checked))
+    curve = tuple(
+        (level, float(loss.mean()), mean_depth(tested, layers, exits, each))
+        for level, loss, each in zip(LEVELS, losses, rules, strict=True)
+    )
+    depth = mean_depth(checked, layers, exits, rule)
+    return CalibrationResult(calibration, float(np.mean(check)), depth, len(checked), curve)
 
 
 @torch.inference_mode()
@@ -134,12 +143,18 @@ def run_exits(model: Model, exits: Exits, document: Document, settings: Calibrat
     )
     heads, own = TrainedExits(exits), target_tokens(exits.full_lm_head.float(), states)
     confidence, agrees = list[np.ndarray](), list[np.ndarray]()
+    depths: torch.Tensor | None = None
+    if settings.measure == "classifier" and heads.chooses_depth:
+        depths = heads.depth_distribution(states.layers[0].to(exits.dtype))
+        if heads.chooses_once:  # by the state of the answer's first token
+            depths = depths[min(1, len(depths) - 1)].expand_as(depths)
     for i in range(len(layers)):
         h = states.layers[i].to(exits.dtype)
         previous = states.layers[len(layers) + i].to(exits.dtype) if before else h[:0]
         logits = heads.logits(i, h)
         found = NodeStates(h, np.arange(len(h))[None], previous)
-        confidence.append(measure_confidence(settings.measure, heads, i, found, logits).double().cpu().numpy())
+        sure = depths[:, i] if depths is not None else measure_confidence(settings.measure, heads, i, found, logits)
+        confidence.append(sure.double().cpu().numpy())
         best = logits.argmax(-1)
         agrees.append(((best if exits.token_of is None else exits.token_of[best]) == own).cpu().numpy())
     return AnswerExits(np.stack(confidence), np.stack(agrees))

@@ -1,8 +1,7 @@
-"""Fits the exits of a model: shortcuts in closed form, then if asked by gradient, and the classifiers."""
+"""Fits the exits of a model: shortcuts in closed form, and then if asked by gradient."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal
 
 import torch
@@ -15,11 +14,10 @@ from foretell.train.exits.states import LayerStates
 
 ExitKind = Literal["linear", "shared"]
 """`linear`: a least-squares map; `shared`: the target's own norm and head."""
-_CHUNK = 1024
+CHUNK = 1024
 """Tokens whose logits are computed at once."""
-_BATCH = 512
+BATCH = 512
 """Tokens of a batch of gradient training."""
-_CLASSIFIER_STEPS, _CLASSIFIER_RATE = 200, 3e-2
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def fit_linear(exits: Exits, states: LayerStates) -> None:
     """Set every map by least squares from the normed outputs of its layer to the input of the target's head."""
     for i in range(len(exits.config.layers)):
         fitted = LeastSquares(exits.config.target.hidden, exits.config.target.hidden)
-        for x, y in zip(states.layers[i].split(_CHUNK), states.final.split(_CHUNK), strict=True):
+        for x, y in zip(states.layers[i].split(CHUNK), states.final.split(CHUNK), strict=True):
             fitted.add(exits.norms[i](x.float()), y.float())
         exits.maps[i].get_parameter("weight").data.copy_(fitted.solve())
 
@@ -72,16 +70,22 @@ def refine(
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * (1 - step / steps)
-            index = torch.randint(len(states), (_BATCH,), generator=generator)
-            target = exits.compute_logits(states.final[index].float()).softmax(-1)
-            logits = exits.compute_logits(exits(i, states.layers[i][index].float()))
-            loss = -(target * logits.log_softmax(-1)).sum(-1).mean()
+            index = torch.randint(len(states), (BATCH,), generator=generator)
+            loss = exit_loss(exits, i, states, index)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             on_step(layer, step + 1, loss.item())
         for parameter in trained:
             parameter.requires_grad_(False)
+
+
+def exit_loss(exits: Exits, i: int, states: LayerStates, index: Int[torch.Tensor, " n"]) -> Float[torch.Tensor, ""]:
+    """Cross-entropy of exit `i` at some tokens with the target's distribution over the draft vocabulary."""
+    with torch.no_grad():
+        target = exits.compute_logits(states.final[index].float()).softmax(-1)
+    logits = exits.compute_logits(exits(i, states.layers[i][index].float()))
+    return -(target * logits.log_softmax(-1)).sum(-1).mean()
 
 
 def _modules_of(exits: Exits, i: int) -> list[torch.nn.Module]:
@@ -96,7 +100,7 @@ def predictions(
 ) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
     """The `most` largest probabilities of exit `i` at every token, and their indices in the draft vocabulary."""
     found = [
-        exits.compute_logits(exits(i, x.float())).softmax(-1).topk(most, -1) for x in states.layers[i].split(_CHUNK)
+        exits.compute_logits(exits(i, x.float())).softmax(-1).topk(most, -1) for x in states.layers[i].split(CHUNK)
     ]
     return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
 
@@ -104,34 +108,7 @@ def predictions(
 @torch.no_grad()
 def target_tokens(head: Float[torch.Tensor, "v d"], states: LayerStates) -> Int[torch.Tensor, " t"]:
     """The target's most probable token after every token."""
-    return torch.cat([F.linear(x.to(head.dtype), head).argmax(-1) for x in states.final.split(_CHUNK)])
-
-
-def fit_classifiers(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"]) -> None:
-    """Fit every classifier by logistic regression, both classes weighted alike (CALM, arXiv 2207.07061).
-
-    `target`: the target's own tokens.
-    """
-    for i in range(len(exits.config.layers)):
-        _, best = predictions(exits, i, states, 1)
-        label = (_tokens(exits, best[:, 0]) == target).float()
-        share = float(label.mean().clamp(1e-3, 1 - 1e-3))
-        weight = torch.where(label > 0, 0.5 / share, 0.5 / (1 - share))
-        trained = exits.classifier, exits.classifier_bias
-        for parameter in trained:
-            parameter.requires_grad_()
-        optimizer, batch = torch.optim.Adam(trained, _CLASSIFIER_RATE), 8 * _BATCH
-        for step, start in zip(range(_CLASSIFIER_STEPS), count(0, batch), strict=False):
-            index = torch.arange(start, start + min(batch, len(states))) % len(states)
-            for group in optimizer.param_groups:
-                group["lr"] = _CLASSIFIER_RATE * (1 - step / _CLASSIFIER_STEPS)
-            score = exits.exit_score(i, states.layers[i][index].float())
-            loss = F.binary_cross_entropy_with_logits(score, label[index], weight[index])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        for parameter in trained:
-            parameter.requires_grad_(False)
+    return torch.cat([F.linear(x.to(head.dtype), head).argmax(-1) for x in states.final.split(CHUNK)])
 
 
 def evaluate(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"], ranks: int = 4) -> list[ExitQuality]:
@@ -139,10 +116,10 @@ def evaluate(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"],
     out = list[ExitQuality]()
     for i, layer in enumerate(exits.config.layers):
         probability, index = predictions(exits, i, states, ranks)
-        hit = _tokens(exits, index) == target[:, None]
+        hit = draft_tokens(exits, index) == target[:, None]
         error = sum(
             float((exits(i, x.float()) - y.float()).square().sum())
-            for x, y in zip(states.layers[i].split(_CHUNK), states.final.split(_CHUNK), strict=True)
+            for x, y in zip(states.layers[i].split(CHUNK), states.final.split(CHUNK), strict=True)
         )
         margin, right = probability[:, 0] - probability[:, 1], hit[:, 0].double()
         sums = right[margin.argsort(descending=True)].cumsum(0)
@@ -154,5 +131,6 @@ def evaluate(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"],
     return out
 
 
-def _tokens(exits: Exits, index: Int[torch.Tensor, "*t"]) -> Int[torch.Tensor, "*t"]:
+def draft_tokens(exits: Exits, index: Int[torch.Tensor, "*t"]) -> Int[torch.Tensor, "*t"]:
+    """The tokens at indices into the draft vocabulary."""
     return index if exits.token_of is None else exits.token_of[index]

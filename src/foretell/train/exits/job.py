@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from foretell.api import Model
 from foretell.model.network import Network
@@ -16,17 +16,18 @@ from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.exits import Exits, ExitsConfig
 from foretell.train.data.dataset import Dataset, Document
+from foretell.train.exits.classifiers import HaltingSettings, fit_classifiers
 from foretell.train.exits.fit import (
     ExitKind,
     ExitQuality,
     evaluate,
-    fit_classifiers,
     fit_linear,
     refine,
     set_shared,
     target_tokens,
 )
-from foretell.train.exits.states import collect_states
+from foretell.train.exits.joint import JointSettings, cosine_table, train_jointly
+from foretell.train.exits.states import LayerStates, collect_states
 
 _HELD_OUT = 0.1
 """Share of the documents that exits are measured on."""
@@ -37,7 +38,8 @@ _MIN_TOKENS = 500
 @dataclass(frozen=True)
 class ExitSettings:
     """What is fitted. `layers`: empty, every tenth of the model; `steps`: of gradient training after the closed form;
-    `draft_vocab`: most frequent tokens that exits may give, 0: all; `inner`: width of a feed-forward network per exit.
+    `draft_vocab`: most frequent tokens that exits may give, 0: all; `inner`: width of a feed-forward network per exit,
+    or with `joint` of one for all exits, which are then trained together.
     """
 
     layers: tuple[int, ...] = ()
@@ -48,18 +50,21 @@ class ExitSettings:
     draft_vocab: int = 8192
     tokens: int = 60_000
     seed: int = 0
+    joint: JointSettings | None = None
+    halting: HaltingSettings = field(default_factory=HaltingSettings)
 
 
 @dataclass(frozen=True)
 class FittedExits:
     """Exits with their quality on held-out documents; `tokens`, `held_out`: tokens that they were fitted and measured
-    on.
+    on. `cosines`: of the gradients of exits that were trained together.
     """
 
     exits: Exits
     quality: Sequence[ExitQuality]
     tokens: int
     held_out: int
+    cosines: Float[torch.Tensor, "e e"] | None = None
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
@@ -101,18 +106,30 @@ def fit_exits(
         fit_linear(exits, states)
     else:
         set_shared(exits, final_norm_weight(network))
-    if settings.steps:
-        refine(
-            exits, states, settings.steps, settings.rate, settings.seed,
-            lambda layer, step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
-        )  # fmt: skip
+    cosines = _train_by_gradient(exits, states, settings, on_progress) if settings.steps else None
     head = model.checkpoint.embedding_and_head(torch.float32).head
     on_progress("fitting the classifiers")
-    fit_classifiers(exits, states, target_tokens(head, states))
+    fit_classifiers(exits, states, target_tokens(head, states), settings.halting, settings.seed)
     on_progress("measuring")
     others = collect_states(network, held, layers, max(_MIN_TOKENS, settings.tokens // 10))
     quality = evaluate(exits, others, target_tokens(head, others))
-    return FittedExits(exits, quality, len(states), len(others))
+    return FittedExits(exits, quality, len(states), len(others), cosines)
+
+
+def _train_by_gradient(
+    exits: Exits, states: LayerStates, settings: ExitSettings, on_progress: Callable[[str], None]
+) -> Float[torch.Tensor, "e e"] | None:
+    """Each exit by itself, or all together; then the cosines of their gradients."""
+    if settings.joint is not None:
+        return train_jointly(
+            exits, states, settings.steps, settings.rate, settings.seed, settings.joint,
+            lambda step, loss: on_progress(f"all exits: step {step}, loss {loss:.3f}"),
+        )  # fmt: skip
+    refine(
+        exits, states, settings.steps, settings.rate, settings.seed,
+        lambda layer, step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
+    )  # fmt: skip
+    return None
 
 
 def build_exits(model: Model, settings: ExitSettings, layers: tuple[int, ...], documents: Sequence[Document]) -> Exits:
@@ -128,6 +145,8 @@ def build_exits(model: Model, settings: ExitSettings, layers: tuple[int, ...], d
         layers=layers,
         maps=settings.kind == "linear",
         inner=settings.inner,
+        shared_inner=settings.joint is not None,
+        halting=settings.halting.halting,
         norm_eps=c.norm_eps,
     )
     with torch.random.fork_rng():
@@ -163,10 +182,18 @@ def save_exits(folder: Path, fitted: FittedExits, command: str) -> None:
     lines = [
         f"# Exits of {fitted.exits.target_info.name}", "",
         f"Fitted on {fitted.tokens:,} tokens of the model's own answers, measured on {fitted.held_out:,} others.", "",
-        *quality_table(fitted.quality), "",
+        *result_lines(fitted), "",
         "```", command, "```", "",
     ]  # fmt: skip
     (folder / "README.md").write_text("\n".join(lines), "utf-8")
+
+
+def result_lines(fitted: FittedExits) -> list[str]:
+    """What was measured, as lines of Markdown."""
+    table = quality_table(fitted.quality)
+    if fitted.cosines is None:
+        return table
+    return [*table, "", *cosine_table(fitted.exits.config.layers, fitted.cosines)]
 
 
 def quality_table(quality: Sequence[ExitQuality]) -> list[str]:

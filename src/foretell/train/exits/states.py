@@ -21,11 +21,12 @@ class LayerStates:
     """States of `t` tokens, document after document.
 
     `layers[i]`: outputs of the `i`-th of the layers that were asked for. `final`: the last layer's after the final
-    norm, the input of the target's head. All bfloat16.
+    norm, the input of the target's head. All bfloat16. `lengths`: tokens of every document.
     """
 
     layers: tuple[Float[torch.Tensor, "t d"], ...]
     final: Float[torch.Tensor, "t d"]
+    lengths: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.final)
@@ -50,9 +51,9 @@ def collect_states(
     """
     wanted = (*layers, network.config.layers + 1)
     parts: list[list[torch.Tensor]] = [[] for _ in wanted]
-    count, runner = 0, DecoderRunner(network)
+    lengths, runner = list[int](), DecoderRunner(network)
     for document in documents:
-        if count >= num_tokens:
+        if (count := sum(lengths)) >= num_tokens:
             break
         tokens, first = document.tokens[:longest].tolist(), max(document.start - 1, FIRST_POSITION)
         if len(tokens) <= first:
@@ -63,9 +64,9 @@ def collect_states(
         for part, states in zip(parts, output.hidden_states, strict=True):
             part.append(states[first:last].to(torch.bfloat16).cpu())
         runner.truncate(0, 0)
-        count += last - first
-        on_progress(count)
-    if not count:
+        lengths.append(last - first)
+        on_progress(count + lengths[-1])
+    if not lengths:
         raise ValueError("the data set has no answer of more than a few tokens; make one with foretell data generate")
     found = [torch.cat(part) for part in parts]
-    return LayerStates(tuple(found[:-1]), found[-1])
+    return LayerStates(tuple(found[:-1]), found[-1], tuple(lengths))

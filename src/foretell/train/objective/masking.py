@@ -1,7 +1,13 @@
 """Corruption and attention of masked diffusion training."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
+
+
+def lowest(score: Float[torch.Tensor, "b t"], count: Int[torch.Tensor, " b"]) -> Bool[torch.Tensor, "b t"]:
+    """The `count` positions of every row with the lowest scores, the earlier one of equal ones."""
+    found: torch.Tensor = score.argsort(dim=1, stable=True).argsort(dim=1) < count[:, None]
+    return found
 
 
 def draw_masks(learned: Bool[torch.Tensor, "b s"]) -> Bool[torch.Tensor, "b s"]:
@@ -9,8 +15,7 @@ def draw_masks(learned: Bool[torch.Tensor, "b s"]) -> Bool[torch.Tensor, "b s"]:
     available = learned.sum(1)
     count = (torch.rand(len(learned), device=learned.device) * available).long() + 1
     score = torch.rand(learned.shape, device=learned.device).masked_fill(~learned, 2.0)
-    rank = score.argsort(dim=1, stable=True).argsort(dim=1)
-    return (rank < count[:, None]) & learned
+    return lowest(score, count) & learned
 
 
 def bound_weights(learned: Bool[torch.Tensor, "b s"], masked: Bool[torch.Tensor, "b s"]) -> Float[torch.Tensor, "b s"]:

@@ -7,6 +7,7 @@
 #include "latent.h"
 #include "linear.h"
 #include "recurrent.h"
+#include "sparse.h"
 
 namespace {
 
@@ -35,12 +36,14 @@ class ForwardPass {
         operands_(layout.count,
                   std::max({layers[first].qkv.in, inner_width_, model.hidden, model.heads * model.head_dim, ffn_,
                             experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
-                            latent_of_ ? latent_of_->query_rank : 0}),
+                            latent_of_ ? latent_of_->query_rank : 0, widest_predictor(layers, first, last)}),
                   team),
         qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
         inner_(buffer<float>((size_t)layout.count * inner_width_)),
         product_(buffer<float>((size_t)layout.count * model.hidden)) {
     if (experts_of_) experts_.emplace(model, *experts_of_, layout.count, team);
+    for (int i = first; i < last && !sparse_; ++i)
+      if (layers[i].sparse) sparse_.emplace(model, layout.count, widest_predictor(layers, first, last), ffn_);
     if (latent_of_) latent_.emplace(model, *latent_of_, layout.count, team);
     if (cache.states) states_.emplace(*cache.states, layout.count, team);
   }
@@ -162,6 +165,14 @@ class ForwardPass {
     return nullptr;
   }
 
+  // Numbers of the largest latent vector of a predictor.
+  static int widest_predictor(const Layer* layers, int first, int last) {
+    int widest = 0;
+    for (int i = first; i < last; ++i)
+      if (layers[i].sparse) widest = std::max(widest, layers[i].sparse->predict_in.out);
+    return widest;
+  }
+
   static const Experts* first_experts(const Layer* layers, int first, int last) {
     for (int i = first; i < last; ++i)
       if (layers[i].experts) return layers[i].experts;
@@ -174,6 +185,11 @@ class ForwardPass {
     const Weight* following = after_layer(i);
     if (layer.experts && layer.down.words) return dense_and_experts(layer, following, team);
     if (layer.experts) return experts_->run(layer, x_, nullptr, operands_, following, team);
+    if (layer.sparse) {
+      sparse_->run(layer, x_, inner_.get(), operands_, team);
+      add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
+      return 0;
+    }
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
                        {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
                        &layer.down, team);
@@ -283,6 +299,7 @@ class ForwardPass {
   const Operands operands_;
   std::optional<ExpertPass> experts_;
   std::optional<LatentPass> latent_;
+  std::optional<SparsePass> sparse_;
   std::optional<StatePass> states_;
   const Buffer<float> qkv_, inner_, product_;
 };

@@ -11,8 +11,8 @@ constexpr int kMaxGroup = 16;  // query heads per key-value head
 
 constexpr int kAbiVersion = 2;  // raised when the meaning of a field changes but its layout does not
 
-// How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), as blocks of a GGUF file, or as
-// bfloat16 of which two in four inputs may not be zero.
+// How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), as blocks of a GGUF file, as
+// bfloat16 of which two in four inputs may not be zero, or by input; see by_input.h.
 enum Kind : int32_t {
   kFloat32 = 0,
   kBfloat16 = 1,
@@ -27,7 +27,9 @@ enum Kind : int32_t {
   kQ6_K = 10,
   kMXFP4 = 11,
   kQ4_Z = 12,
-  kTwoOfFour = 13
+  kTwoOfFour = 13,
+  kFloat32ByInput = 14,
+  kBfloat16ByInput = 15
 };
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third, kTwoOfFour with the first two.
@@ -43,6 +45,22 @@ struct Weight {           // one packed linear layer
   int32_t in, out;        // out counts gate and up outputs, each padded to 16, when the two are interleaved
   int32_t kind, operand;
   const Weight* next;  // further outputs of the same inputs, of another kind; or null
+  float threshold;     // stored by input: inputs of at most this magnitude count as zero
+  int32_t stored_in;   // inputs of the panels, of which the first `in` are read; 0: all
+};
+
+// How the neurons of a token are chosen: by the magnitude of their activated gate (CATS, arXiv 2404.08763), or by the
+// scores of a predictor of two matrices (Deja Vu, arXiv 2310.17157).
+enum NeuronRule : int32_t { kByGate = 0, kPredicted = 1 };
+
+struct SparseMlp {  // a gated feed-forward network that reads the neurons which each token chooses; see sparse.h
+  int32_t rule, operand;       // operand: of the rows, kFloat32Operand or kBfloat16Operand
+  float threshold;             // a neuron is read where its magnitude or score is greater
+  int32_t row_words;           // words of a row
+  Weight gate;                 // kByGate: of all neurons
+  const uint32_t *gate_rows, *up_rows;  // [ffn, row_words]; gate_rows: kPredicted
+  Weight predict_in, predict_out;       // kPredicted: to the predictor's latent vector, and from there to the scores
+  int64_t* counts;  // receive, added up: tokens, the neurons they chose, and the neurons that were read
 };
 
 struct Experts {  // the mixture of experts of a layer
@@ -125,6 +143,7 @@ struct Layer {
   const float* input_norm;
   int32_t input_first;
   float scale;  // multiplies the residual stream after the layer; 0: nothing does
+  const SparseMlp* sparse;  // what takes the place of gate_up; `down` is then stored by input. Or null
 };
 
 struct Model {
@@ -172,6 +191,15 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   const uint64_t* noise;
   const double* noise_scale;
   int32_t candidates;
+  // Least confidence in a node for it to be added, and to be expanded: its probability given its parent or, if
+  // `margin`, the difference of the two largest probabilities after its parent.
+  double min_confidence, min_expand_confidence;
+  int32_t margin;
+  // Null, or receive the outputs of the layers, [requests * (1 + width * depth), hidden], the roots' first, and the row
+  // of every node among them (-1: it was not run) and the confidence in it, [requests, 1 + budget] each.
+  float* outputs;
+  int64_t* output_row;
+  double* confidence;
   // Receive per request a tree of the root and at most `budget` nodes below it: tokens, parents (-1 for the root) and
   // scores, [requests, 1 + budget] each, and the number of nodes below the root. The root's token is not written.
   int64_t *token, *parent, *sizes;

@@ -298,7 +298,7 @@ const char* foretell_abi() {
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
-      F(Weight, operand), F(Weight, next));
+      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
@@ -317,12 +317,16 @@ const char* foretell_abi() {
     S(Latent, F(Latent, query), F(Latent, query_norm), F(Latent, key_norm), F(Latent, key), F(Latent, value),
       F(Latent, query_rank), F(Latent, kv_rank), F(Latent, nope_dim), F(Latent, rope_dim), F(Latent, value_dim),
       F(Latent, eps));
+    S(SparseMlp, F(SparseMlp, rule), F(SparseMlp, operand), F(SparseMlp, threshold), F(SparseMlp, row_words),
+      F(SparseMlp, gate), F(SparseMlp, gate_rows), F(SparseMlp, up_rows), F(SparseMlp, predict_in),
+      F(SparseMlp, predict_out), F(SparseMlp, counts));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
       F(Layer, state), F(Layer, latent), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
       F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
-      F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first), F(Layer, scale));
+      F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first),
+      F(Layer, scale), F(Layer, sparse));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
       F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));
@@ -334,8 +338,9 @@ const char* foretell_abi() {
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
       F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates),
-      F(DynamicTree, token), F(DynamicTree, parent), F(DynamicTree, sizes),
-      F(DynamicTree, score));
+      F(DynamicTree, min_confidence), F(DynamicTree, min_expand_confidence), F(DynamicTree, margin),
+      F(DynamicTree, outputs), F(DynamicTree, output_row), F(DynamicTree, confidence), F(DynamicTree, token),
+      F(DynamicTree, parent), F(DynamicTree, sizes), F(DynamicTree, score));
     S(EagleRead, F(EagleRead, states), F(EagleRead, state_rows), F(EagleRead, token), F(EagleRead, place),
       F(EagleRead, count));
     S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, parent), F(TreePass, active),

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "amx.h"
+#include "by_input.h"
 #include "interface.h"
 #include "precisions.h"
 #include "quantized.h"
@@ -72,6 +73,8 @@ void widen_words(const uint32_t* block, int group, uint32_t* words) {
 
 inline bool has_blocks(const Weight& w) { return w.kind > kInt8; }
 
+inline bool is_by_input(const Weight& w) { return w.kind >= kFloat32ByInput; }
+
 inline size_t row_words(int32_t operand, int in) {
   return with_operand(operand, [&](auto o) { return decltype(o)::Type::row_words(in); });
 }
@@ -85,7 +88,7 @@ inline size_t panel_words(int32_t kind, int in) {
   return kind == kFloat32 ? FloatProduct<Float32>::panel_words(in) : FloatProduct<Bfloat16>::panel_words(in);
 }
 
-inline size_t panel_words(const Weight& w) { return panel_words(w.kind, w.in); }
+inline size_t panel_words(const Weight& w) { return panel_words(w.kind, w.stored_in ? w.stored_in : w.in); }
 
 // What is done with a product: it is stored, added to what is there, or becomes an operand of the next product: gated,
 // activation(gate) * up, or squared, relu(up)^2.
@@ -150,6 +153,7 @@ Tile pick_tile(int tokens) {
 }
 
 const uint32_t* first_panel(const Weight& w, const Team& team) {
+  if (is_by_input(w)) return w.words;
   return w.words + team.share((w.out + kPanel - 1) / kPanel).first * panel_words(w);
 }
 
@@ -276,9 +280,30 @@ inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const 
   }
 }
 
+// y = x W^T for this thread's panels of a weight that is stored by input; inputs that are zero, or count as zero, are
+// not read.
+template <class R>
+void multiply_by_input(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
+  const int panels = (w.out + kPanel - 1) / kPanel;
+  const auto [from, to] = team.share(panels);
+  InputSums<R> sums(w.words, (size_t)panels * R::kPanelWords, w.in, tokens);
+  for (int start = 0; start < tokens; start += sums.block) {
+    const int some = std::min(sums.block, tokens - start);
+    sums.choose((const float*)x.words + (size_t)start * x.stride, x.stride, some, w.threshold);
+    for (int first = from; first < to; first += sums.width) {
+      const int last = std::min(first + sums.width, to);
+      sums.add(first, last);
+      for (int p = first; p < last; ++p)
+        for (int t = 0; t < some; ++t) apply_epilogue(output, w, sums.tile(p - first, t), p, start + t);
+    }
+  }
+}
+
 // y = x W^T for this thread's panels of one weight; its `next` is not read.
 inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
                      const Team& team) {
+  if (w.kind == kFloat32ByInput) return multiply_by_input<Float32Rows>(w, x, tokens, output, team);
+  if (w.kind == kBfloat16ByInput) return multiply_by_input<Bfloat16Rows>(w, x, tokens, output, team);
   if (uses_tiles(w, tokens)) return multiply_in_tiles(w, x, tokens, output, team);
   if (!has_blocks(w))
     return with_operand(w.operand, [&](auto o) {

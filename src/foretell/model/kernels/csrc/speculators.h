@@ -127,13 +127,13 @@ class TreeBuilder {
   struct Node {
     int64_t token;
     int parent, depth;
-    double score;
+    double score, confidence;
     int64_t number;  // of its output among those of all nodes that were run
     int32_t slot;    // of its keys and values
   };
 
   TreeBuilder(const DynamicTree& options, int request, int64_t root)
-      : options_(options), request_(request), nodes_{{root, -1, 0, 1.0, request, 0}} {}
+      : options_(options), request_(request), nodes_{{root, -1, 0, 1.0, 1.0, request, 0}} {}
 
   const Node& operator[](int i) const { return nodes_[(size_t)i]; }
   int length() const { return options_.length ? (int)options_.length[request_] : 0; }
@@ -158,29 +158,34 @@ class TreeBuilder {
     struct Child {
       int64_t token;
       int parent;
-      double score;
+      double score, confidence;
     };
     std::vector<Child> children;
     for (const int i : frontier_)
       for (int j = 0; j < count; ++j, ++probabilities, ++tokens) {
         if (j >= options_.width) continue;
         const double score = (*this)[i].score * (double)*probabilities;
-        if (score > 0 && score >= options_.min_score) children.push_back({*tokens, i, score});
+        const double confidence = options_.margin && count > 1 ? (double)(probabilities[0] - probabilities[1])
+                                                               : (double)*probabilities;
+        if (score > 0 && score >= options_.min_score && confidence >= options_.min_confidence)
+          children.push_back({*tokens, i, score, confidence});
       }
     std::stable_sort(children.begin(), children.end(),
                      [](const Child& a, const Child& b) { return a.score > b.score; });
     if ((int)children.size() > options_.budget) children.resize((size_t)options_.budget);
     frontier_.clear();
     for (const Child& child : children) {
-      if ((int)frontier_.size() < options_.width && child.score >= options_.min_expand_score)
+      if ((int)frontier_.size() < options_.width && child.score >= options_.min_expand_score &&
+          child.confidence >= options_.min_expand_confidence)
         frontier_.push_back((int)nodes_.size());
-      nodes_.push_back({child.token, child.parent, (*this)[child.parent].depth + 1, child.score, -1, 0});
+      const int depth = (*this)[child.parent].depth + 1;
+      nodes_.push_back({child.token, child.parent, depth, child.score, child.confidence, -1, 0});
     }
   }
 
   // Writes the root and the best `budget` nodes below it in order of creation (of equals the earlier ones); returns how
   // many there are below the root.
-  int write(int64_t* token, int64_t* parent, double* score) const {
+  int write(int64_t* token, int64_t* parent, double* score, int64_t* output_row, double* confidence) const {
     std::vector<int> order(nodes_.size() - 1), place(nodes_.size(), 0);
     std::iota(order.begin(), order.end(), 1);
     if ((int)order.size() > options_.budget) {
@@ -195,6 +200,10 @@ class TreeBuilder {
       token[i + 1] = node.token, parent[i + 1] = place[(size_t)node.parent], score[i + 1] = node.score;
     }
     for (int i = (int)order.size() + 1; i <= options_.budget; ++i) token[i] = 0, parent[i] = -1, score[i] = 0;
+    for (int i = 0; output_row && i <= options_.budget; ++i) {
+      const Node* node = i == 0 ? &nodes_[0] : i <= (int)order.size() ? &nodes_[(size_t)order[(size_t)i - 1]] : nullptr;
+      output_row[i] = node ? node->number : -1, confidence[i] = node ? node->confidence : 0;
+    }
     return (int)order.size();
   }
 
@@ -208,7 +217,8 @@ class TreeBuilder {
 
 // Children of a node among which the best `width` are chosen.
 int candidate_count(const DynamicTree& b, int outputs) {
-  return std::min(b.noise ? std::max(b.width, b.candidates) : b.width, outputs);
+  const int least = std::max(b.width, b.margin ? 2 : 1);
+  return std::min(b.noise ? std::max(least, b.candidates) : least, outputs);
 }
 
 // Reorders the k candidates after a node by probability given the target's noise; distributions/coupling.py does the
@@ -271,7 +281,9 @@ int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k,
   }
   for (int i = 0; i < b.requests; ++i) {
     const size_t first = (size_t)i * (size_t)(1 + b.budget);
-    b.sizes[i] = trees[(size_t)i].write(b.token + first, b.parent + first, b.score + first);
+    b.sizes[i] = trees[(size_t)i].write(b.token + first, b.parent + first, b.score + first,
+                                        b.output_row ? b.output_row + first : nullptr,
+                                        b.output_row ? b.confidence + first : nullptr);
   }
   return -1;
 }
@@ -315,13 +327,15 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b.requests; ++i) trees.emplace_back(b, i, 0);
   const int k = candidate_count(b, output.head->out);
-  const Buffer<float> outputs = buffer<float>((size_t)b.requests * (1 + (size_t)b.width * b.depth) * m.hidden);
-  std::memcpy(outputs.get(), roots, 4 * (size_t)b.requests * m.hidden);
+  const size_t rows = (size_t)b.requests * (1 + (size_t)b.width * b.depth);
+  const Buffer<float> own = buffer<float>(b.outputs ? 0 : rows * m.hidden);
+  float* outputs = b.outputs ? b.outputs : own.get();
+  std::memcpy(outputs, roots, 4 * (size_t)b.requests * m.hidden);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
-    float* next = outputs.get() + (size_t)count * m.hidden;
+    float* next = outputs + (size_t)count * m.hidden;
     const auto run_layers = [&](const Layout& layout, const int64_t* tokens, const int64_t* parents) {
-      return layers(layout, tokens, parents, outputs.get(), next);
+      return layers(layout, tokens, parents, outputs, next);
     };
     const int invalid = level ? forward_level(trees, nodes, level, count, run_layers) : -1;
     if (invalid >= 0) return invalid;

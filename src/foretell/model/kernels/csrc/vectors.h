@@ -42,11 +42,15 @@ inline Float smaller(Float a, Float b) { return select(a < b, a, b); }
 
 // The sum of all lanes, neighbours at distance 8, 4, 2, 1: one fixed order.
 inline float sum(Float v) {
+#if FORETELL_AVX512
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float lane[kLanes];
   store(lane, v);
   for (int s = kLanes / 2; s; s /= 2)
     for (int i = 0; i < s; ++i) lane[i] += lane[i + s];
   return lane[0];
+#endif
 }
 
 inline float largest(Float v) {

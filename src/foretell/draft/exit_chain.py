@@ -1,0 +1,59 @@
+"""Chains of the target's first layers and the head of one exit, in one call of the CPU kernels."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from foretell.core.context import Context
+from foretell.core.noise import noise_for_kernels
+from foretell.core.tree import TokenTree, root_tree, tree_from_scores
+from foretell.draft.exit_heads import ChainDecoder, ExitHeads
+from foretell.model.kernels import DynamicTrees, NodeLimits
+from foretell.model.partial_pass import PartialPass
+from foretell.model.runner import DecoderRunner, Runner
+
+
+@dataclass(frozen=True)
+class GrownChains:
+    """Chains, the kernel's report on them, and the pass that goes on from where their nodes stopped."""
+
+    tree: TokenTree
+    trees: DynamicTrees
+    partial: PartialPass
+
+
+class ExitChain:
+    """Grows chains in the target's cache, for an exit after `layer` layers."""
+
+    def __init__(self, decoder: ChainDecoder, layer: int, runner: Runner) -> None:
+        self._decoder, self._layer, self._runner = decoder, layer, runner
+
+    @staticmethod
+    def of(heads: ExitHeads, runner: Runner) -> "ExitChain | None":
+        """None: there are several exits, or the kernels cannot run them."""
+        if len(heads.layers) != 1 or not isinstance(runner, DecoderRunner):
+            return None
+        decoder = heads.chain_decoder(0, runner.network)
+        return None if decoder is None else ExitChain(decoder, heads.layers[0], runner)
+
+    def grow(self, context: Context, length: int, limits: NodeLimits, refused: float | None) -> GrownChains:
+        """Chains for requests that may all draft; `refused`: nodes of at most this confidence are not valid."""
+        roots = root_tree(context.last_tokens)
+        run = self._runner.begin_pass(context.rows, roots)
+        states = run.advance(np.ones(roots.token.shape, bool), self._layer).states
+        run.reserve(length)
+        rows, noise = np.array(context.rows), noise_for_kernels(context, length)
+        trees = DynamicTrees(
+            *(np.minimum(context.max_depth, length), (length, 1, length), (0.0, 0.0), rows, run.length + 1, noise),
+            *(limits, states.shape[1]),
+        )
+        self._decoder.network.grow_dynamic_trees(states, trees, run.cache, self._decoder.token_of)
+        if refused is not None:
+            trees.score[:, 1:][trees.confidence[:, 1:] <= refused] = 0
+        which = range(len(context.rows))
+        tree = tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
+        run.extend(tree)
+        place = trees.output_row[:, : tree.nodes]
+        run.record(place >= 0, self._layer, trees.outputs[torch.from_numpy(place[place >= 0])])
+        return GrownChains(tree, trees, run)

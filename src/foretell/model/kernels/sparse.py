@@ -1,0 +1,169 @@
+"""Sparse feed-forward networks packed for the kernels."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from foretell.model.kernels import structures
+from foretell.model.kernels.linear import PackedLinears
+from foretell.model.kernels.pack import allocate, interleaved_rows, pad_bias, plan_rows
+from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
+from foretell.model.kernels.structures import LANES, OPERANDS, PANEL, PANEL_KINDS, PREFIX_UNIT, Precision
+from foretell.model.sparsity import FirstNeurons, GateThreshold, InputThresholds, NeuronRule, PredictedNeurons
+from foretell.model.stored_matrix import Matrix, StoredMatrix
+
+_BY_GATE, _PREDICTED = range(2)
+"""`NeuronRule` of csrc/interface.h."""
+_UNITS = {"int8": 192, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+"""Neurons that the kernels can only leave out together, by the kind of the weights; of other kinds `PREFIX_UNIT`."""
+
+
+def floats(precision: Precision) -> Precision:
+    """The precision of rows that are chosen: float32, or bfloat16 where the network is in fewer bits."""
+    return "float32" if precision == "float32" else "bfloat16"
+
+
+def widened(matrix: Matrix) -> Float[Tensor, "o i"]:
+    """A matrix in float32."""
+    return (matrix.widen() if isinstance(matrix, StoredMatrix) else matrix.detach()).float()
+
+
+def by_input(
+    matrix: Float[Tensor, "o i"], precision: Precision, threshold: float = 0.0, bias: Tensor | None = None
+) -> tuple[structures.Weight, list[Tensor]]:
+    """A weight that is stored by input, and its memory; see csrc/by_input.h."""
+    outputs, inputs = matrix.shape
+    rows = torch.nn.functional.pad(matrix.T, (0, -outputs % PANEL))
+    if precision == "float32":
+        packed, kind = in_huge_pages(rows), "F32 by input"
+    else:
+        halves = rows.to(torch.bfloat16).view(inputs, -1, 2, LANES)
+        packed, kind = in_huge_pages(halves.transpose(2, 3)), "BF16 by input"
+    memory = [packed] if bias is None else [packed, pad_bias(bias)]
+    return structures.Weight(
+        *(packed.data_ptr(), None if bias is None else memory[1].data_ptr(), inputs, outputs),
+        *(PANEL_KINDS.index(kind), OPERANDS.index("float32"), None, threshold, 0),
+    ), memory
+
+
+def rows_of(matrix: Float[Tensor, "o i"], precision: Precision) -> Tensor:
+    """Rows of words, a whole number of vectors each."""
+    per_word = 1 if precision == "float32" else 2
+    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (LANES * per_word)))
+    return in_huge_pages(padded.to(torch.float32 if precision == "float32" else torch.bfloat16))
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """A copy, contiguous, in huge pages where the system has them: rows that lie apart take fewer TLB misses."""
+    place = allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return place.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class NeuronCounts:
+    """What sparse layers have read: per layer the tokens, the neurons these chose, and the neurons that were read, a
+    neuron that several tokens of a pass chose being read once.
+    """
+
+    numbers: Tensor
+    """[layers, 3], int64; the kernels add to it."""
+    neurons: int
+    """Of a layer."""
+
+    def chosen_share(self) -> float:
+        """Mean share of the neurons that a token chooses."""
+        tokens, chosen, _ = self.numbers.sum(0).tolist()
+        return float(chosen / max(tokens * self.neurons, 1))
+
+
+class SparseBlocks:
+    """Makes the sparse blocks of a stack from the rules of its layers and the weights of its blocks."""
+
+    def __init__(self, stack: NativeStack, read_block: Callable[[int], BlockWeights] | None) -> None:
+        self._stack, self._read = stack, read_block
+        self._floats = floats(stack.precision)
+        config = stack.config
+        self.counts = NeuronCounts(torch.zeros(config.layers, 3, dtype=torch.int64), config.ffn)
+
+    def make(self, i: int, rule: NeuronRule) -> PackedBlock:
+        """Block `i` with a rule, sharing what it can with the dense block."""
+        dense = self._stack.blocks[i]
+        struct = structures.Layer.from_buffer_copy(dense.struct)
+        if isinstance(rule, FirstNeurons):
+            return self._shortened(dense, struct, rule.size)
+        assert self._read is not None
+        weights = self._read(i)
+        assert weights.up is not None and weights.gate is not None and weights.down is not None
+        if isinstance(rule, InputThresholds):
+            further, memory = self._by_inputs(struct, weights, rule)
+        else:
+            further, memory = self._chosen(i, struct, weights, rule)
+        return PackedBlock((struct, *dense.structs[1:], *further), (*dense.tensors, *memory))
+
+    def _shortened(self, dense: PackedBlock, struct: structures.Layer, size: int) -> PackedBlock:
+        """The first neurons: a part of the same panels."""
+        kind = PANEL_KINDS[struct.down.kind]
+        unit = _UNITS.get(kind, PREFIX_UNIT)
+        whole = struct.down.input
+        if size != whole and size % unit:
+            raise ValueError(
+                f"{size} of {whole} neurons were asked for, and the kernels read multiples of {unit} of {kind} weights"
+            )
+        struct.gate_up.output = 2 * size
+        struct.down.input, struct.down.stored_input = size, whole
+        return PackedBlock((struct, *dense.structs[1:]), dense.tensors)
+
+    def _by_inputs(
+        self, struct: structures.Layer, weights: BlockWeights, rule: InputThresholds
+    ) -> tuple[list[structures.Memory], list[Tensor]]:
+        assert weights.gate is not None and weights.up is not None and weights.down is not None
+        assert weights.output is not None
+        both = torch.cat([widened(weights.gate), widened(weights.up)])
+        order = torch.from_numpy(np.ascontiguousarray(interleaved_rows(len(both) // 2)))
+        gate_up = torch.nn.functional.pad(both, (0, 0, 0, 1))[order]
+        memory = list[Tensor]()
+        for name, matrix, threshold, bias in (
+            ("qkv", torch.cat([widened(part) for part in weights.qkv]), rule.qkv, weights.qkv_bias),
+            ("output", widened(weights.output), rule.output, weights.output_bias),
+            ("gate_up", gate_up, rule.gate_up, None),
+            ("down", widened(weights.down), rule.down, None),
+        ):
+            weight, own = by_input(matrix, self._floats, threshold, bias)
+            setattr(struct, name, weight)
+            memory += own
+        return [], memory
+
+    def _chosen(
+        self, i: int, struct: structures.Layer, weights: BlockWeights, rule: GateThreshold | PredictedNeurons
+    ) -> tuple[list[structures.Memory], list[Tensor]]:
+        assert weights.gate is not None and weights.up is not None and weights.down is not None
+        struct.down, memory = by_input(widened(weights.down), self._floats)
+        up = rows_of(widened(weights.up), self._floats)
+        memory += [up, self.counts.numbers]
+        sparse = structures.SparseMlp(
+            rule=_BY_GATE if isinstance(rule, GateThreshold) else _PREDICTED,
+            operand=OPERANDS.index(self._floats),
+            threshold=rule.threshold,
+            row_words=up.nbytes // len(up) // 4,
+            up_rows=up.data_ptr(),
+            counts=self.counts.numbers[i].data_ptr(),
+        )
+        parts: list[tuple[Matrix, Tensor | None]] = [(weights.gate, None)]
+        if isinstance(rule, PredictedNeurons):
+            parts = [(rule.inputs, None), (rule.outputs, rule.bias)]
+        precision = self._stack.precision if isinstance(rule, GateThreshold) else self._floats
+        packed = PackedLinears.pack([(plan_rows([part], precision), bias) for part, bias in parts], self._stack.kernels)
+        if isinstance(rule, GateThreshold):
+            sparse.gate = packed.structs[0]
+        else:
+            sparse.predict_in, sparse.predict_out = packed.structs
+            gate_rows = rows_of(widened(weights.gate), self._floats)
+            sparse.gate_rows = gate_rows.data_ptr()
+            memory.append(gate_rows)
+        struct.gate_up, struct.sparse = structures.Weight(), ctypes.addressof(sparse)
+        return [sparse, *packed.further], [*memory, *packed.tensors]

@@ -1,0 +1,103 @@
+"""`foretell calibrate sparsity` from end to end, on a small random model, and what it refuses."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import torch
+
+from command import expect_error, run_foretell, save_tiny_model
+from foretell.load import load, open_checkpoint
+from foretell.model.activation import gated
+from foretell.sparsify.thresholds import calibrate_thresholds, magnitude_quantile
+from helpers import random_tokens
+
+CALIBRATE = "--calibration-tokens", "1024", "--held-back-tokens", "512"
+
+
+@cache
+def model() -> Path:
+    return save_tiny_model(Path(mkdtemp()) / "model", layers=2)
+
+
+@cache
+def text() -> Path:
+    path = Path(mkdtemp()) / "text.jsonl"
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), 5)) for _ in range(40)]
+    path.write_text("\n".join(json.dumps({"text": " ".join(random.choice(words, 90))}) for _ in range(8)))
+    return path
+
+
+def calibrate(out: Path, method: str, *more: str) -> None:
+    result = run_foretell("calibrate", "sparsity", model(), "--out", out, "--method", method, "--text", text(), *more)
+    assert result.exit_code == 0, (result.output, result.exception)
+
+
+@pytest.mark.parametrize("method", ["cats", "teal"])
+def test_a_calibration_says_its_price_and_runs(method: str, tmp_path: Path) -> None:
+    calibrate(tmp_path / "out", method, *CALIBRATE)
+    found = json.loads((tmp_path / "out" / "sparsity.json").read_text())
+    assert found["method"] == method and len(found["thresholds"]) == 2 and found["price"]["kl"] > 0
+    arguments: list[str | Path] = ["generate", "ab", "--model", model(), "--max-new-tokens", "6"]
+    lossy = run_foretell(*arguments, "--method", "autoregressive", "--sparsity", tmp_path / "out")
+    assert lossy.exit_code == 0 and "LOSSY" in lossy.stderr and f"{method} 0.5: KL" in lossy.stderr
+    config = json.dumps({"sparsity": str(tmp_path / "out")})
+    drafted = run_foretell(*arguments, "--method", "sparse_mlp_draft", "--speculative-config", config)
+    plain = run_foretell(*arguments, "--method", "autoregressive")
+    assert drafted.exit_code == 0 and "lossless" in drafted.stderr and drafted.stdout == plain.stdout
+
+
+def test_thresholds_leave_out_the_share_that_was_asked_for() -> None:
+    opened, tokens = open_checkpoint(model()), torch.tensor(random_tokens(128, 257)).view(2, 64)
+    found = calibrate_thresholds(opened.config, opened.weights, tokens, "cats", 0.25)
+    assert len(found) == 2
+    network = load(str(model()), "float32").checkpoint.decoder(torch.float32)
+    x = torch.randn(4, 9)
+    gate = gated(x, torch.ones_like(x), network.block(0).mlp.activation)  # type: ignore[arg-type]
+    threshold = magnitude_quantile(gate, 0.25)
+    assert float((gate.abs() <= threshold).float().mean()) == 0.25 and magnitude_quantile(gate, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sparsity", "1.5"], "at least 0 and less than 1; found 1.5"),
+        (["--method", "cat"], "did you mean 'cats'"),
+        (["--calibration-tokens", "40"], "too short a text to calibrate on"),
+        (["--calibration-tokens", "90000"], "give more text"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    found = expect_error("calibrate", "sparsity", model(), "--out", tmp_path / "x", "--text", text(), *arguments)
+    assert message in found
+
+
+def test_thresholds_of_another_model_are_refused(tmp_path: Path) -> None:
+    calibrate(tmp_path / "out", "cats", *CALIBRATE)
+    other = save_tiny_model(tmp_path / "other", layers=3)
+    arguments: list[str | Path] = ["generate", "ab", "--model", other, "--max-new-tokens", "2"]
+    assert "chosen for another model" in expect_error(*arguments, "--sparsity", tmp_path / "out")
+    assert "needs to know which neurons to read" in expect_error(*arguments, "--method", "sparse_mlp_draft")
+
+
+def test_predictors_find_more_than_a_fixed_set_and_draft_without_loss(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run_foretell(
+        *("train", "sparsity", model(), "--out", out, "--text", text(), "--rank", "8", "--steps", "20", *CALIBRATE)
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = json.loads((out / "sparsity.json").read_text())
+    assert len(found["recall"]) == len(found["recall_of_fixed_set"]) == 2 and len(found["recall_ahead"]) == 1
+    assert all(r > c for r, c in zip(found["recall"], found["recall_of_fixed_set"], strict=True)), found
+    arguments: list[str | Path] = ["generate", "ab", "--model", model(), "--max-new-tokens", "6", "--method"]
+    drafted = run_foretell(*arguments, "sparse_mlp_draft", "--speculative-config", json.dumps({"sparsity": str(out)}))
+    assert drafted.stdout == run_foretell(*arguments, "autoregressive").stdout and "lossless" in drafted.stderr
+
+
+def test_a_rank_outside_its_range_is_refused(tmp_path: Path) -> None:
+    arguments = ("train", "sparsity", model(), "--out", tmp_path / "x", "--text", text(), "--rank", "0", *CALIBRATE)
+    assert "predictors have a rank of 1 to" in expect_error(*arguments)
