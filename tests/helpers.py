@@ -56,6 +56,7 @@ VOCAB = 29
 SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "blockwise": {"heads": 3, "inner": 24},
     "draft_model": {"model": replace(TINY, layers=1)},
+    "dflash": {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256, "block_size": 5, "markov_rank": 3},
     "eagle": {"kind": "eagle", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},
     "exits": {"layers": (1,)},
     "eagle3": {"kind": "eagle3", "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256},

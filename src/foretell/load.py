@@ -18,7 +18,7 @@ from foretell.model.config_readers.architectures import is_decoder_family
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.config_readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
-from foretell.model.kernels.structures import PRECISIONS, Precision
+from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
@@ -77,8 +77,9 @@ def load(
     answer that the model is opened for; it decides the scaling of `dynamic` and `longrope` positions (default: of
     `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
-    `kv_cache_dtype`: `int8` keeps keys and values as int8, one scale per token and head, which halves the bytes of
-    bfloat16 and changes the target's distribution a little; `auto` keeps them as the model computes.
+    `kv_cache_dtype`: `int8` and `int4` keep keys and values in 8 and 4 bits, one scale per token and head, which
+    changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the upper halves
+    alone; `auto` keeps them as the model computes.
     `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET` or `tova@BUDGET` keeps about so many keys and values per
     layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all are kept.
     `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
@@ -111,6 +112,7 @@ def load(
             f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
         )
     config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    check_cache_dtype(reference, config)
     if policy is not None:
         check_compactible(config)
     precision = choose_precision(reference, dtype, config, opened.weights, torch_device)
@@ -130,6 +132,20 @@ def load(
         network = checkpoint.sparse_network(network, chosen.rules, chosen.file.label)
     variant = weights.variant or precision
     return Model(reference, config, codec.result(), network, variant, opened.eos, checkpoint, policy)
+
+
+def check_cache_dtype(reference: str, config: ModelConfig) -> None:
+    """Check that heads can be split in two halves of whole vectors, where the numbers of the cache need that.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    dims = {config.cache_sizes_of(i).head_dim for i in range(config.layers)}
+    if config.cache_dtype in ("int4", "int8-halves") and any(dim % (2 * LANES) for dim in dims):
+        raise ValueError(
+            f"{reference}: kv_cache_dtype {config.cache_dtype} needs heads of a multiple of {2 * LANES} numbers, and "
+            f"this model has heads of {', '.join(map(str, sorted(dims)))}; use int8"
+        )
 
 
 def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Model | Path:

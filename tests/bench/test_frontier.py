@@ -57,6 +57,7 @@ def test_every_way_is_priced_and_an_ended_run_is_not_repeated(tmp_path: Path) ->
     [
         (("--checkpoint", str(tiny_target())), "it is unknown what was done to it"),
         (("--exits", str(tiny_target())), "no calibration of exits is here"),
+        (("--sparsity", str(tiny_target())), "sparsity.json: cannot be read"),
         (("--families", "speed"), "unknown family 'speed'"),
         (("--hardware", "abacus"), "unknown hardware 'abacus'"),
         (("--kv-budget", "none"), "whole numbers"),
@@ -70,7 +71,7 @@ def test_names_of_ways_are_unique_and_families_are_listed() -> None:
     inputs = WayInputs(ModelOptions(str(tiny_target()), "float32"), ("int8", "float32"), (64, 128), methods=("ngram",))
     names = [way.competitor for way in all_ways(inputs)]
     assert len(set(names)) == len(names) and "float32/weights" not in names
-    assert {name.split("/")[1] for name in names} == set(FAMILIES) - {"checkpoint", "exits"}
+    assert {name.split("/")[1] for name in names} == set(FAMILIES) - {"checkpoint", "exits", "sparsity"}
 
 
 def test_predicted_gains_follow_the_bytes_of_a_pass() -> None:
@@ -85,3 +86,14 @@ def test_predicted_gains_follow_the_bytes_of_a_pass() -> None:
     assert 1 < predict.kv_budget(64) < predict.kv_budget(8) and (predict.kv_dtype("int8") or 0) > 1
     assert predict.exits(1.0, ()) == pytest.approx(1) and 1.5 < predict.exits(0.5, (8,)) < 2
     assert predict.method("no_such_method") is None and (predict.method("eagle3") or 0) > 1.5
+
+
+def test_sparsity_and_steps_outside_the_pass_are_predicted() -> None:
+    _, config = find_model("llama-2-7b")
+    device = known_hardware()["a100-80g"]
+    predict = Predictor(device, config, "bfloat16", 64)
+    assert predict.sparsity("cats", 0.0) == pytest.approx(1) and predict.sparsity("abacus", 0.5) is None
+    cats, teal = (predict.sparsity(method, 0.5) or 0 for method in ("cats", "teal"))
+    assert 1.1 < cats < (predict.sparsity("matformer", 0.5) or 0) < teal < 2
+    slow = replace(device, drafting={"model bfloat16": {"autoregressive": (0.1, 0.0, 0.0, 0.0)}})
+    assert 1 < (Predictor(slow, config, "bfloat16", 64).sparsity("teal", 0.5) or 0) < 1.1

@@ -21,6 +21,7 @@ AMOUNT = {
     **dict.fromkeys(("magnitude", "wanda", "sparsegpt"), ("--pattern", "2:4")),
     **dict.fromkeys(("svd", "asvd", "svd_llm"), ("--rank-share", "0.5")),
     "shortgpt": ("--sparsity", "0.25"),
+    "laser": ("--rank-share", "0.25"),
 }
 
 
@@ -95,6 +96,26 @@ def test_shortgpt_leaves_out_the_block_that_does_nothing(tmp_path: Path) -> None
     assert found["blocks"] == [0, 1, 3] and found["comparison"]["kl"] < 1e-9
 
 
+def test_laser_changes_one_late_matrix_to_the_least_loss_on_the_text(tmp_path: Path) -> None:
+    amounts = {
+        share: str(compress(tmp_path / share, "laser", "--rank-share", share)["amount"]) for share in ("0.1", "1")
+    }
+    searched = str(compress(tmp_path / "best", "laser")["amount"])
+
+    def loss(amount: str) -> float:
+        return float(amount.split("text ")[1].split(",")[0])
+
+    assert loss(searched) <= loss(amounts["0.1"]) and "before" in searched
+    before = float(searched.split("before ")[1].rstrip(")"))
+    assert loss(amounts["1"]) == pytest.approx(before, abs=1e-3), "the full rank changes nothing"
+    old, new = (load_file(path / "model.safetensors") for path in (model(), tmp_path / "best"))
+    changed = {name for name in old if (old[name] - new[name].float()).abs().max() > 1e-5}
+    assert len({name.split(".mlp.")[0] for name in changed}) == 1
+    assert all("mlp" in name and int(name.split(".")[2]) >= 3 for name in changed), changed
+    text = torch.from_numpy(np.array(random_tokens(60, 257)))[None]
+    assert compare(open_checkpoint(model())[:2], open_checkpoint(tmp_path / "best")[:2], text).kl < 1
+
+
 def test_an_interrupted_run_goes_on_and_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compress(tmp_path / "whole", "sparsegpt")
     started = list[int]()
@@ -142,6 +163,8 @@ def test_the_answer_of_its_source_stays_the_same_when_it_drafts(tmp_path: Path) 
         ("wanda", [], "--method wanda takes --sparsity or --pattern, found neither"),
         ("wanda", ["--sparsity", "0.5", "--pattern", "2:4"], "found --sparsity and --pattern"),
         ("wanda", ["--rank-share", "0.5"], "takes --sparsity or --pattern, found --rank-share"),
+        ("laser", ["--sparsity", "0.5"], "--method laser takes --rank-share, found --sparsity"),
+        ("laser", ["--rank-share", "2"], "--rank-share 2: the share of the rank"),
         ("svd", ["--sparsity", "0.5"], "--method svd takes --rank-share, found --sparsity"),
         ("wanda", ["--sparsity", "1.5"], "lies in 0..1, found 1.5"),
         ("wanda", ["--pattern", "4:2"], "--pattern 4:2: name how many of how many weights are kept"),

@@ -348,12 +348,15 @@ class Stepwise(EagleDrafter):
 
 @cache
 def kernel_network(precision: DraftPrecision, dtype: torch.dtype, subset: int | None) -> tuple[Decoder, EagleNetwork]:
-    """A random EAGLE-3 on the CPU kernels, with its target."""
+    """A random EAGLE-3 on the CPU kernels, with its target; with the whole vocabulary one that feeds normed outputs
+    back.
+    """
     decoder = tiny_decoder(replace(TINY, hidden=64, vocab=VOCAB), dtype=dtype)
     card = TargetInfo(name="tiny", hidden=64, vocab=VOCAB, layers=2)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
     config = EagleConfig.model_validate(
-        {"target": card, "draft_vocab": subset, "fc_norm": True, "hidden_layers": (0, 1, 3)} | sizes
+        {"target": card, "draft_vocab": subset, "fc_norm": True, "norm_output": subset is None}
+        | {"hidden_layers": (0, 1, 3), **sizes}
     )
     torch.manual_seed(5)
     network = Eagle3(config, EmbeddingAndHead(decoder.embedding.detach(), 3 * decoder.head.weight.detach()))

@@ -8,7 +8,8 @@ import torch
 
 from foretell.accept import Match, Rejection
 from foretell.core.sampling import SamplingParams
-from foretell.draft.eagle import _HELD_STEPS, EagleDrafter
+from foretell.draft import EagleDrafter
+from foretell.draft.cached_states import _HELD_STEPS
 from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method

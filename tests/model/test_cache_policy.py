@@ -273,7 +273,8 @@ def test_selected_drafts_are_lossless_behind_shared_prefixes(kind: str, name: st
     for prompt in (TEXT, [*TEXT[:50], 3, 4], [*TEXT[:64], 9], TEXT[:20]):
         (found,), (expected,) = (e.complete([Request(prompt, max_new_tokens=25)]) for e in (engine, plain))
         assert found.tokens == expected.tokens
-    assert isinstance(method.draft, SparseCacheDrafter) and method.draft.runner.selections > 8
+    assert isinstance(method.draft, SparseCacheDrafter)
+    assert isinstance(method.draft.runner, SparseCacheRunner) and method.draft.runner.selections > 8
 
 
 def test_methods_that_need_the_whole_cache_say_so() -> None:

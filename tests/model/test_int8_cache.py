@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretell.load import load
+from foretell.load import check_cache_dtype, load
 from foretell.model import kernels as native
-from foretell.model.config import ModelConfig
+from foretell.model.cache_numbers import INT8_LIMIT, quantize, rotate_blocks, widen
+from foretell.model.config import CacheDtype, ModelConfig
 from foretell.model.decoder import Decoder, SkipSet
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kv_cache import INT8_LIMIT, KVCache, rotate_blocks
+from foretell.model.kv_cache import KVCache
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
@@ -34,7 +35,7 @@ def scores(network: Network, tokens: list[int]) -> torch.Tensor:
 
 def test_rounding_is_at_most_half_a_step_after_rotation() -> None:
     for dim in (64, 80, 24):
-        cache, slots = KVCache(1, 2, dim, torch.float32, CPU, int8=True), torch.arange(5)
+        cache, slots = KVCache(1, 2, dim, torch.float32, CPU, "int8"), torch.arange(5)
         cache.reserve([0], [5])
         k, v = torch.randn(2, 5, 2, dim, generator=torch.Generator().manual_seed(0))
         k[0, 0], v[1] = 0, 3.5
@@ -46,8 +47,19 @@ def test_rounding_is_at_most_half_a_step_after_rotation() -> None:
         assert torch.equal(cache.read(0, torch.tensor([0]), 1)[0][0, 0, 0], torch.zeros(dim))
 
 
-def test_slots_move_with_their_scales() -> None:
-    cache, slots = KVCache(2, 1, 16, torch.float32, CPU, int8=True), torch.arange(4)
+def test_levels_of_4_bits_are_at_most_half_a_step_away() -> None:
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    x[0], x[1] = 0, 2.5
+    numbers, scale = quantize(x, 4)
+    found = widen(numbers, 4) * scale[:, None]
+    assert numbers.shape == (50, 32)
+    assert bool(((found - x).abs() <= 1.001 * scale[:, None]).all()), "levels are two scales apart"
+    assert torch.equal(found[0], x[0]) and torch.allclose(found.abs().amax(1), x.abs().amax(1))
+
+
+@pytest.mark.parametrize("numbers", ["int8", "int4"])
+def test_slots_move_with_their_scales(numbers: CacheDtype) -> None:
+    cache, slots = KVCache(2, 1, 16, torch.float32, CPU, numbers), torch.arange(4)
     cache.reserve([0], [4])
     x = torch.randn(4, 1, 16) * torch.tensor([1.0, 10, 100, 1000])[:, None, None]
     for layer in range(2):
@@ -60,16 +72,17 @@ def test_slots_move_with_their_scales() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int) -> None:
-    config: ModelConfig = replace(TINY, vocab=VOCAB, heads=4, kv_heads=2, head_dim=head_dim, cache_dtype="int8")
+@pytest.mark.parametrize(("head_dim", "numbers"), [(64, "int8"), (80, "int8"), (64, "int4"), (96, "int4")])
+def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int, numbers: CacheDtype) -> None:
+    config: ModelConfig = replace(TINY, vocab=VOCAB, heads=4, kv_heads=2, head_dim=head_dim, cache_dtype=numbers)
     decoder, tokens = tiny_decoder(config, dtype=torch.float32), random_tokens(40)
     plain: Decoder = tiny_decoder(replace(config, cache_dtype="auto"), dtype=torch.float32)
     networks: list[Network] = [decoder, NativeDecoder(decoder, "float32"), plain]
     torch_scores, kernel_scores, exact = (scores(network, tokens) for network in networks)
     # A rotated number halfway between two levels may be rounded to either.
-    assert (torch_scores - kernel_scores).norm() < 0.2 * (torch_scores - exact).norm() < 0.01 * exact.norm()
-    assert all("cached keys and values are int8" in network.backend.arithmetic for network in networks[:2])
+    most = 0.01 if numbers == "int8" else 0.2
+    assert (torch_scores - kernel_scores).norm() < 0.2 * (torch_scores - exact).norm() < most * exact.norm()
+    assert all(f"cached keys and values are {numbers}" in network.backend.arithmetic for network in networks[:2])
     assert "int8" not in networks[2].backend.arithmetic
 
 
@@ -89,3 +102,9 @@ def test_the_embedded_model_changes_little() -> None:
 def test_an_unknown_cache_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         load(kv_cache_dtype="int7")
+
+
+def test_heads_that_cannot_be_halved_are_refused() -> None:
+    config = replace(TINY, head_dim=16, cache_dtype="int4")
+    with pytest.raises(ValueError, match=r"m: kv_cache_dtype int4 needs heads of a multiple of 32 .* heads of 16; use"):
+        check_cache_dtype("m", config)

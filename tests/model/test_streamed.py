@@ -10,6 +10,7 @@ import torch
 from foretell.bench.random_file import random_model_file
 from foretell.model import kernels as native
 from foretell.model.kernels import uncached_file
+from foretell.model.kernels.packed_file import PackedReader
 from foretell.model.kernels.uncached_file import PAGE, UncachedFile
 from foretell.model.load import packed_cache
 from foretell.model.load.gguf import GGUF
@@ -52,7 +53,7 @@ def sizes(weights: GGUFWeights) -> list[int]:
     build_network(CONFIG, weights, "int8-activations", CPU)
     finish_writing()
     (path,) = packed_cache.cache_folder().glob("*.packed")
-    return packed_cache.PackedReader(path).sizes()
+    return PackedReader(path).sizes()
 
 
 @needs_kernels

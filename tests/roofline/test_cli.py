@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from foretell.cli import roofline_machine
@@ -117,6 +118,7 @@ def test_ten_thousand_workloads_take_under_five_cpu_seconds() -> None:
         (["hardware", "--json", "--csv"], "leave out one of them"),
         (["view", "--port", "70000"], "is no port"),
         (["calibrate", "--dtype", "int4"], "no dtype called"),
+        (["calibrate", "--device", "tpu"], "tpu"),
         (["calibrate", "--threads", "0"], "threads must lie between"),
     ],
 )
@@ -323,3 +325,24 @@ def test_a_forced_calibration_is_noted_in_its_source(tmp_path: Path, monkeypatch
     out = tmp_path / "hardware.toml"
     run_cli("calibrate", "--force", "--no-compare", "--dtype", "bfloat16", "--out", str(out))
     assert read_hardware_file(out)["this-machine"].source.endswith("while other programs use 63% of the processors")
+
+
+def test_calibration_times_the_torch_backend_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no kernels, as on a GPU, the passes of the torch backend are timed."""
+    monkeypatch.setattr("foretell.bench.random_model.native.available", lambda: False)
+    monkeypatch.setattr("foretell.bench.random_model.load_native", None)
+    monkeypatch.setattr(roofline_machine, "PROBES", tuple(replace(c, hidden=64, layers=2, ffn=96) for c in PROBES[:2]))
+    monkeypatch.setattr("foretell.roofline.calibrate.CONTEXTS", (4, 12))
+    out = tmp_path / "hardware.toml"
+    run_cli("calibrate", "--device", "cpu", "--force", "--no-compare", "--dtype", "bfloat16", "--repeat", "1", "--out",
+            str(out))  # fmt: skip
+    found = read_hardware_file(out)["this-machine"]
+    assert set(found.matmul_rates) == {"fp16"} and found.runtime.pass_overhead >= 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_calibration_of_a_missing_gpu_is_one_sentence(tmp_path: Path) -> None:
+    out = tmp_path / "hardware.toml"
+    result = CliRunner().invoke(app, ["calibrate", "--device", "cuda", "--out", str(out)])
+    assert result.exit_code == 1 and not out.exists()
+    assert result.stderr == "foretell: device cuda was asked for, but torch finds no CUDA GPU here; use --device cpu\n"

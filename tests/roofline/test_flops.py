@@ -37,11 +37,13 @@ def ours(name: str, workload: Workload) -> float:
     )
 
 
-def reference(name: str) -> torch.nn.Module:
+def reference(name: str, layers: int | None = LAYERS) -> torch.nn.Module:
+    """The random model of transformers without storage; `layers`: in place of its own."""
     keys = {k: v for k, v in builtin_models()[name].items() if k not in ("source", "sliding_window")}
     if keys["model_type"] == "phi3":
         keys["pad_token_id"] = 0
-    keys |= {"n_layer" if "n_layer" in keys else "num_hidden_layers": LAYERS}
+    if layers is not None:
+        keys |= {"n_layer" if "n_layer" in keys else "num_hidden_layers": layers}
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     with torch.device("meta"):
         module: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -80,7 +82,7 @@ def test_parameters_equal_the_reference() -> None:
         assert found == sum(p.numel() for p in dict.fromkeys(reference(name).parameters())), name
 
 
-@pytest.mark.parametrize("name", ["phi-4", "gpt-oss-20b", "falcon-7b", "vicuna-33b"])
+@pytest.mark.parametrize("name", ["phi-3.5-mini", "phi-4", "gpt-oss-20b", "gpt-oss-120b", "falcon-7b", "vicuna-33b"])
 def test_parameters_of_models_that_are_analysed_and_not_measured(name: str) -> None:
     _, config = find_model(name)
     two = replace(config, layers=LAYERS, window_layers=())
@@ -102,3 +104,12 @@ def test_latent_attention_of_a_prompt_equals_the_flop_counter() -> None:
     expected = counted(reference("deepseek-v3"), 2, 0, 33)
     found = ours("deepseek-v3", Workload("prefill", 2, 33, fusion="none", square=True))
     assert found + 2.0 * config.hidden * config.vocab * 2 * 32 == expected
+
+
+def test_every_builtin_model_has_the_parameters_of_the_reference() -> None:
+    # deepseek-v3's router bias is a buffer of the reference.
+    buffers = {"deepseek-v3": 58 * 256, "glm-4.5-air": 45 * 128}
+    for name in builtin_models():
+        _, config = find_model(name)
+        expected = sum(p.numel() for p in dict.fromkeys(reference(name, None).parameters())) + buffers.get(name, 0)
+        assert AnalyzedModel(name, config).graph("none", False).parameters == expected, name

@@ -47,7 +47,7 @@ def test_speedups_are_bounded_by_tokens_and_agree_with_break_even() -> None:
         result = rank_methods(LLAMA, A100, workload)
         for g in result.estimates:
             assert 1 <= g.speedup <= g.tokens_per_pass + 1e-9
-            assert (g.tokens_per_pass >= g.break_even_tokens - 1e-9) and (g.nodes > 1) == (g.speedup > 1)
+            assert (g.tokens_per_pass >= g.break_even_tokens - 1e-9) and (g.depth > 0) == (g.speedup > 1)
             assert g.goodput == pytest.approx(g.speedup * workload.batch / g.plain_seconds)
 
 

@@ -72,6 +72,19 @@ def test_what_stopped_an_answer(server: Server) -> None:
         assert choice["message"]["content"] == text[: text.index(stop) + include * len(stop)]
 
 
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_an_answer_that_repeats_itself_ends(server: Server, drafts: int) -> None:
+    detection = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 4}
+    fields: dict[str, Any] = {"repetition_detection": detection, "logit_bias": {"70": 100}, "max_tokens": 30}
+    answer = server.chat(**fields, speculative={"max_drafts": drafts}, return_token_ids=True)
+    (choice,) = answer.json()["choices"]
+    assert choice["token_ids"] == [70] * 4 and "x-foretell-warning" not in answer.headers
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    for wrong in ({"max_pattern_size": 2, "min_count": 1}, {"max_pattern_size": 1, "min_pattern_size": 2}):
+        response = server.chat(repetition_detection=wrong)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "repetition_detection"
+
+
 def test_a_predicted_output(server: Server) -> None:
     plain = server.chat(max_tokens=20).json()
     text = plain["choices"][0]["message"]["content"]

@@ -12,8 +12,12 @@ import torch
 from command import expect_error, run_foretell, save_tiny_model
 from foretell.load import load, open_checkpoint
 from foretell.model.activation import gated
+from foretell.model.decoder import FeedForward
+from foretell.model.sparsity import FirstNeurons, sparse_decoder
+from foretell.sparsify.activations import block_activations
+from foretell.sparsify.nested import NestedSettings, prefix_size, spread_units, train_nested
 from foretell.sparsify.thresholds import calibrate_thresholds, magnitude_quantile
-from helpers import random_tokens
+from helpers import all_logits, random_tokens
 
 CALIBRATE = "--calibration-tokens", "1024", "--held-back-tokens", "512"
 
@@ -101,3 +105,66 @@ def test_predictors_find_more_than_a_fixed_set_and_draft_without_loss(tmp_path: 
 def test_a_rank_outside_its_range_is_refused(tmp_path: Path) -> None:
     arguments = ("train", "sparsity", model(), "--out", tmp_path / "x", "--text", text(), "--rank", "0", *CALIBRATE)
     assert "predictors have a rank of 1 to" in expect_error(*arguments)
+
+
+def wide_model(folder: Path) -> Path:
+    return save_tiny_model(folder / "wide", ffn=128)
+
+
+def nest(model: Path, out: Path, *more: str) -> str:
+    result = run_foretell("train", "matformer", model, "--out", out, "--text", text(), *CALIBRATE, *more)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def test_ordering_neurons_changes_no_answer_and_the_first_ones_are_the_best(tmp_path: Path) -> None:
+    source = wide_model(tmp_path)
+    nest(source, tmp_path / "nested")
+    nest(source, tmp_path / "half", "--extract", "0.5")
+    whole, ordered, half = (load(str(p), "float32") for p in (source, tmp_path / "nested", tmp_path / "half"))
+    tokens = random_tokens(30, 257)
+    wanted, same, less = (all_logits(m.network, tokens) for m in (whole, ordered, half))
+    np.testing.assert_allclose(same, wanted, atol=1e-3)
+    assert half.config.ffn == 64 and not np.allclose(less, wanted, atol=1e-3)
+    short = sparse_decoder(ordered.checkpoint.decoder(torch.float32), [FirstNeurons(64)] * whole.config.layers)
+    np.testing.assert_allclose(less, all_logits(short, tokens), atol=1e-3)
+    arguments: list[str | Path] = [
+        "generate",
+        "ab",
+        "--model",
+        tmp_path / "nested",
+        "--max-new-tokens",
+        "6",
+        "--method",
+    ]
+    drafted = run_foretell(*arguments, "matformer_draft")
+    assert drafted.exit_code == 0 and "lossless" in drafted.stderr
+    assert drafted.stdout == run_foretell(*arguments, "autoregressive").stdout
+
+
+def test_a_training_step_on_a_prefix_leaves_the_other_neurons(tmp_path: Path) -> None:
+    opened, tokens = open_checkpoint(wide_model(tmp_path)), torch.tensor(random_tokens(64, 257)).view(1, 64)
+    block = next(iter(block_activations(opened.config, opened.weights, tokens)))
+    mlp = block.block.mlp
+    assert isinstance(mlp, FeedForward)
+    before = mlp.down.weight.data.clone()
+    train_nested(block, NestedSettings((0.5,), steps=1, rate=1e-3), torch.Generator().manual_seed(0))
+    after = mlp.down.weight.data
+    assert torch.equal(before[:, 64:], after[:, 64:]) and not torch.equal(before[:, :64], after[:, :64])
+
+
+def test_units_go_where_they_contribute_most() -> None:
+    shares = [torch.tensor([0.9, 0.1, 0.0, 0.0]), torch.tensor([0.4, 0.3, 0.2, 0.1])]
+    assert spread_units(shares, 0.5) == (64, 192) and spread_units(shares, 0) == (256, 256)
+    assert prefix_size(0.5, 192) == 64 and prefix_size(1, 100) == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--extract", "1.5"], "above 0 and at most 1, found 1.5"),
+        (["--shares", "a,b"], "numbers with commas between were expected"),
+    ],
+)
+def test_shares_outside_their_range_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
+    assert message in expect_error("train", "matformer", model(), "--out", tmp_path / "x", "--text", text(), *arguments)

@@ -115,7 +115,7 @@ LAYER = {
 }
 
 
-def _layer(
+def layer_shapes(
     at: str, inputs: int, norms: tuple[str, ...], head_dim: int, biased: bool = False
 ) -> dict[str, tuple[int, ...]]:
     rows = {"q": 4 * head_dim, "k": 2 * head_dim, "v": 2 * head_dim}
@@ -136,7 +136,7 @@ def eagle1(bias: bool = True, biased_qkv: bool = False, layers: int = 1) -> tupl
         shapes["fc.bias"] = (D,)
     for i in range(layers):
         norms = ("post_attention_layernorm",) + (("input_layernorm",) if i else ())
-        shapes |= _layer(f"layers.{i}", D, norms, D // 4, biased_qkv)
+        shapes |= layer_shapes(f"layers.{i}", D, norms, D // 4, biased_qkv)
     config = {"architectures": ["LlamaForCausalLM"], **LAYER, "num_hidden_layers": layers, "bias": bias}
     return config, drawn(shapes) | {"embed_tokens.weight": embedding_and_head().embedding}
 
@@ -144,7 +144,7 @@ def eagle1(bias: bool = True, biased_qkv: bool = False, layers: int = 1) -> tupl
 def eagle3(kept: int = 9, head_dim: int = 4, layer: str = "midlayer", aux: int = 3) -> tuple[dict[str, Any], Tensors]:
     """As SafeAILab and SpecForge publish it."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, aux * D), "norm.weight": (D,), "lm_head.weight": (kept, D)}
-    shapes |= _layer(layer, 2 * D, ("input_layernorm", "hidden_norm", "post_attention_layernorm"), head_dim)
+    shapes |= layer_shapes(layer, 2 * D, ("input_layernorm", "hidden_norm", "post_attention_layernorm"), head_dim)
     config = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, "head_dim": head_dim, "draft_vocab_size": kept}
     tensors = drawn(shapes)
     if kept < V:

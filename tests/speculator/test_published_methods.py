@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from published import LAYERS, D, V, authors_medusa, eagle1, eagle3, ibm_mlp, put, speculators_eagle3, vllm_medusa
+from test_dflash_formats import dflash
 
 from foretell.catalogue import BuildContext, build
 from foretell.engine.engine import Engine
@@ -30,6 +31,7 @@ REQUESTS = [Request(random_tokens(n, V, seed=n), max_new_tokens=12) for n in (3,
         (eagle1, "eagle2"),
         (eagle3, "eagle3"),
         (speculators_eagle3, "eagle3"),
+        (dflash, "dflash"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["torch", "kernels"])

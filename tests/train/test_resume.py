@@ -20,6 +20,7 @@ CASES: Mapping[str, tuple[str, dict[str, str]]] = {
     "medusa": ("medusa", {"heads": "2", "positions": "32"}),
     "medusa, target tuned too": ("medusa", {"heads": "2", "tune": "self", "rank": "2", "joint_from": "0.25"}),
     "blockwise": ("blockwise", {"heads": "2", "inner": "16", "draw": "one"}),
+    "dflash": ("dflash", {"anchors": "6", "markov_rank": "4", "confidence": "true", "block_size": "4"}),
     "draft_model": ("draft_model", {"layers": "1"}),
     "draft_model, written by the draft": (
         "draft_model",

@@ -55,8 +55,16 @@ def render_page(
     parts = "".join(f"<h2>{escape(name)}</h2>{table.html()}" for name, table in tables.items())
     terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(t)}</dd>" for n, t in definitions.items())
     found = ", ".join(f"{k} {v}" for k, v in machine.items())
+    return html_document(
+        title,
+        f"<p>{escape(conditions)}</p>{figures}{parts}<h2>Definitions</h2><dl>{terms}</dl>"
+        f"<p><small>{escape(found)}</small></p>",
+    )
+
+
+def html_document(title: str, body: str) -> str:
+    """A page with a heading, in the style of the reports; `body` is HTML."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1><p>{escape(conditions)}</p>"
-        f"{figures}{parts}<h2>Definitions</h2><dl>{terms}</dl><p><small>{escape(found)}</small></p></html>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{body}</html>\n"
     )

@@ -4,16 +4,18 @@ from foretell.accept import Acceptor, Match, Rejection
 from foretell.catalogue.build_context import BuildContext, cost_aware_tree, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.feature_level import (
+    DFlashOptions,
     EagleOptions,
     EagleTreeOptions,
     FeatureTreeOptions,
     MLPSpeculatorOptions,
 )
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, Predictor
+from foretell.draft import DFlashDrafter, EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, Predictor
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.pack import describe_packed, pack_network
@@ -108,25 +110,56 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
     Raises:
         ValueError: the tree is deeper than the network has stages.
     """
+    return _method_of_levels(MLPSpeculatorDrafter(network), network.stages, "stages, one for each level", options)
+
+
+def dflash(context: BuildContext, options: DFlashOptions) -> AnyMethod:
+    """DFlash with the tree of the options."""
+    network = trained_speculator(context, "dflash")
+    assert isinstance(network, DFlash)
+    return dflash_method(pack_network(network), options)
+
+
+def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
+    """DFlash with matching; sampled drafts with rejection sampling.
+
+    Raises:
+        ValueError: the tree is deeper than the blocks that the network was trained for.
+    """
+    kind = f"predicted tokens in a block of {network.config.block_size}, one for each level"
+    return _method_of_levels(DFlashDrafter(network), network.depth, kind, options)
+
+
+def _method_of_levels(
+    drafter: MLPSpeculatorDrafter | DFlashDrafter,
+    levels: int,
+    kind: str,
+    options: MLPSpeculatorOptions,
+) -> AnyMethod:
+    """A drafter with so many levels, of this kind.
+
+    Raises:
+        ValueError: the tree is deeper.
+    """
     nodes, draw = options.num_draft_tokens, options.draft_sample_method == "probabilistic"
-    depth = options.num_steps or network.stages
+    depth = options.num_steps or levels
     length = nodes if options.is_set("num_draft_tokens") else depth
     is_fixed = options.speculative_tree is not None or options.acceptance is not None
     is_chain = not is_fixed and (draw or options.eagle_topk == 1)
     deepest = max(depth, length if is_chain else 0, *map(len, options.speculative_tree or ()))
-    if deepest > network.stages:
-        raise ValueError(
-            f"this speculator has {network.stages} stages, one for each level, and {deepest} levels were asked for"
-        )
+    if deepest > levels:
+        raise ValueError(f"this speculator has {levels} {kind}, and {deepest} levels were asked for")
     shape: Shape[Predictor]
     if is_fixed:
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     else:
         shape = Chain(length, draw, _chain_confidence(options)) if is_chain else cost_aware_tree(options, depth)
-    return _method(MLPSpeculatorDrafter(network), shape, draw)
+    return _method(drafter, shape, draw)
 
 
-def _method(drafter: EagleDrafter | MLPSpeculatorDrafter, shape: Shape[Predictor], draw: bool) -> AnyMethod:
+def _method(
+    drafter: EagleDrafter | MLPSpeculatorDrafter | DFlashDrafter, shape: Shape[Predictor], draw: bool
+) -> AnyMethod:
     """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
     accept: Acceptor = Rejection() if draw else Match()
     network, label = drafter.network, drafter.label
@@ -233,6 +266,29 @@ ENTRIES = (
         builder=mtp,
         options=EagleTreeOptions,
         needs="a checkpoint with such a layer",
+    ),
+    Entry(
+        name="dflash",
+        family="feature level",
+        description=(
+            "A few layers over the target's hidden states fill a block of masks in one pass; the most probable tree of "
+            "its distributions is verified."
+        ),
+        when_to_use=(
+            "where many tokens are drafted at a time: a deeper draft costs no further pass, where EAGLE pays one per "
+            "level."
+        ),
+        papers=(
+            Paper("DFlash: Block Diffusion for Flash Speculative Decoding", "2602.06036"),
+            Paper("Accelerating Speculative Decoding with Block Diffusion Draft Trees", "2604.12989"),
+        ),
+        drafter=DFlashDrafter,
+        shape=CostAwareTree,
+        acceptor=Match,
+        builder=dflash,
+        options=DFlashOptions,
+        speculator="dflash",
+        aliases=("block_diffusion",),
     ),
     Entry(
         name="mlp_speculator",

@@ -9,12 +9,17 @@ from foretell.draft import CascadeDrafter, DraftModel, SparseCacheDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.cache_policy import CachePolicy, Retrieval, cache_policy
 from foretell.model.compact_runner import SparseCacheRunner
+from foretell.model.halves_runner import UpperHalvesRunner
 from foretell.shape import Chain
 
 
 def sparse_kv_draft(context: BuildContext, options: SparseKVDraftOptions) -> AnyMethod:
     """MagicDec: the target over selected keys drafts a chain."""
-    runner = _runner(context, cache_policy(options.cache_policy, options.cache_budget), options.cache_refresh)
+    runner: SparseCacheRunner | UpperHalvesRunner
+    if options.cache_policy == "upper_halves":
+        runner = UpperHalvesRunner(require_network(context, "drafts with a part of the target's cache"))
+    else:
+        runner = _runner(context, cache_policy(options.cache_policy, options.cache_budget), options.cache_refresh)
     shape = Chain(options.num_speculative_tokens, draw=False, confidence=options.confidence_threshold)
     return Method(SparseCacheDrafter(DraftModel(runner)), shape, Match())
 
@@ -46,6 +51,10 @@ ENTRIES = (
                 "MagicDec: Breaking the Latency-Throughput Tradeoff for Long Context Generation with Speculative "
                 "Decoding",
                 "2408.11049",
+            ),
+            Paper(
+                "QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache",
+                "2502.10424",
             ),
         ),
         drafter=SparseCacheDrafter,

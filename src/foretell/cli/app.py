@@ -33,6 +33,7 @@ COMMANDS: Sequence[Command] = (
     Command("top", "foretell.cli.top", "Watch a running server in the terminal."),
     Command("methods", "foretell.cli.methods", "List the decoding methods, or explain one of them."),
     Command("verify", "foretell.cli.verify", "Check on your model and machine that a method changes nothing."),
+    Command("reproduce", "foretell.cli.reproduce", "Check what the papers claim, on a model here."),
     Command("bench", "foretell.cli.bench", "Measure methods against plain decoding and other runtimes."),
     Command("data", "foretell.cli.data", "Generate training data: the model answers its own prompts, or given ones."),
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),

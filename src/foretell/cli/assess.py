@@ -24,6 +24,7 @@ def assess(
     dtype: options.Dtype = "auto",
     kv_cache_dtype: options.KvCacheDtype = "auto",
     kv_cache_policy: options.KvCachePolicy = None,
+    sparsity: options.Sparsity = None,
     against_dtype: Annotated[str, typer.Option(metavar="NAME", help="Dtype of --against.")] = "float32",
     text: Annotated[
         list[Path] | None,
@@ -75,7 +76,9 @@ def assess(
         seed=seed, decoded=kv_cache_policy is not None,
     )  # fmt: skip
     with spinner(f"loading {model}") as update:
-        subject = load(model, dtype, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy)
+        subject = load(
+            model, dtype, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy, sparsity=sparsity
+        )
         other = None if against is None else load(against, against_dtype, device)
         found = run(subject, other, text or [], asked, settings, update)
     broken = broken_budgets(found.measures(), budgets)
@@ -86,7 +89,8 @@ def assess(
         print_sections(sections(found))
     if out is not None:
         source = ", ".join(map(str, text)) if text else "the texts of the package"
-        conditions = f"{source}; {len(asked)} probes; KV cache {kv_cache_dtype}, policy {kv_cache_policy or 'none'}."
+        conditions = f"{source}; {len(asked)} probes; KV cache {kv_cache_dtype}, policy {kv_cache_policy or 'none'}, "
+        conditions += f"sparsity {sparsity or 'none'}."
         for path in write_assessment(out, found, conditions):
             typer.echo(str(path), err=True)
     if broken:

@@ -11,6 +11,7 @@ from foretell.cli.sparsity import fingerprint, open_source, read_calibration_tex
 from foretell.draft.exit_heads import Confidence
 from foretell.load import load
 from foretell.model.sparsity_file import SparsityFile
+from foretell.sparsify.nested import mix_sizes
 from foretell.sparsify.thresholds import THRESHOLD_METHODS, calibrate_thresholds, check_share
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset
@@ -40,7 +41,8 @@ def sparsity(
         str,
         typer.Option(
             metavar="NAME",
-            help="cats: thresholds on the activated gates of neurons; teal: on the inputs of every matrix.",
+            help="cats: thresholds on the activated gates of neurons; teal: on the inputs of every matrix; "
+            "matformer: how many first neurons each layer has.",
         ),
     ] = "cats",
     share: Annotated[
@@ -65,19 +67,28 @@ def sparsity(
 
     foretell generate "Why is the sky blue?" --sparsity half
     """
-    if method not in THRESHOLD_METHODS:
-        raise unknown("method", method, THRESHOLD_METHODS)
+    methods = (*THRESHOLD_METHODS, "matformer")
+    if method not in methods:
+        raise unknown("method", method, methods)
     check_share(share)
     console, source = Console(stderr=True), open_source(model, "calibrated")
     found = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
+    config = source.config
+    thresholds: tuple[tuple[float, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
     with console.status("reading activations") as status:
-        thresholds = calibrate_thresholds(
-            source.config, source.weights, found.calibration, method, share,
-            lambda done: status.update(f"{done} of {source.config.layers} blocks"),
-        )  # fmt: skip
+        inputs = config, source.weights, found.calibration
+
+        def report(done: int) -> None:
+            status.update(f"{done} of {config.layers} blocks")
+
+        if method == "matformer":
+            sizes = mix_sizes(*inputs, share, report)
+        else:
+            thresholds = calibrate_thresholds(*inputs, method, share, report)
     file = SparsityFile(
-        method=method, model=fingerprint(source), layers=source.config.layers, sparsity=share, thresholds=thresholds,
-        text=found.origin, tokens=found.calibration.numel(),
+        method=method, model=fingerprint(source), layers=config.layers, sparsity=share, thresholds=thresholds,
+        sizes=sizes, text=found.origin, tokens=found.calibration.numel(),
     )  # fmt: skip
     save_with_price(file, out, model, dtype, found, console)
 

@@ -40,7 +40,8 @@ def compress(
         str | None, typer.Option(metavar="N:M", help="Keep N of every M consecutive weights, such as 2:4.")
     ] = None,
     rank_share: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="svd, asvd, svd_llm: share of the full rank that is kept.")
+        float | None,
+        typer.Option(metavar="SHARE", help="svd, asvd, svd_llm, laser: share of the rank that is kept."),
     ] = None,
     text: Annotated[
         list[Path] | None,

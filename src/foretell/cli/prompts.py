@@ -245,3 +245,13 @@ def with_system_message(text: str, raw: bool, system: str | None) -> str | tuple
     if raw:
         raise ValueError("a system message needs the chat template, and raw text was asked for; leave out one of them")
     return {"role": "system", "content": system}, {"role": "user", "content": text}
+
+
+def read_texts(path: Path) -> tuple[str, ...]:
+    """The prompts of such a file as texts; of a conversation, its last message.
+
+    Raises:
+        ValueError: as `read_all_prompts`.
+    """
+    prompts = (spec.prompt for spec in read_all_prompts(path))
+    return tuple(p if isinstance(p, str) else p[-1]["content"] for p in prompts)

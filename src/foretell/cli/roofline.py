@@ -500,7 +500,10 @@ def compare_command(
 
 @app.command("calibrate")
 def calibrate_command(
-    name: Annotated[str, typer.Option(help="Name of the new hardware entry.")] = CALIBRATED,
+    name: Annotated[
+        str | None, typer.Option(help=f"Name of the new hardware entry: {CALIBRATED}, or this-gpu for cuda.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         list[str] | None, typer.Option(help="bfloat16, int8 or float32; repeatable. Default: bfloat16 and int8.")
     ] = None,
@@ -525,20 +528,25 @@ def calibrate_command(
     as_csv: AsCsv = False,
 ) -> None:
     """Measure this machine, add it as hardware, and compare predictions with passes of the embedded model."""
-    import torch
-
     from foretell.bench.competitor import MethodSpec
     from foretell.bench.machine import measure_bandwidth
     from foretell.cli import roofline_machine as machine
     from foretell.cli.setup import set_threads
+    from foretell.model.load.network import parse_device
 
     set_threads(threads)
+    where = parse_device(device)
+    key = (name or (CALIBRATED if where.type == "cpu" else "this-gpu")).lower()
     forms = {precision: machine.number_format(precision) for precision in dtype or ["bfloat16", "int8"]}
     specs = MethodSpec.parse_all(split_commas(methods)) if methods else []
+    if specs and where.type != "cpu":
+        raise ValueError("--methods are measured on the cpu alone; leave them out with --device cuda")
     disturbed = machine.interference()
     if disturbed and not force:
         raise ValueError(f"{disturbed}, so the figures would be too low; calibrate while it is idle, or add --force")
-    timings = {f.name: calibrate.time_probes(machine.probe_timers(precision, repeat)) for precision, f in forms.items()}
+    timings = {
+        f.name: calibrate.time_probes(machine.probe_timers(precision, repeat, where)) for precision, f in forms.items()
+    }
     spread = max(map(calibrate.timing_spread, timings.values()))
     if spread > calibrate.MAX_SPREAD:
         disturbed = f"the same passes took {spread:.0%} longer in another round"
@@ -547,22 +555,22 @@ def calibrate_command(
                 f"{disturbed}, so nothing was written; calibrate while the machine is idle, or add --force"
             )
     fits = {name: calibrate.fit_costs(found) for name, found in timings.items()}
-    file, title = out or user_hardware_file(), machine.processor_name()
+    file, title = out or user_hardware_file(), machine.device_title(where)
     source = f"{machine.calibration_source()}, spread of {calibrate.ROUNDS} rounds {spread:.1%}"
     if disturbed:
         source += f"; while {disturbed}"
-    stream = measure_bandwidth(torch.device("cpu"))
-    here = calibrate.calibrated_hardware(name.lower(), title, source, stream, machine.total_memory(), fits)
+    stream = measure_bandwidth(where)
+    here = calibrate.calibrated_hardware(key, title, source, stream, machine.device_memory(where), fits)
     here = replace(here, drafting=machine.calibrate_drafting(list(forms), specs))
     calibrate.add_to_file(file, here, read_hardware_file(file) if file.is_file() else {})
-    typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {name.lower()!r} to {file}", err=True)
+    typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {key!r} to {file}", err=True)
     errors = ", ".join(f"{name} bits {fit.median_error:.1%}" for name, fit in fits.items())
     typer.echo(f"two rounds differ by {spread:.1%}, the fit from the passes by {errors} (medians)", err=True)
     if not compare:
         return
     rows = []
     for precision, form in forms.items():
-        measure, config = machine.embedded_timer(precision, repeat)
+        measure, config = machine.embedded_timer(precision, repeat, where)
         checks = calibrate.check_predictions(AnalyzedModel("smollm2-135m", config), here, form, measure)
         rows += [report.check_record(precision, c) for c in checks]
         typer.echo(report.check_summary(precision, checks), err=True)

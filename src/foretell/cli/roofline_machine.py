@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from foretell.bench.competitor import MethodSpec
+from foretell.bench.machine import synchronize
 from foretell.bench.random_model import random_network
 from foretell.cli.roofline_drafting import drafting_samples
 from foretell.core.tree import TokenTree, tree_from_lists
@@ -97,21 +98,28 @@ def _cpu_share_in_use() -> float:
     return 1 - (idle_then - idle) / max(1, total_then - total)
 
 
-def total_memory() -> float:
-    """Bytes of memory of this machine."""
+def device_title(device: torch.device) -> str:
+    """Name of the processor with its threads, or of the GPU."""
+    return processor_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def device_memory(device: torch.device) -> float:
+    """Bytes of memory of this machine, or of the GPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def probe_timers(precision: str, repeat: int) -> Iterator[tuple[ModelConfig, PassTimer]]:
+def probe_timers(precision: str, repeat: int, device: torch.device) -> Iterator[tuple[ModelConfig, PassTimer]]:
     """The probe models with random weights and their timers, one in memory at a time."""
     for config in PROBES:
-        network = random_network(config, precision, torch.device("cpu"))  # type: ignore[arg-type]
+        network = random_network(config, precision, device)  # type: ignore[arg-type]
         yield config, pass_timer(network, repeat)
 
 
-def embedded_timer(precision: str, repeat: int) -> tuple[PassTimer, ModelConfig]:
+def embedded_timer(precision: str, repeat: int, device: torch.device) -> tuple[PassTimer, ModelConfig]:
     """The timer of the embedded model, and its configuration."""
-    model = load(DEFAULT_MODEL, dtype=precision)
+    model = load(DEFAULT_MODEL, dtype=precision, device=str(device))
     finish_writing()
     return pass_timer(model.network, repeat), model.config
 
@@ -146,10 +154,12 @@ def pass_timer(network: Network, repeat: int) -> PassTimer:
             piece = chain(min(PROMPT_CHUNK, context - runner.length(0)))
             runner.forward([0], piece, scored=np.zeros((1, piece.nodes), bool))
             runner.commit(0, list(range(piece.nodes)))
+        synchronize(network.device)
         tree, best, since, times = chain(tokens), float("inf"), 0, list[float]()
         until = time.perf_counter() + MAX_SECONDS
         while since < repeat and (start := time.perf_counter()) < until:
             runner.forward([0], tree)
+            synchronize(network.device)
             took = time.perf_counter() - start
             since = 0 if took < IMPROVEMENT * best else since + 1
             best = min(best, took)

@@ -18,6 +18,7 @@ from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.cli.train_exits import exits
+from foretell.cli.train_matformer import matformer
 from foretell.cli.train_sparsity import sparsity
 from foretell.load import load
 from foretell.train.loop.curve import StepMetrics, write_curve
@@ -32,7 +33,7 @@ from foretell.utils.validation import explain
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_OTHERS = "exits", "sparsity"
+_OTHERS = "exits", "sparsity", "matformer"
 """Commands beside the training of speculators."""
 
 
@@ -71,7 +72,7 @@ def train(
         str,
         typer.Argument(
             metavar="NAME",
-            help="What to train: eagle3, mlp_speculator, medusa …; see also `train exits` and `train sparsity`.",
+            help="What to train: eagle3, mlp_speculator, medusa …; see also `train exits`, `sparsity`, `matformer`.",
         ),
     ],
     data: Annotated[
@@ -172,6 +173,7 @@ def train(
 
 app.command(_OTHERS[0], context_settings=_HELP)(exits)
 app.command(_OTHERS[1], context_settings=_HELP)(sparsity)
+app.command(_OTHERS[2], context_settings=_HELP)(matformer)
 
 
 def run(settings: TrainingSettings, command: str) -> None:

@@ -59,13 +59,14 @@ def verify(
 
         foretell verify draft_model --model big/ --draft-model small/ --samples 20000
     """
+    from foretell.cli.prompts import read_texts
     from foretell.cli.setup import LongTextOptions, load_models, parse_method, spinner
     from foretell.verify import Verifier, VerifySettings, buildable_methods
     from foretell.verify.prompts import PROMPTS
 
     wish = parse_method(None, speculative_config, draft_model, methods or ())
     chosen = methods or ([wish.name] if wish.config.method else [])
-    texts = PROMPTS if prompts is None else _read_texts(prompts)
+    texts = PROMPTS if prompts is None else read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
     long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype)
     ready = load_models(model, dtype, device, wish, reference, long_text=long_text)
@@ -80,14 +81,6 @@ def verify(
         typer.echo(json.dumps([report_json(r) for r in reports], indent=1, ensure_ascii=False))
     failed = [r.method for r in reports if not r.passed and (r.lossless or strict)]
     print_conclusion(reports, failed, as_json)
-
-
-def _read_texts(path: Path) -> tuple[str, ...]:
-    """The prompts of a file; of a conversation, its last message."""
-    from foretell.cli.prompts import read_all_prompts
-
-    prompts = (task.prompt for task in read_all_prompts(path))
-    return tuple(p if isinstance(p, str) else p[-1]["content"] for p in prompts)
 
 
 def print_report(report: "VerifyReport") -> None:

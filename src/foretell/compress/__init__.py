@@ -18,7 +18,9 @@ LOW_RANK: Mapping[str, Callable[[float], Compressor]] = {"svd": SVD, "asvd": ASV
 """Methods that replace matrices by products of two thin ones, by name; made of the share of the rank that is kept."""
 SHORTGPT = "shortgpt"
 """The method that leaves out blocks."""
-METHODS = (*PRUNING, *LOW_RANK, SHORTGPT)
+LASER = "laser"
+"""The method that lowers the rank of one matrix."""
+METHODS = (*PRUNING, *LOW_RANK, SHORTGPT, LASER)
 """Names of all methods."""
 
-__all__ = ["LOW_RANK", "METHODS", "PRUNING", "SHORTGPT"]
+__all__ = ["LASER", "LOW_RANK", "METHODS", "PRUNING", "SHORTGPT"]

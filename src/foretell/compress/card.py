@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foretell.compress import LOW_RANK, SHORTGPT
+from foretell.compress import LASER, LOW_RANK, SHORTGPT
 from foretell.quantize.evaluate import Comparison
 
 CARD = "compression.json"
@@ -37,6 +37,8 @@ class Card:
         """How Foretell runs the model, in a sentence."""
         if self.method == SHORTGPT:
             return "It has fewer blocks, so a pass reads less."
+        if self.method == LASER:
+            return "One matrix has a lower rank and is stored dense, so it is as fast as the source."
         if self.method in LOW_RANK:
             return "The products of the thin matrices are stored and run as dense matrices, as fast as the source."
         if self.two_of_four:

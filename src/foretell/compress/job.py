@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
-from foretell.compress import LOW_RANK, METHODS, PRUNING, SHORTGPT
+from foretell.compress import LASER, LOW_RANK, METHODS, PRUNING, SHORTGPT
 from foretell.compress.base import Compressor
 from foretell.compress.card import Card, write_card
+from foretell.compress.laser import SHARES, best_reduction
+from foretell.compress.low_rank import check_share
 from foretell.compress.sparsity import Pattern, Sparsity
 from foretell.compress.unfinished import UnfinishedResult, text_digest
 from foretell.load import open_checkpoint
@@ -28,16 +30,21 @@ from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
+ChangedBlocks = Callable[[int], Mapping[str, Tensor] | None]
+"""The tensors of a block, by its index in the source; None: it stays as it is."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A method with its amount: of a method for matrices the compressor, of ShortGPT the number of blocks left out."""
+    """A method with its amount: of a method for matrices the compressor, of ShortGPT the number of blocks left out, of
+    LASER the shares of a rank that it tries.
+    """
 
     method: str
     amount: str
     compressor: Compressor | None = None
     dropped: int = 0
+    shares: tuple[float, ...] = ()
     two_of_four: bool = False
     """Whether at most two of four consecutive weights stay."""
 
@@ -56,8 +63,12 @@ def plan(source: Source, method: str, sparsity: float | None, pattern: str | Non
     if method not in METHODS:
         raise unknown("method", method, METHODS)
     given = {"--sparsity": sparsity, "--pattern": pattern, "--rank-share": rank_share}
-    wanted = ["--rank-share"] if method in LOW_RANK else ["--sparsity"] if method == SHORTGPT else list(given)[:2]
+    wanted = (
+        ["--rank-share"] if method in (*LOW_RANK, LASER) else ["--sparsity"] if method == SHORTGPT else list(given)[:2]
+    )
     found = [name for name, value in given.items() if value is not None]
+    if method == LASER and found in ([], ["--rank-share"]):
+        return _plan_reduction(rank_share)
     if len(found) != 1 or found[0] not in wanted:
         raise ValueError(f"--method {method} takes {' or '.join(wanted)}, found {' and '.join(found) or 'neither'}")
     if method == SHORTGPT:
@@ -74,6 +85,13 @@ def plan(source: Source, method: str, sparsity: float | None, pattern: str | Non
 
 def _within_two_of_four(pattern: Pattern) -> bool:
     return pattern.group == 4 and pattern.kept <= 2
+
+
+def _plan_reduction(rank_share: float | None) -> Plan:
+    if rank_share is None:
+        return Plan(LASER, "the best rank share", shares=SHARES)
+    check_share(rank_share)
+    return Plan(LASER, f"rank share {rank_share:g}", shares=(rank_share,))
 
 
 def _plan_blocks(source: Source, share: float) -> Plan:
@@ -107,13 +125,18 @@ def compress_model(
     work = UnfinishedResult(out, job)
     try:
         text = work.text(read_text)
-        kept = _run_blocks(source, chosen, text, work, progress)
+        if chosen.shares:
+            chosen, changed = _reduce(source, chosen, text, progress)
+            kept = list(range(source.config.layers))
+        else:
+            kept = _run_blocks(source, chosen, text, work, progress)
+            changed = work.block if chosen.compressor is not None else _unchanged
     except ValueError:
         work.remove()
         raise
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        _write(source, kept, work if chosen.compressor is not None else None, part)
+        _write(source, kept, changed, part)
         opened = open_checkpoint(part)
         compared = compare((source.config, source.weights), (opened.config, opened.weights), text.held_back)
         card = Card(
@@ -135,6 +158,19 @@ def compress_model(
         return card
     finally:
         remove(part)
+
+
+def _unchanged(i: int) -> None:
+    """No block is changed."""
+
+
+def _reduce(
+    source: Source, chosen: Plan, text: CalibrationText, progress: Callable[[int], None]
+) -> tuple[Plan, ChangedBlocks]:
+    """Lower the rank of the best matrix; the plan that says which it is, and the tensors of its block."""
+    found, block = best_reduction(source, text.calibration, chosen.shares, progress)
+    tensors = _dense_tensors(source, found.block, found.block, block)
+    return replace(chosen, amount=found.amount), {found.block: tensors}.get
 
 
 def _run_blocks(
@@ -178,8 +214,8 @@ def _dense_tensors(source: Source, old: int, new: int, block: Any) -> dict[str, 
     return found
 
 
-def _write(source: Source, kept: list[int], work: UnfinishedResult | None, part: Path) -> None:
-    """Write the checkpoint: blocks from `work`, or where it is None the unchanged ones."""
+def _write(source: Source, kept: list[int], changed: ChangedBlocks, part: Path) -> None:
+    """Write the checkpoint."""
     c, dtype = source.config, _dtype(source)
     folder = source.path if source.path.is_dir() else None
     name = str(dtype).removeprefix("torch.")
@@ -193,19 +229,18 @@ def _write(source: Source, kept: list[int], work: UnfinishedResult | None, part:
             if isinstance(value, list) and key.startswith("layer") and len(value) == c.layers
         }
     directory = CheckpointDirectory(part, replace(c, layers=len(kept)), dtype, folder, source.codec, further)
-    for key, tensor in _tensors(source, kept, work):
+    for key, tensor in _tensors(source, kept, changed):
         directory.add(key, tensor)
     directory.finish()
 
 
-def _tensors(
-    source: Source, kept: list[int], work: UnfinishedResult | None
-) -> Iterator[tuple[str, Float[Tensor, "*shape"]]]:
+def _tensors(source: Source, kept: list[int], changed: ChangedBlocks) -> Iterator[tuple[str, Float[Tensor, "*shape"]]]:
     c, weights = source.config, source.weights
     yield EMBEDDING, weights.require(EMBEDDING, c.vocab, c.hidden)
     for new, old in enumerate(kept):
-        if work is not None:
-            yield from work.block(old).items()
+        tensors = changed(old)
+        if tensors is not None:
+            yield from tensors.items()
         else:
             yield from _dense_tensors(source, old, new, build_block(c, old, weights, torch.float32, _CPU)).items()
         weights.release_pages()

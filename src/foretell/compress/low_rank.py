@@ -22,6 +22,21 @@ _ASVD_EXPONENT = 0.5
 """Of the mean magnitudes of the inputs in ASVD (alpha in the paper)."""
 
 
+def check_share(share: float) -> None:
+    """Refuse a share of a rank.
+
+    Raises:
+        ValueError: it is not above 0 and at most 1.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"--rank-share {share:g}: the share of the rank that is kept lies above 0, up to 1")
+
+
+def rank_of(share: float, outputs: int, inputs: int) -> int:
+    """The rank that is a share of the full one, at least 1."""
+    return max(1, round(share * min(outputs, inputs)))
+
+
 @dataclass(frozen=True)
 class _LowRank(Compressor):
     """`share`: of the full rank, min(o, i), that is kept.
@@ -33,12 +48,11 @@ class _LowRank(Compressor):
     share: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"--rank-share {self.share:g}: the share of the rank that is kept lies above 0, up to 1")
+        check_share(self.share)
 
     def rank(self, outputs: int, inputs: int) -> int:
         """The rank of a matrix of this shape."""
-        return max(1, round(self.share * min(outputs, inputs)))
+        return rank_of(self.share, outputs, inputs)
 
     @abstractmethod
     def moment(self, inputs: InputStatistics | None, width: int) -> Float[Tensor, "i i"]:

@@ -5,6 +5,7 @@ from foretell.draft.cascade import CascadeDrafter
 from foretell.draft.combined import CombinedRetriever
 from foretell.draft.cross_tokenizer import CrossTokenizerDrafter
 from foretell.draft.datastore import DatastoreRetriever
+from foretell.draft.dflash import DFlashDrafter
 from foretell.draft.draft_model import DraftModel
 from foretell.draft.eagle import EagleDrafter, MTPDrafter
 from foretell.draft.early_exit import EarlyExitDrafter
@@ -30,6 +31,7 @@ __all__ = [
     "CombinedRetriever",
     "Continuation",
     "CrossTokenizerDrafter",
+    "DFlashDrafter",
     "DatastoreRetriever",
     "DraftModel",
     "Drafter",

@@ -1,169 +1,37 @@
 """Drafting with EAGLE: from the target's hidden states up to the root, and from the layer's own outputs below it."""
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.context import Context, TokenBuffer
 from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, tree_from_scores
-from foretell.draft.base import Predictor, TopTokens
-from foretell.draft.target_states import ObservedStep, PrefixState, TargetStates, concatenate_states
+from foretell.draft.base import TopTokens
+from foretell.draft.cached_states import CachedStatesPredictor, layout_of
 from foretell.model.kernels import DynamicTrees
 from foretell.model.layout import Layout
 from foretell.model.mtp import MTPLayer
 from foretell.speculator.network.eagle import EagleNetwork
 
-_HELD_STEPS = 32
-"""Last steps that are held while the method does not draft; what came before is left out when it drafts again."""
 
-
-class EagleDrafter(Predictor):
+class EagleDrafter(CachedStatesPredictor):
     """EAGLE's layers with their own cache (EAGLE, arXiv 2401.15077, 2406.16858, 2503.01840).
 
     Keys of positions that the target has read are computed from its hidden states and stay in the cache. Keys of
-    drafted nodes are computed from the layer's own outputs and are overwritten in the next step. Up to `max_pending`
-    positions that the target has read are pending until the next draft, whose first call reads them with the root; more
-    of them are read at once, those of all requests together.
-
-    It may begin anywhere in a sequence: what lies before is not attended to. So a request need not read the prefix of
-    its prompt again that other requests have read, and steps in which the method does not draft cost nothing.
+    drafted nodes are computed from the layer's own outputs and are overwritten in the next step.
     """
 
     label = "one layer in the target's feature space"
-    resumes = True
 
     def __init__(self, network: EagleNetwork | MTPLayer, max_pending: int = 32) -> None:
-        self.network, self.hidden_layers, self.max_context = network, network.hidden_layers, network.context
-        self._max_pending = max(max_pending, 1)
-        self._cache = network.new_cache(network.device)
+        super().__init__(network, max_pending)
+        self.network = network
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
-        self._prefixes: dict[int, PrefixState] = {}
-        self._proposed: dict[int, tuple[int, list[TargetStates]]] = {}
-        """Length and pending states of each row before this step's proposal: a step that fails proposes again."""
-        self._held = deque[ObservedStep](maxlen=_HELD_STEPS)
-        """Steps without drafting."""
-        self._released: dict[int, int] = {}
-        """How many of the held steps do not count for a row: it was released, or they were taken in."""
         self._nodes = _DraftedNodes(np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
-        """0 for sequences that the target has not read up to their last token, and before the first new token: whether
-        the target has read a prompt up to its last token depends on its chunks, and sampled answers must not.
-        """
-        self._add_held()
-        depths = super().max_depths(context)
-        for i, (row, text) in enumerate(zip(context.rows, context.sequences, strict=True)):
-            known = self._prefixes.get(row)
-            if text.length == text.prompt_length or known is None or known.end != text.length - 1:
-                depths[i] = 0
-        return depths
-
-    def observe(self, step: StepResult) -> None:
-        """Keep the target's states at the accepted nodes."""
-        self._proposed = {}
-        if not step.drafting:
-            if len(self._held) == _HELD_STEPS:
-                self._released = {row: count - 1 for row, count in self._released.items() if count > 1}
-            self._held.append(ObservedStep.of(step))
-            return
-        self._add_held()
-        observed = ObservedStep.of(step)
-        for i in range(len(observed.rows)):
-            self._add(observed, i)
-        long = [
-            (row, text)
-            for row, text in zip(step.context.rows, step.context.sequences, strict=True)
-            if row in self._prefixes and self._prefixes[row].pending_count > self._max_pending
-        ]
-        if long:
-            rows = [row for row, _ in long]
-            counts = [self._prefixes[row].pending_count - 1 for row in rows]
-            self._forward_target_states(rows, [text for _, text in long], counts)
-
-    def _add_held(self) -> None:
-        """Take in the steps without drafting."""
-        if self._held:
-            for row in {row for step in self._held for row in step.rows}:
-                self._add_held_row(row)
-            self._held.clear()
-            self._released.clear()
-
-    def _add_held_row(self, row: int) -> None:
-        """Take in what they have of one row."""
-        first = self._released.get(row, 0)
-        for step in list(self._held)[first:]:
-            if row in step.rows:
-                self._add(step, step.rows.index(row))
-        if self._held:
-            self._released[row] = len(self._held)
-        known = self._prefixes.get(row)
-        if known is not None and len(known.pending) > 2 * _HELD_STEPS:  # they hold the states of whole passes
-            self._forget(row)
-            self._prefixes[row] = known.latest(_HELD_STEPS)
-
-    def _add(self, step: ObservedStep, i: int) -> None:
-        """Add the states of request `i` of a step to those that are pending."""
-        row, start = step.rows[i], step.starts[i]
-        known = self._prefixes.get(row)
-        if known is None or known.end != start or step.lengths[i] > self.max_context:
-            self._forget(row)
-            if step.lengths[i] > self.max_context:
-                return
-            known = self._prefixes[row] = PrefixState(start)
-        places = step.hidden_index[i, list(step.paths[i])][: step.lengths[i] - 1 - start]
-        if len(places):
-            known.pending.append(TargetStates(step.hidden_states, places))
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        if self._held:
-            self._released[row] = len(self._held)
-        self._forget(row)
-
-    def _forget(self, row: int) -> None:
-        self._prefixes.pop(row, None)
-        self._cache.truncate(row, 0)
-
-    def rewind(self, row: int, length: int) -> int:
-        """Keep the positions of the shared tokens, if all from some position on are known; otherwise begin after
-        them.
-        """
-        self._add_held_row(row)
-        known = self._prefixes.get(row)
-        if known is None or not known.start <= length <= known.end:
-            return self._begin_after(row, length)
-        known.truncate(length)
-        self._cache.truncate(row, known.length)
-        return length
-
-    def _begin_after(self, row: int, length: int) -> int:
-        """Forget a row, whose request begins after a prefix that was not observed. SmolLM2's EAGLE-3 gave 2.24, 2.42,
-        2.56 and 2.62 tokens per pass with 1, 8, 64 and all 106 tokens of the prompt (96 new tokens).
-        """
-        self.release(row)
-        self._prefixes[row] = PrefixState(length)
-        return length
-
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """Copy the positions of the shared tokens, if all from some position on are known; otherwise begin after
-        them.
-        """
-        self._add_held_row(source)
-        self.release(target)
-        known = self._prefixes.get(source)
-        if known is None or not known.start <= length <= known.end:
-            return self._begin_after(target, length)
-        copied = self._prefixes[target] = replace(known)
-        copied.truncate(length)
-        if copied.length:
-            self._cache.copy_row(source, target, copied.length)
-        return length
 
     @torch.inference_mode()
     def expand(
@@ -226,34 +94,16 @@ class EagleDrafter(Predictor):
             return self._cache.k.new_zeros(0, self.network.hidden, dtype=self.network.dtype)
         self._restore(rows)
         counts = [self._prefixes[row].pending_count for row in rows]
-        read = self._forward_target_states(rows, [context.sequences[i] for i in active], counts)
+        read = self._read_pending(rows, [context.sequences[i] for i in active], counts)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]
 
-    def _restore(self, rows: Sequence[int]) -> None:
-        """Take rows back to their state before this step's proposal."""
-        for row in rows:
-            prefix = self._prefixes[row]
-            prefix.length, prefix.pending = self._proposed.setdefault(row, (prefix.length, prefix.pending))
-
-    def _take_pending(
-        self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
-    ) -> tuple[Int[np.ndarray, " t"], TargetStates]:
-        """The tokens and the target's states of the next positions of some rows, which count as read."""
-        first = [self._prefixes[row].start + self._prefixes[row].length for row in rows]
-        token = [t.tokens[f + 1 : f + 1 + n] for t, f, n in zip(texts, first, counts, strict=True)]
-        states = concatenate_states([self._prefixes[row].take(count) for row, count in zip(rows, counts, strict=True)])
-        return token[0] if len(token) == 1 else np.concatenate(token), states
-
     @torch.inference_mode()
-    def _forward_target_states(
+    def _read_pending(
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
     ) -> Float[torch.Tensor, "t d"]:
         """Read the next positions of some rows from the target's states."""
-        first = [self._prefixes[row].length for row in rows]
-        self._cache.reserve(rows, [f + n for f, n in zip(first, counts, strict=True)])
-        slot = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
+        layout = self._reserve_pending(rows, counts)
         token, states = self._take_pending(rows, texts, counts)
-        layout = _layout(np.repeat(rows, counts), slot, slot, slot + 1, [])
         return self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
     def _forward_nodes(
@@ -316,20 +166,5 @@ class _DraftedNodes:
         slot = np.array([slots[-1] for slots in extra])
         depth = np.array([len(slots) for slots in extra])
         # A root is at the last position of its prefix.
-        layout = _layout(self._row[batch_row], slot, length - 1 + depth, length, extra)
+        layout = layout_of(self._row[batch_row], slot, length - 1 + depth, length, extra)
         return parent, layout
-
-
-def _layout(
-    row: Int[np.ndarray, " t"],
-    slot: Int[np.ndarray, " t"],
-    position: Int[np.ndarray, " t"],
-    prefix: Int[np.ndarray, " t"],
-    extra: Sequence[Sequence[int]],
-) -> Layout:
-    """A layout from arrays; without `extra` tokens attend to their prefix only."""
-    seen = np.full((len(row), max(map(len, extra), default=0)), -1, np.int32)
-    for i, slots in enumerate(extra):
-        seen[i, : len(slots)] = slots
-    parts = [np.asarray(part, np.int32) for part in (row, slot, position, prefix)]
-    return Layout(*(torch.from_numpy(part) for part in (*parts, seen)))

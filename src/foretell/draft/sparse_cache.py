@@ -11,13 +11,15 @@ from foretell.draft.base import Predictor
 from foretell.draft.cascade import CascadeDrafter
 from foretell.draft.draft_model import DraftModel
 from foretell.model.compact_runner import SparseCacheRunner
+from foretell.model.halves_runner import UpperHalvesRunner
 from foretell.model.runner import Runner
 
 
 class SparseCacheDrafter(Predictor):
     """Drafts with the target itself, attending to selected keys and values of its cache (MagicDec, arXiv 2408.11049).
 
-    The text that the target has read is not read again: its keys and values are copied. There is no draft before the
+    The text that the target has read is not read again: its keys and values are copied, or the upper halves of all of
+    them are read where they lie (QuantSpec, arXiv 2502.10424). There is no draft before the
     target has read the prompt. `model` reads with the runner: a `DraftModel`, or a `CascadeDrafter`, for which a
     smaller model drafts (TriForce, arXiv 2404.11912).
     """
@@ -26,7 +28,7 @@ class SparseCacheDrafter(Predictor):
 
     def __init__(self, model: DraftModel | CascadeDrafter) -> None:
         runner = model.runner
-        assert isinstance(runner, SparseCacheRunner)
+        assert isinstance(runner, SparseCacheRunner | UpperHalvesRunner)
         self.runner, self.model, self.hidden_layers = runner, model, model.hidden_layers
         self.max_context = model.max_context
 

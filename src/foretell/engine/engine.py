@@ -25,6 +25,7 @@ from foretell.engine.logprobs import TokenLogprobs, new_token_logprobs, prompt_t
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.provenance import describe_pass
+from foretell.engine.repetition import REPETITION, REPETITION_DETECTED
 from foretell.engine.request import Completion, Request, Update, validate_request
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
@@ -617,14 +618,14 @@ class Engine:
         if statistics.new_tokens == len(tokens):
             prompt = r.prompt_logprobs
         text, stop = new.text, new.stop
-        reason = "stop" if stop is not None or ended else "length" if r.remaining_tokens <= 0 else None
+        reason = "stop" if stop is not None or ended else r.reason_to_end
         if reason is not None and stop is None:
             rest = r.text.finish()
             text, stop, reason = text + rest.text, rest.stop, "stop" if rest.stop is not None else reason
         by_token = reason == "stop" and stop is None and tokens[-1] in r.request.stop_token_ids
         return Update(
             *(r.number, tokens, text, accepted, logprobs.logprobs, logprobs.top, prompt.logprobs, prompt.top, reason),
-            stop_reason=tokens[-1] if by_token else stop,
+            stop_reason=REPETITION_DETECTED if reason == REPETITION else tokens[-1] if by_token else stop,
             drafted=drafted,
             passes=(describe_pass(step, i, tokens, r.method.method.draft.origin, time),)
             if r.request.return_drafts

@@ -9,6 +9,7 @@ from foretell.draft.prediction import Prediction
 from foretell.engine.answer_text import AnswerText
 from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.method import BoundMethod
+from foretell.engine.repetition import REPETITION, RepetitionWatch
 from foretell.engine.request import Request
 from foretell.engine.statistics import RequestStatistics
 from foretell.tokenizer.stream import Detokenizer, StopStrings
@@ -32,6 +33,8 @@ class LiveRequest:
         self.rules = rules if rules.restricts else None
         self.prompt_logprobs = TokenLogprobs()
         self.max_new_tokens = min(request.max_new_tokens, context - len(request.prompt))
+        detection, min_tokens = request.repetition_detection, request.sampling_params.min_tokens
+        self.repetition = None if detection is None else RepetitionWatch(detection, min_tokens, self.max_new_tokens)
         self.prediction = Prediction(request.prediction) if request.prediction else None
         self.count_prediction()
 
@@ -58,13 +61,22 @@ class LiveRequest:
         return self.request.prompt_logprobs is not None and len(self.sequence.generated) == 0
 
     def until_end(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens up to the first that ends the answer, which is included."""
+        """The tokens up to the first that ends the answer, which is included; called once for all new tokens."""
+        if self.repetition is not None:
+            tokens = tokens[: self.repetition.until_repetition(tokens)]
         ending = self.request.ending_tokens
         for count, token in enumerate(tokens, 1):
             done = self.rules is not None and self.rules.is_complete(self.sequence.generated, tokens[:count])
             if token in ending or done:
                 return list(tokens[:count])
         return list(tokens)
+
+    @property
+    def reason_to_end(self) -> str | None:
+        """The `finish_reason` of an answer that neither a token nor a stop string has ended; None: it goes on."""
+        if self.remaining_tokens <= 0:
+            return "length"
+        return REPETITION if self.repetition is not None and self.repetition.found else None
 
     def has_ended(self) -> bool:
         """Whether the last token ended the answer."""

@@ -10,6 +10,7 @@ from foretell.core.token_rules import TokenConstraint
 from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.provenance import PassDrafts
+from foretell.engine.repetition import RepetitionDetection
 from foretell.engine.statistics import RequestStatistics
 
 
@@ -32,6 +33,8 @@ class Request:
     """As `logprobs`, for the tokens of the prompt but the first; the prefix cache is not used then."""
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the answer; `finish_reason` is `stop`."""
+    repetition_detection: RepetitionDetection | None = None
+    """Ends an answer that repeats itself; `finish_reason` is `repetition`."""
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     """Whether the text holds the stop string, or the token of `eos` or `stop_token_ids`, that ended it."""
@@ -81,9 +84,11 @@ class Update:
     """Of the prompt's tokens from the second one on; only in the first update."""
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     finish_reason: str | None = None
-    """`stop` (end of sequence or stop string), `length`, `cancelled` or `error`; None: the request goes on."""
+    """`stop` (end of sequence or stop string), `length`, `repetition`, `cancelled` or `error`; None: the request goes
+    on.
+    """
     stop_reason: str | int | None = None
-    """The stop string or the token of `stop_token_ids` that ended the request."""
+    """The stop string or the token of `stop_token_ids` that ended the request, or `repetition_detected`."""
     error: Exception | None = None
     """The exception that ended the request, if `finish_reason` is `error`."""
     statistics: RequestStatistics | None = None
@@ -202,6 +207,9 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
 
 
 def _validate_serving(request: Request) -> None:
+    if not isinstance(request.repetition_detection, RepetitionDetection | None):
+        found = type(request.repetition_detection).__name__
+        raise ValueError(f"repetition_detection must be a RepetitionDetection, found {found}")
     if request.method is not None and not isinstance(request.method, Method):
         raise ValueError(
             f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"

@@ -16,7 +16,7 @@ ARITHMETIC = {
 }
 """Arithmetic of each precision; the same on every backend up to rounding."""
 
-_INT8_CACHE = "; but cached keys and values are int8, Hadamard-rotated, one scale per token and head"
+_CACHE = "; but cached keys and values are {}, Hadamard-rotated, one scale per token and head"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Backend:
         """How numbers are stored and multiplied, in one sentence."""
         known = ARITHMETIC.get(self.precision) if self.name in ("native", "torch") else None
         said = known or f"{self.precision}, as {self.name} computes it".lstrip(", ")
-        return said + (_INT8_CACHE if self.cache_dtype == "int8" else "")
+        return said + ("" if self.cache_dtype == "auto" else _CACHE.format(self.cache_dtype.removesuffix("-halves")))
 
     def to_dict(self) -> dict[str, object]:
         """As a dictionary for JSON."""

@@ -20,7 +20,9 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu", "rel
 """
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
-CacheDtype = Literal["auto", "int8"]
+CacheDtype = Literal["auto", "int8", "int8-halves", "int4"]
+"""Numbers of cached keys and values: as the model computes, or with one scale per token and head. `int8-halves` has
+the numbers of int8, their upper and lower halves apart, so that drafts can read the upper ones alone."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class ModelConfig:
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
     cache_dtype: CacheDtype = "auto"
-    """Numbers of cached keys and values: int8 with one scale per token and head, or as the model computes."""
+    """Numbers of cached keys and values."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

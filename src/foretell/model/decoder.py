@@ -382,7 +382,7 @@ class Decoder(nn.Module):
         kind = KVCache if c.latent is None else LatentCache
         return build_cache(
             c,
-            lambda layers, s: kind(layers, s.kv_heads, s.head_dim, dtype, device, c.cache_dtype == "int8"),
+            lambda layers, s: kind(layers, s.kv_heads, s.head_dim, dtype, device, c.cache_dtype),
             lambda layers, shape: StateStore(layers, shape, torch.promote_types(dtype, torch.float32), device),
         )
 

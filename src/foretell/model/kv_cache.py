@@ -10,17 +10,13 @@ from jaxtyping import Float, Int
 
 from foretell.model.block_table import BLOCK_SLOTS, BlockTable, blocks_for
 from foretell.model.cache import Cache
-from foretell.model.linear import hadamard_matrix
+from foretell.model.cache_numbers import quantize, rotate_blocks, widen
+from foretell.model.config import CacheDtype
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
 _GROWTH_BYTES = 64 * 2**20
 """The cache doubles when it is full, or grows by so much, whichever is less."""
-
-_ROTATED_BLOCKS = 64, 16, 1
-"""Dimensions that an int8 cache rotates together: as many as divide a head."""
-INT8_LIMIT = 127
-"""Largest int8 number of a quantised key or value: the scale of a token's head is its largest magnitude over this."""
 
 
 class KVCache(Cache):
@@ -29,25 +25,36 @@ class KVCache(Cache):
     A table names the blocks of every batch row; rows that begin alike share blocks (paged attention: Kwon et al., arXiv
     2309.06180). A row writes to blocks of its own only: those from its last, incomplete one on.
 
-    `int8`: numbers are int8, with one scale per token and head, and read as `dtype`. A head is rotated by a Hadamard
-    matrix before, which spreads outliers over its dimensions (QuaRot, arXiv 2404.00456). Every token is quantised by
-    itself when it is written, so that it does not matter what else is written in the same pass.
+    `numbers`: int8 and int4 have one scale per token and head, see `cache_numbers`, and are read as `dtype`.
     """
 
     shared = False
     """Whether `k` and `v` are one tensor."""
+    splits = False
+    """Whether int8 numbers can lie in halves."""
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, int8: bool = False
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        numbers: CacheDtype = "auto",
     ) -> None:
-        self.dtype, self.blocks = dtype, BlockTable()
-        self.k = torch.empty(
-            layers, kv_heads, 0, BLOCK_SLOTS, head_dim, dtype=torch.int8 if int8 else dtype, device=device
-        )
+        self.dtype, self.blocks, self.head_dim = dtype, BlockTable(), head_dim
+        self.bits = 4 if numbers == "int4" else 8
+        """Of a number with a scale."""
+        self._halves = numbers == "int8-halves" and self.splits
+        stored = head_dim // 2 if self.bits == 4 or self._halves else head_dim
+        number = dtype if numbers == "auto" else torch.int8
+        self.k = torch.empty(layers, kv_heads, 0, BLOCK_SLOTS, stored, dtype=number, device=device)
         self.v = self.k if self.shared else torch.empty_like(self.k)
         self.k_scale: Float[torch.Tensor, "l h n s"] | None = None
         self.v_scale: Float[torch.Tensor, "l h n s"] | None = None
-        if int8:
+        self.k_low = torch.empty_like(self.k) if self._halves else None
+        self.v_low = torch.empty_like(self.v) if self._halves else None
+        if numbers != "auto":
             self.k_scale = torch.empty(layers, kv_heads, 0, BLOCK_SLOTS, device=device)
             self.v_scale = self.k_scale if self.shared else torch.empty_like(self.k_scale)
         self.table: Int[torch.Tensor, "r n"] = torch.from_numpy(self.blocks.table).to(device)
@@ -55,8 +62,14 @@ class KVCache(Cache):
         self._movable = tuple(map(_movable_view, self._parts()))
 
     def _parts(self) -> list[torch.Tensor]:
-        parts = (self.k, self.k_scale) if self.shared else (self.k, self.v, self.k_scale, self.v_scale)
-        return [part for part in parts if part is not None]
+        return [part for name in self._names if (part := getattr(self, name)) is not None]
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Attributes that hold keys, values and scales, each once."""
+        if self.shared:
+            return "k", "k_scale"
+        return "k", "v", "k_scale", "v_scale", "k_low", "v_low"
 
     @property
     def rows(self) -> int:
@@ -93,7 +106,7 @@ class KVCache(Cache):
         if (needed := self.blocks.blocks) > old:
             size = max(needed, min(2 * old, old + _GROWTH_BYTES // max(1, self.block_bytes)))
             size = size if self.blocks.limit is None else min(size, self.blocks.limit)
-            for name in ("k", "k_scale") if self.shared else ("k", "v", "k_scale", "v_scale"):
+            for name in self._names:
                 part: torch.Tensor | None = getattr(self, name)
                 if part is not None:
                     new = part.new_zeros(*part.shape[:2], size, *part.shape[3:])
@@ -132,10 +145,7 @@ class KVCache(Cache):
             if scales is None:
                 part[layer][index] = x.transpose(0, 1).to(part.dtype)
                 continue
-            x = rotate_blocks(x.transpose(0, 1).float())
-            peak = x.abs().amax(-1, keepdim=True)
-            part[layer][index] = (x * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round().to(torch.int8)
-            scales[layer][index] = peak[..., 0] / INT8_LIMIT
+            part[layer][index], scales[layer][index] = quantize(rotate_blocks(x.transpose(0, 1).float()), self.bits)
 
     def read(
         self, layer: int, rows: Int[torch.Tensor, " b"], slots: int
@@ -158,7 +168,7 @@ class KVCache(Cache):
 
         if scales is None:
             return gather(part)
-        out: torch.Tensor = rotate_blocks(gather(part) * gather(scales)[..., None]).to(self.dtype)
+        out: torch.Tensor = rotate_blocks(widen(gather(part), self.bits) * gather(scales)[..., None]).to(self.dtype)
         return out
 
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
@@ -236,12 +246,6 @@ class LatentCache(KVCache):
     """What latent attention keeps of a token: one vector that is key and value of all heads."""
 
     shared = True
-
-
-def rotate_blocks(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-    """Every head times a Hadamard matrix over blocks of its dimensions, the same in both directions."""
-    size = next(block for block in _ROTATED_BLOCKS if x.shape[-1] % block == 0)
-    return (x.unflatten(-1, (-1, size)) @ hadamard_matrix(size, x.device)).flatten(-2)
 
 
 def _movable_view(part: torch.Tensor) -> Any:

@@ -80,7 +80,7 @@ class MethodEstimate:
     @property
     def range(self) -> tuple[float, float]:
         """Likely limits of the speed-up, from the spread of acceptance and the error of the runtime's profile."""
-        if self.nodes == 1:
+        if self.depth == 0:
             return 1.0, 1.0
         of_tokens = self.accepted_spread * (self.tokens_per_pass - 1) / self.tokens_per_pass
         relative = math.hypot(of_tokens, self.runtime_error)

@@ -8,6 +8,7 @@ from typing import Any
 
 from foretell.core.sampling import CounterRNG, SamplingParams, Stream
 from foretell.core.token_rules import TokenConstraint
+from foretell.engine.repetition import RepetitionDetection
 from foretell.engine.request import Request, validate_request
 from foretell.serve.errors import bad_request
 from foretell.serve.loaded import LoadedModel
@@ -67,6 +68,7 @@ FIELDS: Sequence[EngineField] = (
     EngineField("bad_words", SAMPLING, convert=lambda words, loaded: loaded.model.bad_words(words)),
     EngineField("stop", REQUEST, convert=lambda stop, _: tuple(stop)),
     EngineField("stop_token_ids", REQUEST, convert=lambda ids, _: tuple(dict.fromkeys(ids))),
+    EngineField("repetition_detection", REQUEST, convert=lambda found, _: RepetitionDetection(**dict(found))),
     EngineField("ignore_eos", REQUEST),
     EngineField("include_stop_str_in_output", REQUEST),
     EngineField("skip_special_tokens", REQUEST),

@@ -22,7 +22,7 @@ Executor = Callable[[Callable[[], list[Request]]], Awaitable[list[Request]]]
 REFUSED_FIELDS = (
     "tools", "functions", "response_format", "structured_outputs", "grammar", "json_schema", "prediction", "logprobs",
     "top_logprobs", "prompt_logprobs", "echo", "continue_final_message", "truncate_prompt_tokens", "return_token_ids",
-    "return_drafts", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids",
+    "return_drafts", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids", "repetition_detection",
 )  # fmt: skip
 """Fields that belong to one stretch of tokens, and so do not go together with a plan."""
 

@@ -20,7 +20,7 @@ from foretell.serve.worker import EngineWorker
 log = logging.getLogger(__name__)
 MAX_WAITING = 64
 """Answers that wait for their check; further ones are skipped."""
-_COMPLETE = ("stop", "length")
+_COMPLETE = ("stop", "length", "repetition")
 
 
 class Result(StrEnum):

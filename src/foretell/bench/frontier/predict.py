@@ -8,11 +8,13 @@ from foretell.bench.step import KV_FORMATS
 from foretell.model.config import ModelConfig
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
-from foretell.roofline.formats import parse_format
+from foretell.roofline.drafting_time import DraftingTime
+from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.hardware import Hardware
+from foretell.roofline.measured import PLAIN
 from foretell.roofline.method_profiles import method_profiles, profile_of_method
 from foretell.roofline.model_variants import early_exit
-from foretell.roofline.op_graph import OpGraph
+from foretell.roofline.op_graph import Op, OpGraph
 from foretell.roofline.plan import cost_of_profile, profiles_for
 from foretell.roofline.speculation import estimate_method
 from foretell.roofline.workload import Workload, phases, workload_sizes
@@ -31,6 +33,11 @@ _MEASURED_BYTES: Mapping[str, float] = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0}
 """Bytes of the weights with which a calibration measures the rate of a class."""
 _TWO_OF_FOUR = "9"
 """Bits of a bfloat16 weight of the pattern 2:4."""
+_NEURON_OPS = ("gate_proj", "up_proj", "down_proj")
+_SPARSE_OPS: Mapping[str, tuple[str, ...]] = {
+    "cats": _NEURON_OPS[1:], "deja_vu": _NEURON_OPS, "matformer": _NEURON_OPS, "teal": ()
+}  # fmt: skip
+"""Products that read a part of their weights, by kind of sparsity; of `teal` all of the blocks."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,14 @@ class Predictor:
         )
         return self._plain / self._seconds(replace(graph, groups=tuple(groups)), self.exact_dtype)
 
+    def sparsity(self, method: str, share: float) -> float | None:
+        """Tokens that leave a share of the neurons (of `teal`, of the inputs of every matrix) unread."""
+        if method not in _SPARSE_OPS:
+            return None
+        graph = self._graph(self.config)
+        groups = tuple(replace(g, ops=tuple(_sparse(op, method, 1 - share) for op in g.ops)) for g in graph.groups)
+        return self._plain / self._seconds(replace(graph, groups=groups), self.exact_dtype)
+
     def method(self, name: str) -> float | None:
         """A method of the catalogue, with the acceptance that its papers report."""
         if name not in profile_of_method():
@@ -105,15 +120,44 @@ class Predictor:
         )
 
     def _seconds(self, graph: OpGraph, dtype: str, workload: Workload | None = None) -> float:
-        """Seconds of a decode pass.
+        """Seconds of a token of plain decoding.
 
         A rate that was measured for a class of formats is the speed at which its weights are read: for one token it
-        grows as their bytes shrink.
+        grows as their bytes shrink. Matrices of blocks and head count with their mean bytes.
         """
         asked = workload or self._workload(dtype)
         found = self.hardware.format_class(asked.weights, asked.activations)
-        factor = _MEASURED_BYTES.get(found, asked.weights.bytes) / asked.weights.bytes
-        curve = tuple((rows, rate * factor) for rows, rate in self.hardware.matmul_rates.get(found, ()))
-        hardware = replace(self.hardware, matmul_rates={**self.hardware.matmul_rates, found: curve})
+        if curve := self.hardware.matmul_rates.get(found):
+            mean = _mean_format(graph, asked)
+            factor = _MEASURED_BYTES.get(found, mean.bytes) / mean.bytes
+            asked = replace(asked, weights=mean, head=mean)
+            rates = {**self.hardware.matmul_rates, found: tuple((rows, rate * factor) for rows, rate in curve)}
+            hardware = replace(self.hardware, matmul_rates=rates)
+        else:
+            hardware = self.hardware
         (phase,) = phases("decode", workload_sizes(asked))
-        return scalar(total_cost(op_costs(graph, phase, device_rates(asked, hardware))).seconds)
+        return scalar(total_cost(op_costs(graph, phase, device_rates(asked, hardware))).seconds) + self._outside
+
+    @property
+    def _outside(self) -> float:
+        """Seconds of a step of plain decoding outside the pass, where they were calibrated."""
+        known = (methods[PLAIN] for methods in self.hardware.drafting.values() if PLAIN in methods)
+        figures = next(known, None)
+        return 0.0 if figures is None else DraftingTime(*figures).seconds(1, 0)
+
+
+def _mean_format(graph: OpGraph, workload: Workload) -> NumberFormat:
+    """A format with the mean bits of the weights of all products; its class is that of the blocks."""
+    counts = {True: 0.0, False: 0.0}
+    for group in graph.groups:
+        for op in group.ops:
+            if op.kind == "matmul":
+                counts[op.is_vocabulary] += group.count * op.weights.constant
+    head, blocks = workload.head_weights.bytes * counts[True], workload.weights.bytes * counts[False]
+    return replace(workload.weights, bits=8 * (head + blocks) / sum(counts.values()), group=0, group_bits=0)
+
+
+def _sparse(op: Op, method: str, density: float) -> Op:
+    """The operation with the part of its weights that is read."""
+    part_of = op.kind == "matmul" and not op.is_vocabulary and (method == "teal" or op.name in _SPARSE_OPS[method])
+    return replace(op, work=op.work.scaled(density), weights=op.weights.scaled(density)) if part_of else op

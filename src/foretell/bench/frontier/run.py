@@ -63,7 +63,7 @@ def open_ways(ways: Sequence[Way], exact: ModelOptions, device: str, max_new_tok
         if options not in loaded:
             loaded[options] = load(
                 options.model, options.dtype, device, kv_cache_dtype=options.kv_cache_dtype,
-                kv_cache_policy=options.kv_cache_policy,
+                kv_cache_policy=options.kv_cache_policy, sparsity=options.sparsity,
             )  # fmt: skip
             loaded[options].cache_checkpoint()
         return loaded[options]

@@ -14,6 +14,7 @@ from foretell.load import open_checkpoint
 from foretell.model.cache_policy import POLICIES
 from foretell.model.config import CacheDtype
 from foretell.model.load.reference import resolve_reference
+from foretell.model.sparsity_file import FILE, SparsityFile
 from foretell.speculator.exit_calibration import ExitCalibration
 from foretell.utils.validation import read_json, validate
 
@@ -29,6 +30,7 @@ class ModelOptions:
     dtype: str
     kv_cache_dtype: str = "auto"
     kv_cache_policy: str | None = None
+    sparsity: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class WayInputs:
     budgets: tuple[int, ...] = ()
     checkpoints: tuple[Path, ...] = ()
     exits: tuple[Path, ...] = ()
+    sparsity: tuple[Path, ...] = ()
     drafts: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
 
@@ -121,6 +124,15 @@ def _exits(inputs: WayInputs) -> Iterator[Way]:
             )
 
 
+def _sparsity(inputs: WayInputs) -> Iterator[Way]:
+    for folder in inputs.sparsity:
+        file = folder / FILE if folder.is_dir() else folder
+        known = validate(SparsityFile, read_json(file, "make one with `foretell calibrate sparsity`"), str(file))
+        options = replace(inputs.exact, sparsity=str(folder))
+        predict = partial(Predictor.sparsity, method=known.method, share=known.sparsity)
+        yield Way(f"{known.method}@{known.sparsity:g}", "sparsity", options, predict)
+
+
 def _lossy_methods(inputs: WayInputs) -> Iterator[Way]:
     for entry in catalogue().values():
         if not entry.lossless and entry.name != "early_exit_lossy":
@@ -143,6 +155,7 @@ FAMILIES: Mapping[str, Callable[[WayInputs], Iterator[Way]]] = {
     "kv-policy": _kv_policies,
     "checkpoint": _checkpoints,
     "exits": _exits,
+    "sparsity": _sparsity,
     "lossy-method": _lossy_methods,
     "lossless-method": _lossless_methods,
 }

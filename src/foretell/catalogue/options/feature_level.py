@@ -55,6 +55,19 @@ class MLPSpeculatorOptions(FeatureTreeOptions):
     ] = None
 
 
+class DFlashOptions(MLPSpeculatorOptions):
+    """A tree from the distributions of a block; sampled drafts form a chain unless the tree is fixed."""
+
+    num_steps: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Most levels of the tree. Unset: as many as tokens that a block predicts.",
+            validation_alias=aliases("num_steps", "speculative_num_steps"),
+        ),
+    ] = None
+
+
 class EagleTreeOptions(FeatureTreeOptions):
     """EAGLE-2's and EAGLE-3's tree."""
 

@@ -58,6 +58,9 @@ def frontier(
     exits: Annotated[
         list[Path] | None, typer.Option(help="Exits of foretell train exits, with calibrations; repeatable.")
     ] = None,
+    sparsity: Annotated[
+        list[Path] | None, typer.Option(help="Directory of foretell calibrate or train sparsity; repeatable.")
+    ] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated: lossless methods on the axis.")] = METHODS,
     families: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(FAMILIES)}. Default: all.")] = "",
     draft_model: DraftModel = None,
@@ -77,7 +80,7 @@ def frontier(
 ) -> None:
     """Price every lossy way to decode beside its gain, measured and predicted, with the lossless methods on the axis.
 
-    Dtypes, KV caches, compressed checkpoints, early exits and lossy methods, first turns of questions at temperature 0.
+    Dtypes, KV caches, compressed checkpoints, early exits, sparsity and lossy methods; greedy, on first turns.
 
     foretell bench frontier --out frontier --checkpoint pruned --exits exits --threads 2
     """
@@ -91,7 +94,7 @@ def frontier(
     )  # fmt: skip
     inputs = WayInputs(
         exact, tuple(split_commas(dtypes)), tuple(parse_counts(kv_budget, "--kv-budget")), tuple(checkpoint or ()),
-        tuple(exits or ()), tuple(split_commas(draft_model or "")), tuple(split_commas(methods)),
+        tuple(exits or ()), tuple(sparsity or ()), tuple(split_commas(draft_model or "")), tuple(split_commas(methods)),
     )  # fmt: skip
     chosen = _device(hardware)
     ways = [way for way in all_ways(inputs) if way.family in _families(families)]

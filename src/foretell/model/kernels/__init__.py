@@ -1,5 +1,6 @@
 """CPU kernels of the decoder, compiled on first use: close to memory bandwidth, and batch-invariant bit for bit."""
 
+from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.build import available, load, unavailable_reason
 from foretell.model.kernels.dynamic_tree import DynamicTrees, NodeLimits
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
@@ -11,8 +12,10 @@ from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
 
 __all__ = [
+    "BlockDraftWeights",
     "DynamicTrees",
     "EagleWeights",
+    "NativeBlockDrafts",
     "NativeEagle",
     "NativeLinear",
     "NativeStack",

@@ -242,7 +242,7 @@ class NativeDecoder:
         c = self.config
         return build_cache(
             c,
-            lambda layers, s: NativeKVCache(layers, s.kv_heads, s.head_dim, self.precision, c.cache_dtype == "int8"),
+            lambda layers, s: NativeKVCache(layers, s.kv_heads, s.head_dim, self.precision, c.cache_dtype),
             lambda layers, shape: NativeStateStore(layers, shape, torch.float32, self.device),
         )
 

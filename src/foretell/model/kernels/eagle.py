@@ -34,6 +34,8 @@ class EagleWeights:
     feature_norm: Tensor
     norm_before_residual: bool
     """The residual stream starts from the normed feature."""
+    norm_output: bool
+    """The next feature is the output after the final norm (EAGLE-3.1)."""
     final_norm: Tensor
     """Scale of the norm before the head, [hidden]."""
     head: NativeLinear
@@ -56,7 +58,8 @@ class NativeEagle:
         self._state_count = weights.fuse.inputs // stack.config.hidden
         self._input = structures.EagleInput(
             *(embedding, embedding_norm, feature_norm, weights.norm_before_residual),
-            *(self._state_count, state_norms, weights.fuse.struct),
+            self._final_norm if weights.norm_output else None,
+            structures.Fusion(self._state_count, state_norms, weights.fuse.struct),
         )
 
     def forward_from_target(
@@ -134,7 +137,7 @@ class NativeEagle:
         work = np.empty(2 * t + len(count), np.int64)
         work[:t], work[t : 2 * t], work[2 * t :] = token, place, count
         at, sources = work.ctypes.data, (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
-        read = structures.EagleRead(addressof(sources), rows, at, at + 8 * t, at + 16 * t)
+        read = structures.StatesRead(addressof(sources), rows, at, at + 8 * t, at + 16 * t)
         invalid = self._kernels.foretell_eagle_trees(
             *(stack.model, stack.layers, len(stack.layers), self._input, weights.head.struct, self._final_norm),
             *(None if weights.token_of is None else weights.token_of.data_ptr(), read, trees.struct),

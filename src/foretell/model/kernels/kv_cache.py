@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.block_table import blocks_for
+from foretell.model.cache_numbers import join_halves, rotate_blocks, widen
+from foretell.model.config import CacheDtype
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.structures import LANES, PANEL_KINDS, Precision
-from foretell.model.kv_cache import KVCache, rotate_blocks
+from foretell.model.kv_cache import KVCache
 
 
 def cache_dtype(precision: Precision) -> torch.dtype:
@@ -27,39 +29,68 @@ def cache_kind(precision: Precision) -> int:
 class NativeKVCache(KVCache):
     """A cache whose numbers lie within a head as csrc/cache.h says; passes of the kernels alone read and write it."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, precision: Precision, int8: bool = False) -> None:
-        super().__init__(layers, kv_heads, head_dim, cache_dtype(precision), torch.device("cpu"), int8)
+    _coarse = False
+    """Whether passes read the upper halves of numbers only."""
+
+    splits = True
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, precision: Precision, numbers: CacheDtype = "auto"
+    ) -> None:
+        super().__init__(layers, kv_heads, head_dim, cache_dtype(precision), torch.device("cpu"), numbers)
         self._kind = cache_kind(precision)
-        self._described: tuple[torch.Tensor, np.ndarray, structures.Cache] | None = None
-        """The keys, the table and the structure that was made of them last."""
 
     @property
     def struct(self) -> structures.Cache:
-        """The cache as an argument of the kernels; made again when the cache or its table has grown."""
-        if self._described is None or self._described[0] is not self.k or self._described[1] is not self.blocks.table:
-            scales = (None if part is None else part.data_ptr() for part in (self.k_scale, self.v_scale))
-            blocks, table = self.k.shape[2], self.blocks.table
-            addresses = self.k.data_ptr(), self.v.data_ptr(), *scales, table.ctypes.data
-            self._described = self.k, table, structures.Cache(*addresses, blocks, *table.shape)
-        return self._described[2]
+        """The cache as an argument of the kernels."""
+        parts = (self.k, self.v, self.k_low, self.v_low, self.k_scale, self.v_scale)
+        blocks, table = self.k.shape[2], self.blocks.table
+        return structures.Cache(
+            *(None if part is None else part.data_ptr() for part in parts),
+            *(table.ctypes.data, blocks, *table.shape, self.bits, self._coarse),
+        )
+
+    @property
+    def upper_halves(self) -> "NativeKVCache":
+        """The same cache, of whose numbers passes read the upper halves only; they write both.
+
+        Raises:
+            ValueError: its numbers do not lie in halves.
+        """
+        if self.k_low is None:
+            raise ValueError("only a cache whose int8 numbers lie in halves has upper ones: use int8-halves")
+        view = object.__new__(_UpperHalves)
+        view.__dict__ = self.__dict__  # so that both are the same cache as it grows
+        return view
 
     def _read(
         self, part: torch.Tensor, scales: torch.Tensor | None, layer: int, rows: Int[torch.Tensor, " b"], slots: int
     ) -> Float[torch.Tensor, "b h s d"]:
         """Keys or values, put in order by torch: for tests and selections, not for passes."""
         blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()
+        found = self._in_order(part, layer, rows, blocks)
+        if scales is not None:
+            low = self.k_low if part is self.k else self.v_low
+            if low is None:
+                found = widen(found, self.bits)
+            else:
+                found = join_halves(found, self._in_order(low, layer, rows, blocks))
+            factors = scales[layer].index_select(1, blocks).reshape(*found.shape[:3], 1)
+            found = rotate_blocks(found * factors).to(self.dtype)
+        return found.transpose(0, 1)[:, :, :slots]
+
+    def _in_order(
+        self, part: torch.Tensor, layer: int, rows: Int[torch.Tensor, " b"], blocks: Int[torch.Tensor, " n"]
+    ) -> Float[torch.Tensor, "h b s n"]:
+        """Stored numbers of some blocks, by slot."""
         depth = 2 if self.dtype == torch.bfloat16 else 1
         found = part[layer].index_select(1, blocks)
         heads, _, size, dim = found.shape
-        if part is self.k:  # [group of 16 slots][word of the head][slot][number of the word]
+        if part is self.k or part is self.k_low:  # [group of 16 slots][word of the head][slot][number of the word]
             found = found.view(heads, -1, size // LANES, dim // depth, LANES, depth).transpose(3, 4)
         else:  # [group of slots][dimension][slot]
             found = found.view(heads, -1, size // depth, dim, depth).transpose(3, 4)
-        found = found.reshape(heads, len(rows), -1, dim)
-        if scales is not None:
-            factors = scales[layer].index_select(1, blocks).reshape(heads, len(rows), -1, 1)
-            found = rotate_blocks(found * factors).to(self.dtype)
-        return found.transpose(0, 1)[:, :, :slots]
+        return found.reshape(heads, len(rows), -1, dim)
 
     def copy_slots(
         self, source: KVCache, source_row: int, slots: Int[np.ndarray, "l h n"], row: int, target: int
@@ -77,7 +108,7 @@ class NativeKVCache(KVCache):
         index = np.ascontiguousarray(slots, np.int32)
         build.library().foretell_cache_copy(
             *(self._kind, source.struct, source_row, index.ctypes.data, count),
-            *(self.struct, row, target, layers, heads, self.k.shape[-1]),
+            *(self.struct, row, target, layers, heads, self.head_dim),
         )
 
     def move(self, row: int, source: Sequence[int], target: int) -> None:
@@ -91,8 +122,14 @@ class NativeKVCache(KVCache):
         skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
         if skip == len(source):
             return
-        layers, heads, _, _, dim = self.k.shape
+        layers, heads = self.k.shape[:2]
         slots = (c_int32 * (len(source) - skip))(*source[skip:])
         build.library().foretell_cache_move(
-            *(self._kind, self.struct, layers, heads, dim, row, slots, len(slots), target + skip)
+            *(self._kind, self.struct, layers, heads, self.head_dim, row, slots, len(slots), target + skip)
         )
+
+
+class _UpperHalves(NativeKVCache):
+    """A cache read coarsely; see `NativeKVCache.upper_halves`."""
+
+    _coarse = True

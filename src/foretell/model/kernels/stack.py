@@ -223,7 +223,7 @@ class NativeStack:
         """A stack of packed blocks with the rotary tables of this one."""
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
-        other.__dict__.pop("keys_only", None)
+        other._forget_reduced()
         other._set_blocks(blocks)
         return other
 
@@ -343,6 +343,19 @@ class NativeStack:
             layer.input_gate = structures.Weight()
         return self._sharing(layers)
 
+    @cached_property
+    def injecting(self) -> "NativeStack":
+        """`keys_only` without the norm before the attention: keys and values are made of the input itself."""
+        other = self.keys_only._sharing(type(self.layers).from_buffer_copy(self.keys_only.layers))
+        for layer in other.layers:
+            layer.attention_norm = None
+        return other
+
+    def _forget_reduced(self) -> None:
+        """Forget the reduced stacks of the one that this is a copy of."""
+        for name in ("keys_only", "injecting"):
+            self.__dict__.pop(name, None)
+
     def first_layers(self, layers: int) -> "NativeStack":
         """The first `layers` blocks, sharing the packed weights; the cache needs at least as many layers."""
         if not 1 <= layers <= len(self.layers):
@@ -352,7 +365,7 @@ class NativeStack:
     def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
-        other.__dict__.pop("keys_only", None)
+        other._forget_reduced()
         other.layers = layers
         return other
 
@@ -542,7 +555,8 @@ class NativeStack:
         layers, _, blocks, _, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         sizes = self._store_sizes[i]
-        shape = (max(layers, self._least_layers(i)), sizes.kv_heads, blocks, BLOCK_SLOTS, sizes.head_dim)
+        stored = sizes.head_dim // (cache.head_dim // cache.k.shape[-1])
+        shape = (max(layers, self._least_layers(i)), sizes.kv_heads, blocks, BLOCK_SLOTS, stored)
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
         if states is None:

@@ -146,17 +146,28 @@ class Embedding(ctypes.Structure):
     _fields_ = (("table", c_void_p), ("vocab", c_int32), ("is_bfloat16", c_int32), ("scale", c_float))
 
 
+class Fusion(ctypes.Structure):
+    """From hidden states of the target to a feature."""
+
+    _fields_ = (("count", c_int32), ("norms", c_void_p), ("fuse", Weight))
+
+
 class EagleInput(ctypes.Structure):
     """What EAGLE-3's first layer reads: token embeddings and fused hidden states of the target."""
 
     _fields_ = (
-        *(
-            ("embedding", Embedding),
-            ("embedding_norm", c_void_p),
-            ("feature_norm", c_void_p),
-            ("norm_before_residual", c_int32),
-        ),
-        *(("state_count", c_int32), ("state_norms", c_void_p), ("fuse", Weight)),
+        *(("embedding", Embedding), ("embedding_norm", c_void_p), ("feature_norm", c_void_p)),
+        *(("norm_before_residual", c_int32), ("output_norm", c_void_p), ("fusion", Fusion)),
+    )
+
+
+class BlockInput(ctypes.Structure):
+    """What DFlash's layers read, and its heads beside the output head."""
+
+    _fields_ = (
+        *(("embedding", Embedding), ("mask", c_void_p), ("feature_norm", c_void_p)),
+        *(("slots", c_int32), ("depth", c_int32), ("fusion", Fusion)),
+        *(("markov", Embedding), ("markov_out", Weight), ("confidence", Weight)),
     )
 
 
@@ -174,8 +185,8 @@ class DynamicTree(ctypes.Structure):
     )
 
 
-class EagleRead(ctypes.Structure):
-    """Positions that EAGLE-3's layers read before a draft."""
+class StatesRead(ctypes.Structure):
+    """Positions that layers read before a draft."""
 
     _fields_ = (
         *(("states", c_void_p), ("state_rows", c_int32)),
@@ -216,8 +227,8 @@ class Cache(ctypes.Structure):
     """The key-value cache."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("k", "v", "k_scale", "v_scale", "table")),
-        *((name, c_int32) for name in ("blocks", "rows", "row_blocks")),
+        *((name, c_void_p) for name in ("k", "v", "k_low", "v_low", "k_scale", "v_scale", "table")),
+        *((name, c_int32) for name in ("blocks", "rows", "row_blocks", "bits", "coarse")),
         ("states", c_void_p),
     )
 
@@ -242,7 +253,14 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
     ),
     "foretell_eagle_trees": (
         _I,
-        (*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P, POINTER(EagleRead), *_TREES),
+        (*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P, POINTER(StatesRead), *_TREES),
+    ),
+    "foretell_block_trees": (
+        _I,
+        (
+            *(*_STACK, POINTER(Layer), POINTER(BlockInput), POINTER(Weight), _P, _P),
+            *(POINTER(StatesRead), _P, *_TREES),
+        ),
     ),
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),
     "foretell_mlp_speculator_trees": (
@@ -289,7 +307,7 @@ def interface() -> str:
         "int8_group": INT8_GROUP,
     }
     of_layers = (Weight, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
-    of_drafts = (Stage, Embedding, EagleInput, DynamicTree, EagleRead, TreePass)
+    of_drafts = (Stage, Embedding, Fusion, EagleInput, BlockInput, DynamicTree, StatesRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:

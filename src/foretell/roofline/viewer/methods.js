@@ -99,7 +99,8 @@ const Methods = (engine) => {
 
   /* The drafter of a method; with `unavailable`: the reason why there is none. */
   function drafterOf(name, model, s) {
-    if (data.methods[name].draft !== "model") return model.drafts[name];
+    const kind = data.methods[name].draft;
+    if (kind !== "model" && kind !== "block") return model.drafts[name];
     const small = s.draft || model.draft;
     if (!small)
       return { unavailable: `no smaller built-in model shares the vocabulary of ${s.model}; choose a draft model` };
@@ -110,7 +111,7 @@ const Methods = (engine) => {
           `${small} has ${draft.vocab} tokens and ${s.model} ${model.vocab}: ` +
           "a draft model must share the vocabulary",
       };
-    return { graph: draft.graphs.flash[0], per: "level", name: small };
+    return { graph: draft.graphs.flash[0], per: kind === "model" ? "level" : "step", name: small };
   }
 
   /* A method with the acceptance that applies: given, of the draft model, of the target's family, or its own. */
@@ -185,7 +186,7 @@ const Methods = (engine) => {
       speedup = (chosen.tokens * plain) / (pass + chosen.draft),
       spread = shape && shape.tokens !== undefined ? 0 : m.spread,
       ofTokens = (spread * (chosen.tokens - 1)) / chosen.tokens,
-      relative = chosen.nodes === 1 ? 0 : Math.hypot(ofTokens, h.runtime.error);
+      relative = chosen.depth === 0 ? 0 : Math.hypot(ofTokens, h.runtime.error);
     return {
       ...chosen,
       name,

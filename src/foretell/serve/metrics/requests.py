@@ -23,7 +23,9 @@ LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60,
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50)
 PREEMPTION_BUCKETS = (0, 1, 2, 5, 10, 20, 50)
-FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+FINISH_REASONS = {
+    "stop": "stop", "length": "length", "repetition": "repetition", "cancelled": "abort", "error": "error",
+}  # fmt: skip
 """vLLM's names by the engine's."""
 ENGINE = "0"
 """vLLM's label of an engine; there is one."""

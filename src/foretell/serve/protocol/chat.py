@@ -157,7 +157,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
+    finish_reason: Literal["stop", "length", "repetition", "tool_calls", "function_call", "content_filter"]
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from foretell.serve.protocol.base import Body, LogitBias, Seed, StringList, TokenIds
 
@@ -24,6 +24,17 @@ class SpeculativeOptions(Body):
     """A method of `foretell methods`."""
     max_drafts: int | None = Field(None, ge=0)
     """Most drafted tokens per pass; 0: plain decoding."""
+
+
+class RepetitionOptions(BaseModel):
+    """When an answer that repeats itself ends: once its tail is `min_count` times a pattern of such a size."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    max_pattern_size: int = Field(0, ge=0)
+    """Tokens; 0: never."""
+    min_pattern_size: int = Field(0, ge=0)
+    min_count: int = Field(0, ge=0)
 
 
 class GenerationBody(Body):
@@ -48,6 +59,7 @@ class GenerationBody(Body):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    repetition_detection: RepetitionOptions | None = None
     min_tokens: int | None = Field(None, ge=0)
     bad_words: StringList | None = None
     allowed_token_ids: TokenIds | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.speculator.formats import draft_model, eagle, eagle_export, masked_diffusion, medusa, mlp
+from foretell.speculator.formats import dflash, draft_model, eagle, eagle_export, masked_diffusion, medusa, mlp
 from foretell.speculator.formats.base import CheckpointFormat, ExportFormat
 from foretell.speculator.formats.files import PublishedCheckpoint, open_checkpoint
 
@@ -12,6 +12,8 @@ FORMATS: Sequence[CheckpointFormat] = (
     medusa.AUTHORS,
     medusa.VLLM,
     mlp.IBM,
+    dflash.SPECULATORS,
+    dflash.AUTHORS,
     eagle.SPECULATORS,
     eagle.EAGLE3,
     eagle.EAGLE1,
@@ -22,6 +24,7 @@ EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_SPECULATORS,
     eagle_export.TO_EAGLE3,
     eagle_export.TO_EAGLE1,
+    dflash.TO_AUTHORS,
     medusa.TO_VLLM,
     mlp.TO_VLLM,
     draft_model.HF,

@@ -13,6 +13,7 @@ from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, is_copy, target_info, target_rows
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.cached_layers import CachedLayersConfig
 from foretell.speculator.network.eagle import EagleConfig
 from foretell.utils.validation import Fields
 
@@ -41,7 +42,7 @@ def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
     if c.fc_bias or (c.fc_bias is None and not eagle3):
         out["fc.bias"] = TensorSource(("fc.bias",), (d,))
     for i in range(c.layers):
-        out |= _layer(c, f"layers.{i}.", d, e, fusing=eagle3 and i == 0, normed=eagle3 or i > 0)
+        out |= layer_sources(c, f"layers.{i}.", d, e, fusing=eagle3 and i == 0, normed=eagle3 or i > 0)
     if eagle3:
         out["norm.weight"] = TensorSource(("norm.weight",), (d,))
     if c.norm_before_fc:
@@ -51,7 +52,10 @@ def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
     return out
 
 
-def _layer(c: EagleConfig, at: str, d: int, e: int, fusing: bool, normed: bool) -> dict[str, TensorSource]:
+def layer_sources(
+    c: CachedLayersConfig, at: str, d: int, e: int, fusing: bool, normed: bool
+) -> dict[str, TensorSource]:
+    """The published tensors of a layer whose names begin with `at`."""
     rows = (c.heads * e, c.kv_heads * e, c.kv_heads * e)
     norms = ["post_attention_layernorm"] + ["input_layernorm"] * normed + ["hidden_norm"] * fusing
     out = {f"{at}{n}.weight": TensorSource((f"{at}{n}.weight",), (d,)) for n in norms}
@@ -108,7 +112,9 @@ def _read_speculators(
 ) -> ConvertedCheckpoint:
     kind = found.config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise ValueError(f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3")
+        raise ValueError(
+            f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3, dflash, dspark"
+        )
     layer = found.config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise ValueError(f"{found.folder / 'config.json'}: transformer_layer_config should describe the layer")
@@ -142,14 +148,14 @@ def _read(
     embedding_and_head: EmbeddingAndHead,
     name: str = "",
 ) -> ConvertedCheckpoint:
-    shape = _shape(found, raw, target.vocab)
+    shape = layer_shape(found, raw, target.vocab)
     is_drafted = found.find("t2d")
     fields = Fields(raw, str(found.folder / CONFIG))
     vocab = fields.integer("vocab_size", default=target.vocab, least=1) if is_drafted is None else len(is_drafted)
     trained_for = target_info(found, target, shape.hidden, vocab, name)
-    tokens = _draft_vocab(found, target.vocab)
-    own_embedding = _own_embedding(found, target, embedding_and_head)
-    own_head = _own_head(found, tokens, target, embedding_and_head) if kind == "eagle3" else None
+    tokens = draft_vocab(found, target.vocab)
+    embedding = own_embedding(found, target, embedding_and_head)
+    head = own_head(found, tokens, target, embedding_and_head) if kind == "eagle3" else None
     config = EagleConfig(
         kind=kind,
         target=trained_for,
@@ -164,23 +170,24 @@ def _read(
         qkv_bias=found.has("layers.0.self_attn.q_proj.bias"),
         qk_norm=found.has("layers.0.self_attn.q_norm.weight"),
         fc_bias=found.has("fc.bias"),
-        own_embedding=own_embedding is not None,
-        own_head=own_head is not None,
+        own_embedding=embedding is not None,
+        own_head=head is not None,
         draft_vocab=None if tokens is None else len(tokens),
         **flags,
     )
-    tensors = {ours: _concatenate(found, source) for ours, source in tensor_sources(config).items()}
-    _refuse_other_tensors(found, config)
+    sources = tensor_sources(config)
+    tensors = {ours: concatenate(found, source) for ours, source in sources.items()}
+    refuse_other_tensors(found, sources)
     if tokens is not None:
         tensors["token_of"] = tokens
-    if own_head is not None:
-        tensors["head"] = own_head
-    if own_embedding is not None:
-        tensors["embedding"] = own_embedding
+    if head is not None:
+        tensors["head"] = head
+    if embedding is not None:
+        tensors["embedding"] = embedding
     return ConvertedCheckpoint(config, tensors)
 
 
-def _shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> ModelConfig:
+def layer_shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> ModelConfig:
     """The layer as a decoder's configuration.
 
     Raises:
@@ -198,12 +205,13 @@ def _shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> Mo
     return shape
 
 
-def _concatenate(found: PublishedCheckpoint, source: TensorSource) -> torch.Tensor:
+def concatenate(found: PublishedCheckpoint, source: TensorSource) -> torch.Tensor:
+    """One of Foretell's tensors."""
     shapes = zip(source.names, source.rows, strict=True)
     return torch.cat([found.require(name, rows, *source.other_sizes) for name, rows in shapes])
 
 
-def _draft_vocab(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
+def draft_vocab(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
     """Target token of every token of the draft vocabulary, from the offsets in `d2t`; None: the whole vocabulary."""
     offsets = found.find("d2t")
     if offsets is None or len(offsets) == vocab:
@@ -217,7 +225,7 @@ def _draft_vocab(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
     return tokens
 
 
-def _own_embedding(
+def own_embedding(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> torch.Tensor | None:
     """The checkpoint's embedding, unless it is a copy of the target's."""
@@ -227,7 +235,7 @@ def _own_embedding(
     return None if embedding_and_head.embedding_scale == 1 and is_copy(own, embedding_and_head.embedding) else own
 
 
-def _own_head(
+def own_head(
     found: PublishedCheckpoint, tokens: torch.Tensor | None, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> torch.Tensor | None:
     """The checkpoint's output matrix, unless it is a copy of rows of the target's."""
@@ -238,13 +246,13 @@ def _own_head(
     return None if is_copy(own, shared) else own
 
 
-def _refuse_other_tensors(found: PublishedCheckpoint, config: EagleConfig) -> None:
+def refuse_other_tensors(found: PublishedCheckpoint, sources: Mapping[str, TensorSource]) -> None:
     """Refuse unknown tensors.
 
     Raises:
         ValueError: there is one.
     """
-    used = {name for part in tensor_sources(config).values() for name in part.names}
+    used = {name for part in sources.values() for name in part.names}
     for name in found.names:
         if name not in used and not any(part in name for part in _OTHER_TENSORS):
             raise ValueError(f"{found.folder}: it holds {name}, which a checkpoint of this configuration does not have")

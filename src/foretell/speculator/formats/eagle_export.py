@@ -15,6 +15,7 @@ from foretell.speculator.formats.base import (
 )
 from foretell.speculator.formats.eagle import FLAGS, tensor_sources
 from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.cached_layers import CachedLayersConfig
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 
 
@@ -35,7 +36,7 @@ def _is_a_copy(network: EagleNetwork, embedding: torch.Tensor) -> bool:
     return torch.equal(embedding, network.get_buffer("_embedding").to(embedding.dtype))
 
 
-def _vocabulary(network: EagleNetwork, always_maps: bool) -> dict[str, torch.Tensor]:
+def vocabulary(network: Speculator, always_maps: bool) -> dict[str, torch.Tensor]:
     """The output matrix, and offsets (`d2t`) and mask (`t2d`) of a draft vocabulary."""
     out = {"lm_head.weight": network.lm_head.to(network.dtype)}
     if network.token_of is not None or always_maps:
@@ -45,7 +46,7 @@ def _vocabulary(network: EagleNetwork, always_maps: bool) -> dict[str, torch.Ten
     return out
 
 
-def _layer_config(c: EagleConfig, dtype: str) -> dict[str, Any]:
+def layer_config(c: CachedLayersConfig, dtype: str) -> dict[str, Any]:
     """The layer as a transformers configuration."""
     out: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
@@ -105,7 +106,7 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
     assert isinstance(network, Eagle3)
     _check(network, "speculators")
     c = network.config
-    layer = _layer_config(c, dtype_name(network))
+    layer = layer_config(c, dtype_name(network))
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     layout = {
         "architectures": ["Eagle3Speculator"],
@@ -125,7 +126,7 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
         "embed_requires_grad": False,
         "torch_dtype": dtype_name(network),
     }
-    write_checkpoint(folder, layout, _weights(network) | _vocabulary(network, always_maps=False))
+    write_checkpoint(folder, layout, _weights(network) | vocabulary(network, always_maps=False))
 
 
 def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -138,7 +139,7 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         )
     layout = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_layer_config(c, dtype_name(network)),
+        **layer_config(c, dtype_name(network)),
         "base_model_name_or_path": verifier.name,
         "draft_vocab_size": c.draft_vocab or c.target.vocab,
         **_norms(c),
@@ -150,7 +151,7 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         },
     }
     weights = {n.replace("layers.0.", "midlayer."): t for n, t in _weights(network).items()}
-    write_checkpoint(folder, layout, weights | _vocabulary(network, always_maps=True))
+    write_checkpoint(folder, layout, weights | vocabulary(network, always_maps=True))
 
 
 def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -159,7 +160,7 @@ def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None
     c = network.config
     layout = {
         "architectures": verifier.architectures or ["LlamaForCausalLM"],
-        **_layer_config(c, dtype_name(network)),
+        **layer_config(c, dtype_name(network)),
         "base_model_name_or_path": verifier.name,
         "bias": network.fc.bias is not None,
         "qkv_bias": c.qkv_bias,

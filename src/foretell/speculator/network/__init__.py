@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from foretell.speculator.network.apar import AparAdapters, AparConfig
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
+from foretell.speculator.network.dflash import DFlash, DFlashConfig
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig
 from foretell.speculator.network.exits import Exits, ExitsConfig
@@ -16,6 +17,7 @@ from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpecula
 NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "apar": (AparConfig, AparAdapters),
     "blockwise": (BlockwiseConfig, Blockwise),
+    "dflash": (DFlashConfig, DFlash),
     "draft_model": (DraftModelConfig, DraftNetwork),
     "eagle": (EagleConfig, Eagle1),
     "eagle3": (EagleConfig, Eagle3),

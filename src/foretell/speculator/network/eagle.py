@@ -10,46 +10,29 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from pydantic import Field
 from torch import nn
 
 from foretell.model.attention import AttentionBackend, CachedAttention
-from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.kernels import NativeEagle, NativeStack
-from foretell.model.kernels.kv_cache import NativeKVCache
+from foretell.model.kernels import NativeEagle
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
-from foretell.model.rope import rope_tables
-from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
+from foretell.speculator.network.base import TokenSubset
+from foretell.speculator.network.cached_layers import CachedLayersConfig, CachedLayersNetwork
 from foretell.speculator.network.layer import (
     Eagle3FirstLayer,
     EagleLayer,
-    EagleLayerConfig,
     TrainingTimeTestAttention,
     make_norm,
 )
 
-EXTRA_POSITIONS = 64
-"""Positions of the rotary tables beyond the target's context, for drafts at its end."""
 
-
-class EagleConfig(SpeculatorConfig):
+class EagleConfig(CachedLayersConfig):
     """Configuration of the layers of EAGLE-1 and EAGLE-2 (`eagle`) or EAGLE-3 (`eagle3`)."""
 
     kind: Literal["eagle", "eagle3"] = "eagle3"
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
-    ffn: int = Field(ge=1)
-    context: int = Field(ge=1)
-    """Longest sequence, in tokens."""
-    layers: int = Field(1, ge=1)
     hidden_layers: tuple[int, ...] = ()
     """EAGLE-3: the layers whose hidden states are fused; empty: blocks 2, `n / 2` and `n - 3` of `n`, their inputs."""
-    norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
-    qkv_bias: bool = False
     fc_bias: bool | None = None
     """None: EAGLE-1 has a bias, EAGLE-3 has none."""
     norm_before_residual: bool = False
@@ -60,42 +43,6 @@ class EagleConfig(SpeculatorConfig):
     """EAGLE-3: a norm per hidden state before they are fused."""
     norm_output: bool = False
     """EAGLE-3: the next feature is the layer's output after the final norm, not before."""
-    qk_norm: bool = False
-    """Normalise queries and keys per head, as Qwen 3 does."""
-    own_embedding: bool = False
-    """Whether it has its own embedding, as published checkpoints may; otherwise it uses the target's."""
-
-    @property
-    def layer_config(self) -> EagleLayerConfig:
-        """Sizes of every layer."""
-        return EagleLayerConfig(
-            hidden=self.target.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            ffn=self.ffn,
-            norm_eps=self.norm_eps,
-            qkv_bias=self.qkv_bias,
-            qk_norm=self.qk_norm,
-        )
-
-    @property
-    def decoder_config(self) -> ModelConfig:
-        """The layers as a decoder's configuration, for the CPU kernels."""
-        return ModelConfig(
-            architecture="llama",
-            vocab=self.target.vocab,
-            hidden=self.target.hidden,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            ffn=self.ffn,
-            context=self.context + EXTRA_POSITIONS,
-            norm_eps=self.norm_eps,
-            rope=self.rope,
-            qkv_bias=self.qkv_bias,
-        )
 
     @property
     def recorded_layers(self) -> tuple[int, ...]:
@@ -114,7 +61,7 @@ class DraftStep(NamedTuple):
     logits: Float[torch.Tensor, "k w"]
 
 
-class EagleNetwork(Speculator):
+class EagleNetwork(CachedLayersNetwork):
     """The base class of EAGLE-1 and EAGLE-3.
 
     The feature of position `j` (the target's hidden state at token `j`) is combined with token `j + 1` at rotary
@@ -123,20 +70,10 @@ class EagleNetwork(Speculator):
     """
 
     config: EagleConfig
-    layers: nn.ModuleList
 
     def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
-        self.config, self.context = config, config.context
-        cos, sin = rope_tables(config.rope, config.head_dim, config.context, EXTRA_POSITIONS)
-        own = nn.Parameter(embedding_and_head.embedding.detach().float().clone()) if config.own_embedding else None
-        self.embedding: nn.Parameter | None
-        """Its own embedding; None: it uses the target's."""
-        self.register_parameter("embedding", own)
-        self.register_buffer("_cos", cos[:, None], persistent=False)
-        self.register_buffer("_sin", sin[:, None], persistent=False)
-        self.native_stack: NativeStack | None = None
-        """The layers on the CPU kernels, set by `pack_network`."""
+        self.config = config
         self.native: NativeEagle | None = None
         """The whole network on the CPU kernels, set by `pack_network` where they support it."""
 
@@ -144,32 +81,6 @@ class EagleNetwork(Speculator):
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers of the target whose hidden states it reads."""
         return self.config.recorded_layers
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.get_buffer("_cos").device
-
-    @property
-    def hidden(self) -> int:
-        """Width of a hidden state."""
-        return self.target_info.hidden
-
-    @property
-    def outputs(self) -> int:
-        """Tokens of the draft vocabulary."""
-        return len(self.lm_head)
-
-    def new_cache(self, device: torch.device) -> KVCache:
-        """An empty cache, in the network's own dtype or in that of the CPU kernels."""
-        c = self.config
-        if self.native_stack is None:
-            return KVCache(c.layers, c.kv_heads, c.head_dim, self.dtype, device)
-        return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.native_stack.precision)
-
-    def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
-        """Its own embedding of tokens, without a scale, or the target's."""
-        return super().embed(token) if self.embedding is None else F.embedding(token, self.embedding).to(self.dtype)
 
     @abstractmethod
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
@@ -197,7 +108,7 @@ class EagleNetwork(Speculator):
         sight: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features, from the features of rotary positions and the tokens that follow them."""
-        angles = self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]
+        angles = self.rope_angles(position)
         x, attention_input = self.prepare_inputs(self.embed(token), feature)
         first, *more = self.layers
         assert isinstance(first, EagleLayer)

@@ -10,6 +10,7 @@ from torch import nn
 
 from foretell.model import kernels as native
 from foretell.model.decoder import RMSNorm
+from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
@@ -20,7 +21,9 @@ from foretell.model.load.rounding import round_to_blocks
 from foretell.model.rope import rope_tables
 from foretell.model.stored_matrix import BLOCKS, Kind, Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.eagle import EXTRA_POSITIONS, Eagle3, EagleNetwork
+from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersNetwork
+from foretell.speculator.network.dflash import DFlash
+from foretell.speculator.network.eagle import Eagle3
 from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
@@ -72,11 +75,11 @@ class PackedNorm(nn.Module):
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
-        self._weight, self._eps = norm.weight.detach().float(), norm.eps
+        self.weight, self._eps = norm.weight.detach().float(), norm.eps
 
     def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """Normalise and scale the last axis."""
-        return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self._weight, self._eps).view(x.shape)
+        return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), self.weight, self._eps).view(x.shape)
 
 
 def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
@@ -92,7 +95,7 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
         return network
     packed, form = _shallow_copy(network), _Format.of(precision)
     stacked: nn.Module | None = None
-    if isinstance(packed, EagleNetwork):
+    if isinstance(packed, CachedLayersNetwork):
         packed.native_stack = _pack_layers(packed, form)
         stacked = packed.layers if packed.native_stack else None
     packed.packed_head, packed.packed_precision = form.linear(head), precision
@@ -102,6 +105,8 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
     for module in packed.modules():
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, nn.Parameter(parameter.detach().float(), requires_grad=False))
+    if isinstance(packed, DFlash):
+        packed.native = _pack_dflash(packed)
     if isinstance(packed, MLPSpeculator) and not packed.config.own_embedding:
         stages = [_pack_stage(packed, i) for i in range(packed.stages)]
         table, scale = packed.get_buffer("_embedding"), packed.embedding_scale
@@ -181,7 +186,7 @@ def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
     )
 
 
-def _pack_layers(network: EagleNetwork, form: _Format) -> NativeStack | None:
+def _pack_layers(network: CachedLayersNetwork, form: _Format) -> NativeStack | None:
     """The network's layers on the kernels; None where these do not support them."""
     config = network.config.decoder_config
     if not NativeStack.supports(config):
@@ -194,7 +199,7 @@ def _pack_layers(network: EagleNetwork, form: _Format) -> NativeStack | None:
 def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
     """The whole network on the kernels; None where these do not support it."""
     first, own, head, config = network.layers[0], network.embedding, network.packed_head, network.config
-    if network.native_stack is None or config.norm_output or config.norm_before_fc or network.softcap:
+    if network.native_stack is None or config.norm_before_fc or network.softcap:
         return None
     assert isinstance(first, Eagle3FirstLayer) and head is not None
     norms, fuse = network.fc_norm, PackedLinear(form.linear(network.fc.weight, network.fc.bias))
@@ -206,12 +211,44 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
         embedding_norm=first.input_layernorm.weight,
         feature_norm=first.hidden_norm.weight,
         norm_before_residual=first.norm_before_residual,
+        norm_output=config.norm_output,
         final_norm=network.norm.weight,
         head=head,
         token_of=network.token_of,
     )
     network.add_module("fc", fuse)
     return NativeEagle(network.native_stack, weights)
+
+
+def _pack_dflash(network: DFlash) -> NativeBlockDrafts | None:
+    """The whole network on the kernels, from layers that are packed already; None where these do not support it."""
+    own, head, norms = network.embedding, network.packed_head, network.fc_norm
+    if network.native_stack is None or network.softcap:
+        return None
+    assert head is not None
+    markov_in, markov_out, confidence = network.markov_in, network.markov_out, network.confidence
+    weights = BlockDraftWeights(
+        embedding=network.get_buffer("_embedding") if own is None else own,
+        embedding_scale=network.embedding_scale if own is None else 1.0,
+        mask=network.mask_embedding,
+        slots=network.config.block_size,
+        depth=network.depth,
+        fuse=_linear(network.fc),
+        state_norms=None if norms is None else torch.stack([_scale(norm) for norm in norms]),
+        feature_norm=_scale(network.hidden_norm),
+        final_norm=_scale(network.norm),
+        head=head,
+        token_of=network.token_of,
+        markov=None if markov_in is None or markov_out is None else (markov_in.weight, _linear(markov_out)),
+        confidence=None if confidence is None else _linear(confidence),
+    )
+    return NativeBlockDrafts(network.native_stack, weights)
+
+
+def _scale(norm: nn.Module) -> torch.Tensor:
+    """The scale of a norm that is packed already."""
+    assert isinstance(norm, PackedNorm)
+    return norm.weight
 
 
 def _replace_modules(module: nn.Module, form: _Format | None, stacked: nn.Module | None) -> None:

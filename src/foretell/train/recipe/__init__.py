@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from foretell.train.recipe.apar import AparRecipe
 from foretell.train.recipe.base import Recipe
 from foretell.train.recipe.blockwise import BlockwiseRecipe
+from foretell.train.recipe.dflash import DFlashRecipe
 from foretell.train.recipe.draft_model import DraftModelRecipe
 from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe
 from foretell.train.recipe.look_ahead import LookAheadRecipe
@@ -15,6 +16,7 @@ from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 RECIPES: Mapping[str, type[Recipe]] = {
     "apar": AparRecipe,
     "blockwise": BlockwiseRecipe,
+    "dflash": DFlashRecipe,
     "draft_model": DraftModelRecipe,
     "eagle": Eagle1Recipe,
     "eagle3": Eagle3Recipe,

@@ -72,6 +72,8 @@ class Eagle3Options(EagleOptions):
     fc_norm: bool = True
     """Normalise each fused state: their scales differ."""
     norm_before_residual: bool = False
+    norm_output: bool = False
+    """Feed the output back after the final norm, not before (EAGLE-3.1)."""
 
 
 class EagleRecipe(Recipe):
@@ -140,7 +142,8 @@ class Eagle3Recipe(EagleRecipe):
             max(n - 3, 0),
             n + 1,
         )
-        more = {"hidden_layers": hidden_layers, "fc_norm": o.fc_norm, "norm_before_residual": o.norm_before_residual}
+        more = {name: getattr(o, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
+        more |= {"hidden_layers": hidden_layers}
         return cls(setup, Eagle3(eagle_config(setup, "eagle3", o, more), setup.embedding_and_head), o)
 
     def prediction_loss(

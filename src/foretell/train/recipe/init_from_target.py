@@ -1,15 +1,19 @@
-"""Initial weights of EAGLE's layers, taken from the target's last blocks."""
+"""Initial weights of EAGLE's and DFlash's layers, taken from the target's last blocks."""
 
 import torch
 from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
+from foretell.speculator.network.cached_layers import CachedLayersNetwork
+from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 
 OUTPUT_SCALE = 0.2
 """Scale of matrices that write to the residual stream, so that the identity dominates at first."""
+DRAFT_SCALE = 0.5
+"""Scale of DFlash's output norm: its first states point anywhere, and should not be certain of a token."""
 NOISE_SCALE = 0.02
 """Standard deviation of randomly initialised weights."""
 
@@ -20,19 +24,49 @@ def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) 
     agree.
     """
     generator = torch.Generator().manual_seed(seed)
+    init_linears(network, generator)
+    init_fc_identity(network)
+    if decoder is not None and decoder.config.hidden == network.target_info.hidden:
+        copy_last_blocks(network, decoder)
+        if isinstance(network, Eagle3):
+            init_output_norm(network, decoder)
+
+
+@torch.no_grad()
+def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int) -> None:
+    """Initialise DFlash: small noise, the mean of the fused hidden states, no bias between tokens, and the target's
+    blocks where sizes agree.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    init_linears(network, generator)
+    d, count = network.target_info.hidden, len(network.hidden_layers)
+    network.fc.weight += torch.eye(d).repeat(1, count) / count
+    if network.mask is not None:
+        scale = network.embed(torch.arange(network.target_info.vocab)).float().std()
+        network.mask.copy_(torch.randn(d, generator=generator) * scale)
+    if network.markov_in is not None and network.markov_out is not None:
+        network.markov_in.weight.copy_(torch.randn(network.markov_in.weight.shape, generator=generator))
+        network.markov_out.weight.zero_()
+    if decoder is not None and decoder.config.hidden == d:
+        copy_last_blocks(network, decoder)
+        network.norm.weight.copy_(decoder.norm.weight * DRAFT_SCALE)
+
+
+def init_linears(network: CachedLayersNetwork, generator: torch.Generator) -> None:
+    """Small noise in all linear layers, no bias."""
     for module in network.modules():
         if isinstance(module, nn.Linear):
             module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * NOISE_SCALE)
             if module.bias is not None:
                 module.bias.zero_()
-    init_fc_identity(network)
-    if decoder is not None and decoder.config.hidden == network.target_info.hidden:
-        blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
-        for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
-            assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
-            copy_block(layer, block)
-        if isinstance(network, Eagle3):
-            init_output_norm(network, decoder)
+
+
+def copy_last_blocks(network: CachedLayersNetwork, decoder: Decoder) -> None:
+    """Copy the target's last blocks, as far as they are dense and sizes agree."""
+    blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
+    for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
+        assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
+        copy_block(layer, block)
 
 
 def init_fc_identity(network: EagleNetwork) -> None:

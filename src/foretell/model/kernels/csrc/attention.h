@@ -467,11 +467,12 @@ class Attention {
   // Scales of the values of 16 keys; 0 past the last one that the token sees.
   Float value_scales(const CacheHead& at, int token, int key) const {
     const VisibleKeys& keys = visibility_[token];
-    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at, key));
+    const Float factor = splat(cache_.scale_factor());
+    if (key + kLanes <= keys.prefix) return load<Float>(cache_.value_scales(at, key)) * factor;
     float scales[kLanes];
     for (int i = 0; i < kLanes; ++i)
       scales[i] = key + i < keys.length ? *cache_.value_scales(at, keys.slot(key + i)) : 0;
-    return load<Float>(scales);
+    return load<Float>(scales) * factor;
   }
 
   // One query head of a token, and its weighted sum of a chunk's values.

@@ -1,10 +1,12 @@
 // How keys and values lie in the key-value cache.
 //
-// A *number* is a float32, a bfloat16, or an int8 that is multiplied with a scale per token and head. Numbers lie as
-// inner products read them: keys in blocks of 16 slots, [word of the head][slot][number of the word]; values in groups
-// of as many slots as a word has numbers, [dimension][slot]. So one vector holds the same word of 16 keys, or 16
-// dimensions of a group of values. int8 numbers are widened to words when they are read; heads are rotated before they
-// are rounded to them, and so must be the queries, and the results of attention.
+// A *number* is a float32, a bfloat16, or an int8 or int4 that is multiplied with a scale per token and head. Numbers
+// lie as inner products read them: keys in blocks of 16 slots, [word of the head][slot][number of the word]; values in
+// groups of as many slots as a word has numbers, [dimension][slot]. So one vector holds the same word of 16 keys, or 16
+// dimensions of a group of values. int8 and int4 numbers are widened to words when they are read; heads are rotated
+// before they are rounded to them, and so must be the queries, and the results of attention. int4 numbers take half a
+// byte. int8 numbers may lie in two parts, their upper and their lower halves, so that one can be read alone
+// (QuantSpec, arXiv 2502.10424).
 //
 // The slots of a row lie in blocks of kCacheBlock slots anywhere in the cache; a table names the blocks of every row
 // (paged attention: Kwon et al., arXiv 2309.06180). Rows may share blocks.
@@ -24,7 +26,8 @@ constexpr int kCacheBlock = 64;  // slots; `BLOCK_SLOTS` of kv_cache.py
 // The part of the cache that belongs to one key-value head of a layer, as a row sees it.
 struct CacheHead {
   uint8_t *keys, *values;
-  float *key_scales, *value_scales;  // for int8
+  uint8_t *low_keys, *low_values;    // of numbers in two parts
+  float *key_scales, *value_scales;  // of int8 and int4 numbers
   const int32_t* table;
 
   // Where a slot of the row lies, in slots of the whole head; the slots of a block follow one another.
@@ -40,32 +43,37 @@ class CacheLayout {
         kv_heads_(kv_heads),
         dim_(head_dim),
         words_(head_dim / C::kDepth),
-        is_int8_(cache.k_scale != nullptr),
-        number_bytes_(is_int8_ ? 1 : 4 / C::kDepth) {}
+        scaled_(cache.k_scale != nullptr),
+        two_parts_(cache.k_low != nullptr),
+        reads_halves_(scaled_ && (cache.bits == 4 || (two_parts_ && cache.coarse))),
+        stored_dim_(scaled_ && (cache.bits == 4 || two_parts_) ? head_dim / 2 : head_dim),
+        number_bytes_(scaled_ ? 1 : 4 / C::kDepth) {}
 
   CacheHead head(int layer, int row, int kv) const {
     const size_t i = ((size_t)layer * kv_heads_ + kv) * cache_.blocks * kCacheBlock;
-    return {(uint8_t*)cache_.k + i * dim_ * number_bytes_, (uint8_t*)cache_.v + i * dim_ * number_bytes_,
-            is_int8_ ? cache_.k_scale + i : nullptr, is_int8_ ? cache_.v_scale + i : nullptr,
+    const auto part = [&](void* all, size_t size) { return all ? (uint8_t*)all + i * size : nullptr; };
+    const size_t size = (size_t)stored_dim_ * number_bytes_;
+    return {part(cache_.k, size), part(cache_.v, size), part(cache_.k_low, size), part(cache_.v_low, size),
+            (float*)part(cache_.k_scale, 4), (float*)part(cache_.v_scale, 4),
             cache_.table + (size_t)row * cache_.row_blocks};
   }
 
   // Where the keys and values of slots from a multiple of 16 on begin.
   const char* keys_at(const CacheHead& at, int slot) const {
-    return (const char*)at.keys + at.place(slot) * dim_ * number_bytes_;
+    return (const char*)at.keys + at.place(slot) * stored_dim_ * number_bytes_;
   }
   const char* values_at(const CacheHead& at, int slot) const {
-    return (const char*)at.values + at.place(slot) * dim_ * number_bytes_;
+    return (const char*)at.values + at.place(slot) * stored_dim_ * number_bytes_;
   }
   // Whether the row has a block for a slot.
   bool has(const CacheHead& at, int slot) const {
     return slot / kCacheBlock < cache_.row_blocks && at.table[slot / kCacheBlock] >= 0;
   }
 
-  // Where numbers are int8, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions,
+  // Where numbers have scales, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions,
   // which is its own inverse and spreads outliers (QuaRot, arXiv 2404.00456).
   void rotate(float* x) const {
-    if (!is_int8_) return;
+    if (!scaled_) return;
     if (dim_ % Int8::kBlock == 0) {
       for (int i = 0; i < dim_; i += Int8::kBlock) Int8::rotate(x + i);
       return;
@@ -81,14 +89,16 @@ class CacheLayout {
 
   // Threads may store different slots at the same time.
   void store_key(const CacheHead& at, int slot, const float* x) const {
-    const size_t place = at.place(slot), first = place / kLanes * words_ * kLanes + place % kLanes;  // in words
-    if (is_int8_) {
-      int8_t numbers[kMaxHeadDim];
+    const size_t place = at.place(slot);
+    if (scaled_) {
+      uint8_t numbers[kMaxHeadDim];
       at.key_scales[place] = quantize(x, numbers);
-      for (int i = 0; i < dim_; ++i)
-        at.keys[(first + (size_t)(i / C::kDepth) * kLanes) * C::kDepth + i % C::kDepth] = (uint8_t)numbers[i];
+      const size_t first = (place / kLanes * (stored_dim_ / C::kDepth) * kLanes + place % kLanes) * C::kDepth;
+      store_numbers(at.keys, at.low_keys, numbers,
+                    [&](int i) { return first + (size_t)(i / C::kDepth) * kLanes * C::kDepth + i % C::kDepth; });
       return;
     }
+    const size_t first = place / kLanes * words_ * kLanes + place % kLanes;  // in words
     uint32_t words[kMaxHeadDim];
     C::pack(x, dim_, words);
     for (int w = 0; w < words_; ++w) ((uint32_t*)at.keys)[first + (size_t)w * kLanes] = words[w];
@@ -96,11 +106,11 @@ class CacheLayout {
 
   void store_value(const CacheHead& at, int slot, const float* x) const {
     const size_t place = at.place(slot);
-    const size_t first = place / C::kDepth * dim_ * C::kDepth + place % C::kDepth;  // in numbers
-    if (is_int8_) {
-      int8_t numbers[kMaxHeadDim];
+    const size_t first = place / C::kDepth * stored_dim_ * C::kDepth + place % C::kDepth;  // in numbers
+    if (scaled_) {
+      uint8_t numbers[kMaxHeadDim];
       at.value_scales[place] = quantize(x, numbers);
-      for (int i = 0; i < dim_; ++i) at.values[first + (size_t)i * C::kDepth] = (uint8_t)numbers[i];
+      store_numbers(at.values, at.low_values, numbers, [&](int i) { return first + (size_t)i * C::kDepth; });
       return;
     }
     uint32_t words[kMaxHeadDim];
@@ -114,39 +124,29 @@ class CacheLayout {
   // Copies a slot of a head, `from` that of a cache of the same kind; source and target may be the same slot.
   void copy(const CacheHead& from, int source_slot, const CacheHead& at, int target_slot) const {
     const size_t source = from.place(source_slot), target = at.place(target_slot);
-    const auto key = [&](size_t place) {
-      return (place / kLanes * words_ * kLanes + place % kLanes) * C::kDepth * number_bytes_;
-    };
-    const int word_bytes = C::kDepth * number_bytes_, step = kLanes * word_bytes;
-    for (int w = 0; w < words_; ++w)
-      std::memcpy(at.keys + key(target) + w * step, from.keys + key(source) + w * step, (size_t)word_bytes);
-    const auto value = [&](size_t place) {
-      return (place / C::kDepth * dim_ * C::kDepth + place % C::kDepth) * number_bytes_;
-    };
-    for (int i = 0; i < dim_; ++i)
-      std::memcpy(at.values + value(target) + i * word_bytes, from.values + value(source) + i * word_bytes,
-                  (size_t)number_bytes_);
-    if (!is_int8_) return;
+    copy_part(from.keys, from.values, source, at.keys, at.values, target);
+    if (two_parts_) copy_part(from.low_keys, from.low_values, source, at.low_keys, at.low_values, target);
+    if (!scaled_) return;
     at.key_scales[target] = from.key_scales[source];
     at.value_scales[target] = from.value_scales[source];
   }
 
   // Words of scratch memory that reading so many keys or values at once needs.
-  size_t scratch_words(int keys) const { return is_int8_ ? (size_t)keys * words_ : 0; }
+  size_t scratch_words(int keys) const { return scaled_ ? (size_t)keys * words_ : 0; }
 
   // The words of groups of 16 keys from a slot on, all in one block: [group][word][key]. Where they must be widened,
   // as many bytes from `ahead` on are prefetched meanwhile.
   const uint32_t* key_words(const CacheHead& at, int slot, int groups, uint32_t* scratch, const char* ahead) const {
-    const char* keys = keys_at(at, slot);
-    return is_int8_ ? widen((const int8_t*)keys, groups * words_, scratch, ahead) : (const uint32_t*)keys;
+    if (!scaled_) return (const uint32_t*)keys_at(at, slot);
+    return widen(at.keys, at.low_keys, at.place(slot) * stored_dim_, groups, words_, scratch, ahead);
   }
 
   // The words of the values of `count` slots from a multiple of kDepth on, all in one block:
   // [slot / kDepth][dimension].
   const uint32_t* value_words(const CacheHead& at, int slot, int count, uint32_t* scratch, const char* ahead) const {
-    const char* values = values_at(at, slot);
-    if (!is_int8_) return (const uint32_t*)values;
-    return widen((const int8_t*)values, count / C::kDepth * (dim_ / kLanes), scratch, ahead);
+    if (!scaled_) return (const uint32_t*)values_at(at, slot);
+    return widen(at.values, at.low_values, at.place(slot) * stored_dim_, count / C::kDepth, dim_ / kLanes, scratch,
+                 ahead);
   }
 
   // 16 words of values: dimensions first .. first + 15 of kDepth slots; 0 for slot -1.
@@ -154,9 +154,9 @@ class CacheLayout {
     Word out = {};
     for (int d = 0; d < C::kDepth; ++d) {
       if (slots[d] < 0) continue;
-      const size_t place = at.place(slots[d]), where = place / C::kDepth * dim_ + first;
-      const Word read = is_int8_ ? widened((const int8_t*)at.values + where * C::kDepth)
-                                 : load<Word>((const uint32_t*)at.values + where);
+      const size_t place = at.place(slots[d]);
+      const Word read = scaled_ ? value_vector(at, place / C::kDepth, first)
+                                : load<Word>((const uint32_t*)at.values + place / C::kDepth * dim_ + first);
       out |= C::place(C::take(read, (int)(place % C::kDepth)), d);
     }
     return out;
@@ -164,40 +164,121 @@ class CacheLayout {
 
   // Multiplies scores of groups of 16 keys from a slot on with the keys' scales.
   void scale_scores(const CacheHead& at, int slot, int groups, float* scores) const {
-    if (!is_int8_) return;
+    if (!scaled_) return;
     const float* scales = at.key_scales + at.place(slot);
+    const Float factor = splat(scale_factor());
     for (int i = 0; i < groups * kLanes; i += kLanes)
-      store(scores + i, load<Float>(scores + i) * load<Float>(scales + i));
+      store(scores + i, load<Float>(scores + i) * (load<Float>(scales + i) * factor));
   }
 
-  bool scales_values() const { return is_int8_; }
+  bool scales_values() const { return scaled_; }
   const float* value_scales(const CacheHead& at, int slot) const { return at.value_scales + at.place(slot); }
+  // What scales are multiplied with: the upper half of an int8 number q is n with q about 8 (2 n - 15).
+  float scale_factor() const { return reads_halves_ && two_parts_ ? 8.0f : 1.0f; }
 
  private:
-  // int8 numbers and their scale.
-  float quantize(const float* x, int8_t* numbers) const {
+  static constexpr int kVector = kLanes * C::kDepth;  // numbers
+
+  // Numbers and their scale: of 8 bits x / scale + 128; of 4 bits n with x about (2 n - 15) * scale, so that as many
+  // levels are above zero as below.
+  float quantize(const float* x, uint8_t* numbers) const {
     Float most = {};
     for (int i = 0; i < dim_; i += kLanes) most = larger(most, larger(load<Float>(x + i), -load<Float>(x + i)));
-    const float peak = largest(most), inverse = peak > 0 ? 127 / peak : 0;
-    for (int i = 0; i < dim_; i += kLanes) store_bytes(numbers + i, round_product(load<Float>(x + i), inverse));
+    const float peak = largest(most);
+    if (cache_.bits == 4) {
+      const float inverse = peak > 0 ? 7.5f / peak : 0, half = peak / 15;
+      for (int i = 0; i < dim_; i += kLanes) {
+        const Int level = round_product(load<Float>(x + i) - splat(half), inverse) + splat(8);
+        store_bytes(numbers + i, level);
+      }
+      return half;
+    }
+    const float inverse = peak > 0 ? 127 / peak : 0;
+    for (int i = 0; i < dim_; i += kLanes)
+      store_bytes(numbers + i, round_product(load<Float>(x + i), inverse) + splat(128));
     return peak / 127;
   }
 
-  static Word widened(const int8_t* numbers) { return C::from_int8(numbers); }
-
-  // Words of int8 numbers; meanwhile as many bytes from `ahead` on are prefetched.
-  static const uint32_t* widen(const int8_t* numbers, int vectors, uint32_t* out, const char* ahead) {
-    for (int i = 0; i < vectors; ++i) {
-      const size_t first = (size_t)i * kLanes * C::kDepth;
-      __builtin_prefetch(ahead + first, 0, 2);
-      store(out + (size_t)i * kLanes, widened(numbers + first));
+  // Stores a head's numbers, number i of a half or a whole head at byte(i). int8 numbers in one part are signed. Of
+  // others a byte holds 4 bits of number i and of number i + dim / 2, which are of the same slot.
+  template <class Byte>
+  void store_numbers(uint8_t* upper, uint8_t* lower, const uint8_t* numbers, const Byte& byte) const {
+    if (stored_dim_ == dim_) {
+      for (int i = 0; i < dim_; ++i) upper[byte(i)] = (uint8_t)(numbers[i] ^ 128);
+      return;
     }
-    return out;
+    for (int i = 0; i < stored_dim_; ++i) {
+      const uint8_t a = numbers[i], b = numbers[i + stored_dim_];
+      if (cache_.bits == 4) {
+        upper[byte(i)] = (uint8_t)(a | b << 4);
+      } else {
+        upper[byte(i)] = (uint8_t)(a >> 4 | (b & 0xF0));
+        lower[byte(i)] = (uint8_t)((a & 15) | b << 4);
+      }
+    }
+  }
+
+  void copy_part(const uint8_t* from_keys, const uint8_t* from_values, size_t source, uint8_t* keys, uint8_t* values,
+                 size_t target) const {
+    const int words = stored_dim_ / C::kDepth, word_bytes = C::kDepth * number_bytes_, step = kLanes * word_bytes;
+    const auto key = [&](size_t place) {
+      return (place / kLanes * words * kLanes + place % kLanes) * C::kDepth * number_bytes_;
+    };
+    for (int w = 0; w < words; ++w)
+      std::memcpy(keys + key(target) + w * step, from_keys + key(source) + w * step, (size_t)word_bytes);
+    const auto value = [&](size_t place) {
+      return (place / C::kDepth * stored_dim_ * C::kDepth + place % C::kDepth) * number_bytes_;
+    };
+    for (int i = 0; i < stored_dim_; ++i)
+      std::memcpy(values + value(target) + i * word_bytes, from_values + value(source) + i * word_bytes,
+                  (size_t)number_bytes_);
+  }
+
+  // Words of `count` runs of numbers, of so many vectors each, from one of the stored numbers on; meanwhile as many
+  // bytes from `ahead` on are prefetched. Of a run in halves, vector i lies beside vector i + vectors / 2.
+  const uint32_t* widen(const uint8_t* upper, const uint8_t* lower, size_t first, int count, int vectors,
+                        uint32_t* out, const char* ahead) const {
+    const bool whole = stored_dim_ == dim_;
+    const int stored = whole ? vectors : vectors / 2;
+    for (int run = 0; run < count; ++run, out += (size_t)vectors * kLanes)
+      for (int i = 0; i < stored; ++i, first += kVector, ahead += kVector) {
+        __builtin_prefetch(ahead, 0, 2);
+        if (whole) {
+          store(out + (size_t)i * kLanes, C::from_int8((const int8_t*)upper + first));
+          continue;
+        }
+        Word low, high;
+        pair(upper, lower, first, low, high);
+        store(out + (size_t)i * kLanes, low), store(out + (size_t)(i + stored) * kLanes, high);
+      }
+    return out - (size_t)count * vectors * kLanes;
+  }
+
+  // Two vectors of numbers whose halves lie in the same bytes.
+  void pair(const uint8_t* upper, const uint8_t* lower, size_t first, Word& low, Word& high) const {
+    if (reads_halves_) return C::from_nibbles(upper + first, low, high);
+    int8_t a[kVector], b[kVector];
+    for (int i = 0; i < kVector; ++i) {
+      const uint8_t u = upper[first + i], l = lower[first + i];
+      a[i] = (int8_t)((uint8_t)(u << 4 | (l & 15)) ^ 128), b[i] = (int8_t)((uint8_t)((u & 0xF0) | l >> 4) ^ 128);
+    }
+    low = C::from_int8(a), high = C::from_int8(b);
+  }
+
+  // 16 words of a group of values, from a dimension on.
+  Word value_vector(const CacheHead& at, size_t group, int first) const {
+    const size_t begin = group * stored_dim_ * C::kDepth;
+    if (stored_dim_ == dim_) return C::from_int8((const int8_t*)at.values + begin + (size_t)first * C::kDepth);
+    Word low, high;
+    pair(at.values, at.low_values, begin + (size_t)(first % stored_dim_) * C::kDepth, low, high);
+    return first < stored_dim_ ? low : high;
   }
 
   const Cache& cache_;
   const int kv_heads_, dim_, words_;
-  const bool is_int8_;
+  const bool scaled_, two_parts_;
+  const bool reads_halves_;  // reads 4 bits of a number
+  const int stored_dim_;     // numbers of a head in bytes of their own, or half of them
   const int number_bytes_;
 };
 

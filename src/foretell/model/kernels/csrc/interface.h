@@ -167,16 +167,32 @@ struct Embedding {
   float scale;  // factor on every row
 };
 
-struct EagleInput {  // what EAGLE-3's first layer reads: token embeddings and features (fused hidden states of the
-                     // target)
+struct Fusion {  // a feature is `fuse` applied to `count` hidden states of the target, concatenated
+  int32_t count;
+  const float* norms;  // [count, hidden], scales of the norms of the states; null: they are not normed
+  Weight fuse;
+};
+
+struct EagleInput {  // what EAGLE-3's first layer reads: token embeddings and features
   Embedding embedding;
   const float *embedding_norm, *feature_norm;
   int32_t norm_before_residual;  // 1: the residual stream starts from the normed feature
-  // A feature is `fuse` applied to `state_count` hidden states of the target, concatenated. Each state is normed with
-  // its own scale, [state_count, hidden]; null: states are not normed.
-  int32_t state_count;
-  const float* state_norms;
-  Weight fuse;
+  // [hidden], the norm of the layers' output where that is the next feature and the input of the head (EAGLE-3.1); or
+  // null: the output is the next feature as it is.
+  const float* output_norm;
+  Fusion fusion;
+};
+
+struct BlockInput {  // what DFlash's layers read, and its heads beside the output head
+  Embedding embedding;
+  const float *mask, *feature_norm;  // [hidden]: what fills the slots after the anchor; the norm of the features
+  int32_t slots, depth;              // slots of a block; the last `depth` of them predict a token
+  Fusion fusion;
+  // The bias that a token gives to the scores of the next one: its row of `markov`, [vocab, in of markov_out], through
+  // `markov_out`; table null: none.
+  Embedding markov;
+  Weight markov_out;
+  Weight confidence;  // from a slot's normed state and the token's row of `markov` to a number; words null: none
 };
 
 struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per request; keys and values up to the root are
@@ -206,11 +222,12 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   double* score;
 };
 
-struct EagleRead {             // positions that EAGLE-3's layers read before a draft
+struct StatesRead {             // positions that layers read before a draft
   const float* const* states;  // hidden states of the target, [state_rows, hidden] each
   int32_t state_rows;
-  const int64_t *token, *place;  // of every position, request by request: its token, and its row of the states
-  const int64_t* count;          // positions per request; the last one is the root
+  // Of every position, request by request: the token after it (null for DFlash), and its row of the states.
+  const int64_t *token, *place;
+  const int64_t* count;  // positions per request; the token after the last one is the root
 };
 
 struct Layout {  // where the new tokens are in the cache; see `Layout` in layout.py
@@ -246,9 +263,12 @@ struct Sampling {  // of one row of logits
 
 struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slots as in cache.h
   void *k, *v;
-  float *k_scale, *v_scale;  // [layers, kv_heads, blocks, kCacheBlock] of int8 numbers; else null
+  void *k_low, *v_low;       // the lower halves of int8 numbers in two parts; else null
+  float *k_scale, *v_scale;  // [layers, kv_heads, blocks, kCacheBlock] of int8 and int4 numbers; else null
   const int32_t* table;      // [rows, row_blocks]: the block of every kCacheBlock slots of a row; -1: none
   int32_t blocks, rows, row_blocks;
+  int32_t bits;    // of a number with a scale: 8 or 4
+  int32_t coarse;  // whether only the upper halves of numbers in two parts are read
   const States* states;  // of the layers with a recurrent state; or null
 };
 }

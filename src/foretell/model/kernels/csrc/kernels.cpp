@@ -12,6 +12,7 @@
 // what its inputs are rounded to.
 
 #include "abi.h"
+#include "block_drafts.h"
 #include "pack.h"
 #include "sampler.h"
 #include "speculators.h"
@@ -162,7 +163,7 @@ int32_t foretell_eagle_forward_from_target(const Model* m, const Layer* layers, 
                                            int32_t threads) {
   for (int t = 0; t < layout->count; ++t)
     if (place[t] < 0 || place[t] >= state_rows) return -2;
-  const Buffer<float> features = fuse_states(*m, *e, states, place, layout->count, threads);
+  const Buffer<float> features = fuse_states(*m, e->fusion, states, place, layout->count, threads);
   return foretell_eagle_forward(m, layers, count, e, token, features.get(), layout->count, nullptr, x, layout, cache,
                                 threads);
 }
@@ -170,7 +171,7 @@ int32_t foretell_eagle_forward_from_target(const Model* m, const Layer* layers, 
 // Dynamic trees (EAGLE-2, arXiv 2406.16858) from EAGLE-3's layers, which first read the positions of `read`. token_of:
 // the token of every output of the head; null: the output's number. Returns as foretell_eagle_forward.
 int32_t foretell_eagle_trees(const Model* m, const Layer* layers, int32_t count, const EagleInput* e,
-                             const Weight* head, const float* norm, const int64_t* token_of, const EagleRead* read,
+                             const Weight* head, const float* norm, const int64_t* token_of, const StatesRead* read,
                              const DynamicTree* b, const Cache* cache, int32_t threads) {
   std::vector<int32_t> row, slot, visible_prefix, last;
   for (int i = 0; i < b->requests; ++i) {
@@ -192,10 +193,22 @@ int32_t foretell_eagle_trees(const Model* m, const Layer* layers, int32_t count,
                        float* next) {
     return eagle_forward(*m, layers, count, *e, tokens, outputs, parents, next, level, *cache, threads);
   };
+  if (e->output_norm) norm = nullptr;  // the outputs are normed already
   return grow_trees_with_cache(*m, {norm, head, token_of}, roots.get(), *b, run, threads);
 }
 
-// The same from the layers of a decoder, below roots whose layer outputs [requests, hidden] are given.
+// Dynamic trees from the distributions of DFlash's blocks (arXiv 2602.06036, 2604.12989) below the tokens root
+// [requests]; `length` of the trees counts the positions before the root. The positions of `read` are read first, by
+// `injecting`: the layers, reduced to storing the keys and values of their input. Returns as foretell_eagle_forward.
+int32_t foretell_block_trees(const Model* m, const Layer* layers, int32_t count, const Layer* injecting,
+                             const BlockInput* e, const Weight* head, const float* norm, const int64_t* token_of,
+                             const StatesRead* read, const int64_t* root, const DynamicTree* b, const Cache* cache,
+                             int32_t threads) {
+  return block_trees(*m, layers, injecting, count, *e, {norm, head, token_of}, *read, root, *b, *cache, threads);
+}
+
+// Dynamic trees as of foretell_eagle_trees from the layers of a decoder, below roots whose layer outputs [requests,
+// hidden] are given.
 int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t count, const Embedding* e,
                                const Weight* head, const float* norm, const int64_t* token_of, const float* roots,
                                const DynamicTree* b, const Cache* cache, int32_t threads) {
@@ -333,16 +346,20 @@ const char* foretell_abi() {
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
+    S(Fusion, F(Fusion, count), F(Fusion, norms), F(Fusion, fuse));
     S(EagleInput, F(EagleInput, embedding), F(EagleInput, embedding_norm), F(EagleInput, feature_norm),
-      F(EagleInput, norm_before_residual), F(EagleInput, state_count), F(EagleInput, state_norms), F(EagleInput, fuse));
+      F(EagleInput, norm_before_residual), F(EagleInput, output_norm), F(EagleInput, fusion));
+    S(BlockInput, F(BlockInput, embedding), F(BlockInput, mask), F(BlockInput, feature_norm), F(BlockInput, slots),
+      F(BlockInput, depth), F(BlockInput, fusion), F(BlockInput, markov), F(BlockInput, markov_out),
+      F(BlockInput, confidence));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
       F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates),
       F(DynamicTree, min_confidence), F(DynamicTree, min_expand_confidence), F(DynamicTree, margin),
       F(DynamicTree, outputs), F(DynamicTree, output_row), F(DynamicTree, confidence), F(DynamicTree, token),
       F(DynamicTree, parent), F(DynamicTree, sizes), F(DynamicTree, score));
-    S(EagleRead, F(EagleRead, states), F(EagleRead, state_rows), F(EagleRead, token), F(EagleRead, place),
-      F(EagleRead, count));
+    S(StatesRead, F(StatesRead, states), F(StatesRead, state_rows), F(StatesRead, token), F(StatesRead, place),
+      F(StatesRead, count));
     S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, parent), F(TreePass, active),
       F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
       F(TreePass, logit_index), F(TreePass, argmax));
@@ -351,8 +368,9 @@ const char* foretell_abi() {
       F(Layout, queries));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_scale), F(Cache, v_scale), F(Cache, table), F(Cache, blocks),
-      F(Cache, rows), F(Cache, row_blocks), F(Cache, states));
+    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
+      F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
+      F(Cache, states));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -360,6 +378,7 @@ const char* foretell_abi() {
     S(foretell_eagle_forward);
     S(foretell_eagle_forward_from_target);
     S(foretell_eagle_trees);
+    S(foretell_block_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
     S(foretell_tree_pass);

@@ -16,6 +16,14 @@ struct Float32 {
   static Word place(Word w, int) { return w; }
   // The words of 16 * kDepth numbers.
   static Word from_int8(const int8_t* x) { return (Word)to_float(load_bytes<int8_t>(x)); }
+  // The same from numbers n of 4 bits, which stand for 2 n - 15: those of the lower halves of 16 * kDepth bytes, and
+  // those of the upper ones.
+  static void from_nibbles(const uint8_t* x, Word& low, Word& high) {
+    int8_t numbers[2 * kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      numbers[i] = (int8_t)(2 * (x[i] & 15) - 15), numbers[kLanes + i] = (int8_t)(2 * (x[i] >> 4) - 15);
+    low = from_int8(numbers), high = from_int8(numbers + kLanes);
+  }
   // Words of kDepth numbers for each lane.
   static Word pack_columns(const Float* numbers) { return (Word)numbers[0]; }
   // n numbers from x, which is zero up to a multiple of 32, into words.
@@ -35,6 +43,23 @@ struct Bfloat16 {
     Int low, high;  // whose floats are bfloat16 numbers
     load_byte_pairs(x, low, high);
     return (Word)to_float(low) >> 16 | ((Word)to_float(high) & splat(0xFFFF0000u));
+#endif
+  }
+  static void from_nibbles(const uint8_t* x, Word& low, Word& high) {
+#if FORETELL_BF16
+    typedef uint16_t Table __attribute__((vector_size(64)));
+    // bfloat16 numbers -15, -13, ... 15, twice: the permutation reads a fifth bit, which is the other number's.
+    constexpr Table kTable = {0xC170, 0xC150, 0xC130, 0xC110, 0xC0E0, 0xC0A0, 0xC040, 0xBF80, 0x3F80, 0x4040, 0x40A0,
+                              0x40E0, 0x4110, 0x4130, 0x4150, 0x4170, 0xC170, 0xC150, 0xC130, 0xC110, 0xC0E0, 0xC0A0,
+                              0xC040, 0xBF80, 0x3F80, 0x4040, 0x40A0, 0x40E0, 0x4110, 0x4130, 0x4150, 0x4170};
+    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)x));
+    low = (Word)_mm512_permutexvar_epi16(bytes, (__m512i)kTable);
+    high = (Word)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), (__m512i)kTable);
+#else
+    int8_t numbers[4 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i)
+      numbers[i] = (int8_t)(2 * (x[i] & 15) - 15), numbers[2 * kLanes + i] = (int8_t)(2 * (x[i] >> 4) - 15);
+    low = from_int8(numbers), high = from_int8(numbers + 2 * kLanes);
 #endif
   }
   static uint32_t round(float x) {  // to nearest, ties to even

@@ -95,21 +95,21 @@ void linear_topk_softmax(const Weight& w, const float* x, const float* norm, flo
 }
 
 // Features [count, hidden] from hidden states of the target: feature i from row place[i] of every states[j].
-Buffer<float> fuse_states(const Model& m, const EagleInput& e, const float* const* states, const int64_t* place,
-                          int count, int threads) {
-  const size_t d = (size_t)m.hidden, state_count = (size_t)e.state_count;
+Buffer<float> fuse_states(const Model& m, const Fusion& f, const float* const* states, const int64_t* place, int count,
+                          int threads) {
+  const size_t d = (size_t)m.hidden, state_count = (size_t)f.count;
   Buffer<float> rows = buffer<float>((size_t)count * state_count * d), out = buffer<float>((size_t)count * d);
 #pragma omp parallel for num_threads(threads) if (count > 16)
   for (int i = 0; i < count; ++i)
     for (size_t j = 0; j < state_count; ++j) {
       const float* state = states[j] + (size_t)place[i] * d;
       float* row = rows.get() + ((size_t)i * state_count + j) * d;
-      if (e.state_norms)
-        normalize(state, m.hidden, e.state_norms + j * d, m.eps, row);
+      if (f.norms)
+        normalize(state, m.hidden, f.norms + j * d, m.eps, row);
       else
         std::memcpy(row, state, 4 * d);
     }
-  linear(e.fuse, rows.get(), out.get(), count, m.hidden, threads);
+  linear(f.fuse, rows.get(), out.get(), count, m.hidden, threads);
   return out;
 }
 
@@ -118,7 +118,10 @@ int32_t eagle_forward(const Model& m, const Layer* layers, int count, const Eagl
                       int threads) {
   const Buffer<float> attention_input = buffer<float>((size_t)layout.count * 2 * m.hidden);
   prepare_eagle_input(m, e, token, features, parent, layout.count, x, attention_input.get(), threads);
-  return stack(m, layers, 0, count, x, attention_input.get(), layout, cache, {nullptr, 0, nullptr}, threads);
+  const int32_t invalid =
+      stack(m, layers, 0, count, x, attention_input.get(), layout, cache, {nullptr, 0, nullptr}, threads);
+  if (invalid < 0 && e.output_norm) norm_rows(x, e.output_norm, m.eps, x, layout.count, m.hidden, threads);
+  return invalid;
 }
 
 // One dynamic tree (EAGLE-2, arXiv 2406.16858); shape/dynamic_tree.py does the same for any drafter.

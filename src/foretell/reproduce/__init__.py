@@ -1,0 +1,25 @@
+"""Claims of papers, restated so that they do not depend on the paper's hardware and models, and checked on a model
+here.
+"""
+
+from foretell.reproduce.claim import Claim, Finding, Series, Verdict
+from foretell.reproduce.claims import CLAIMS, claim_of
+from foretell.reproduce.lab import Lab, LabRun, LabSettings, mixed_prompts
+from foretell.reproduce.pages import write_report
+from foretell.reproduce.reproduce import ClaimResult, reproduce
+
+__all__ = [
+    "CLAIMS",
+    "Claim",
+    "ClaimResult",
+    "Finding",
+    "Lab",
+    "LabRun",
+    "LabSettings",
+    "Series",
+    "Verdict",
+    "claim_of",
+    "mixed_prompts",
+    "reproduce",
+    "write_report",
+]

@@ -1,0 +1,52 @@
+"""Claims about methods that combine drafters."""
+
+from foretell.reproduce.claim import Claim, Finding, Series
+from foretell.reproduce.lab import COPY, Lab
+
+
+def _better_than_its_parts(lab: Lab, method: str, parts: tuple[str, ...]) -> Finding:
+    prompts = (*COPY, *lab.free)
+    values = {m: lab.run(m, prompts=prompts).tokens_per_pass for m in (*parts, method)}
+    return Finding(
+        values[method] >= 0.98 * max(values[m] for m in parts),
+        ", ".join(f"{m} {v:.2f}" for m, v in values.items()) + " tokens per pass",
+        (Series.of("tokens per pass", list(enumerate(values.values()))),),
+        ", ".join(f"{i}: {m}" for i, m in enumerate(values)),
+        reason="The method drafts fewer tokens where its parts' drafts would not pay in time, which depends on the "
+        "machine.",
+    )
+
+
+def _spends_less(lab: Lab) -> Finding:
+    prompts = (*COPY, *lab.free)
+    cheap, dear = (lab.run("hybrid", {"pass_cost": c}, prompts=prompts) for c in (0.01, 0.5))
+    return Finding(
+        dear.drafted / dear.passes < cheap.drafted / cheap.passes,
+        f"{cheap.drafted / cheap.passes:.1f} drafts per pass where a further token costs a hundredth of a pass, "
+        f"{dear.drafted / dear.passes:.1f} where it costs half of one",
+        (Series.of("drafts per pass", [(0.01, cheap.drafted / cheap.passes), (0.5, dear.drafted / dear.passes)]),),
+        "cost of a further token, passes",
+        "drafts per pass",
+    )
+
+
+CLAIMS = (
+    Claim(
+        "hybrid",
+        "Drafts sized by their cost are fewer where a further token is dear.",
+        "fewer drafts per pass at a cost of 0.5 than of 0.01",
+        _spends_less,
+    ),
+    Claim(
+        "hybrid_model",
+        "Copies and a speculator together are not worse than either alone, on copied and on free text.",
+        "not below the better part by more than 2 %",
+        lambda lab: _better_than_its_parts(lab, "hybrid_model", ("sam_recycling", "eagle3")),
+    ),
+    Claim(
+        "auto",
+        "The default finds the drafters that a model has, and is not worse than copies alone.",
+        "not below `sam_recycling` by more than 2 %",
+        lambda lab: _better_than_its_parts(lab, "auto", ("sam_recycling",)),
+    ),
+)

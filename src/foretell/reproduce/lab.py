@@ -1,0 +1,195 @@
+"""Decodes prompts with methods for the checks of claims, and keeps every run, so that a check can be repeated."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+
+from foretell.api import Model
+from foretell.bench.questions import BUILT_IN, load_questions
+from foretell.bench.schema import FileModel, FrozenModel
+from foretell.core.sampling import SamplingParams
+from foretell.engine.request import Completion
+from foretell.utils.store import RunStore
+
+PLAIN = "autoregressive"
+COPY = (
+    "Minutes: Ada reports that the pump in hall 2 leaks. Grace orders a seal. Alan checks the valves on Friday."
+    " Everyone meets again on 10 May at nine.\n\nRepeat the minutes word by word.",
+    "The train to Lund leaves at 8:05 from track 4 and arrives at 9:40. The train to Ystad leaves at 8:20 from track 7"
+    " and arrives at 9:55.\n\nCopy the two sentences, then copy them again.",
+    "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
+    "    return width * height * depth\n\nRepeat this code without any change.",
+    "Apples are red. Pears are green. Plums are blue. Lemons are yellow. Cherries are dark red.\n\n"
+    "Write these sentences again, each on its own line.",
+)
+"""Prompts whose answers repeat them; written for this package."""
+
+
+def mixed_prompts(per_category: int) -> tuple[str, ...]:
+    """The first turns of the built-in questions, so many of each category."""
+    return tuple(q.turns[0] for q in load_questions(BUILT_IN).select(per_category).questions)
+
+
+class LabSettings(FileModel):
+    """What all runs of a folder have in common."""
+
+    format: str = "foretell reproduce 1"
+    model: str
+    dtype: str
+    draft_models: tuple[str, ...]
+    new_tokens: int
+    prompts: str
+    """Digest of the prompts of the checks that need no prompts of their own."""
+
+
+class LabRun(FrozenModel):
+    """What one method did with one set of prompts."""
+
+    key: str
+    new_tokens: int
+    passes: int
+    drafted: int
+    accepted_per_position: tuple[int, ...]
+    """Passes that accepted a draft at depth 1, 2, …"""
+    identical: int
+    """Answers equal to those of plain decoding with the same seeds."""
+    answers: int
+    mean_variation: float
+    """Mean total variation distance per token from the target, of a lossy method."""
+    changed_share: float
+    """Share of tokens that a lossy method changed."""
+    tokens: tuple[tuple[int, ...], ...]
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean new tokens per pass, the target's own included."""
+        return self.new_tokens / self.passes
+
+    @property
+    def drafting_passes(self) -> int:
+        """Passes without the first of each answer, which reads the prompt and has no drafts."""
+        return self.passes - self.answers
+
+    @property
+    def tokens_per_drafting_pass(self) -> float:
+        """Mean new tokens of these passes."""
+        return (self.new_tokens - self.answers) / self.drafting_passes if self.drafting_passes else 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafting passes that accept their first draft."""
+        return self.conditional_acceptance(1)
+
+    @property
+    def accepted_by_depth(self) -> list[tuple[float, float]]:
+        """Depth of a draft, and the passes that accepted one there."""
+        return [(depth, passes) for depth, passes in enumerate(self.accepted_per_position, 1)]
+
+    def conditional_acceptance(self, depth: int) -> float:
+        """Share of the passes that accepted a draft at `depth` - 1 that accept one at `depth`; depths begin with 1."""
+        reached = (self.drafting_passes, *self.accepted_per_position)
+        return self.accepted_per_position[depth - 1] / reached[depth - 1] if depth < len(reached) else 0.0
+
+
+class Lab:
+    """A model, prompts, and the runs so far.
+
+    `mixed`: prompts of many kinds, for the checks that need none of their own.
+    `drafts`: draft models or speculators for methods that take one; where there is none, those that ship.
+    `rows`: answers that are decoded together. Methods are built afresh for every run, so that runs do not depend on
+    their order.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        store: RunStore[LabRun],
+        settings: LabSettings,
+        mixed: Sequence[str],
+        drafts: Sequence[Model | Path] = (),
+        rows: int = 8,
+    ) -> None:
+        self.model, self._store, self._settings = model, store, settings
+        self.mixed, self._drafts, self._rows = tuple(mixed), drafts, rows
+        self._runs = {run.key: run for run in store.records}
+
+    @cached_property
+    def free(self) -> tuple[str, ...]:
+        """Questions whose answers do not repeat them."""
+        return tuple(q.turns[0] for q in load_questions(BUILT_IN).select(4, ["conversation"]).questions)
+
+    @cached_property
+    def long(self) -> tuple[str, ...]:
+        """A long text with a request to summarise it."""
+        text = "\n\n".join(q.turns[0] for q in load_questions(BUILT_IN).questions)
+        return (f"{text}\n\nSummarise all of the above in some sentences.",)
+
+    def run(
+        self,
+        method: str,
+        options: Mapping[str, object] | None = None,
+        *,
+        prompts: Sequence[str] | None = None,
+        temperature: float = 0.0,
+        references: Sequence[str] = (),
+        repeat: int = 1,
+    ) -> LabRun:
+        """Decode `prompts` (default: `mixed`) with a method, `repeat` times with other seeds; once per folder.
+
+        Raises:
+            ValueError: the method cannot be built for this model.
+        """
+        prompts = tuple(prompts or self.mixed)
+        key = json.dumps([method, options or {}, prompts, temperature, list(references), repeat], sort_keys=True)
+        if key not in self._runs:
+            run = self._decode(key, method, options, prompts, temperature, references, repeat)
+            self._store.append(run)
+            self._runs[key] = run
+        return self._runs[key]
+
+    def plain_texts(self, prompts: Sequence[str] | None = None) -> list[str]:
+        """The greedy answers of plain decoding."""
+        return [self.model.codec.decode(list(tokens)) for tokens in self.run(PLAIN, prompts=prompts).tokens]
+
+    def _decode(
+        self,
+        key: str,
+        method: str,
+        options: Mapping[str, object] | None,
+        prompts: Sequence[str],
+        temperature: float,
+        references: Sequence[str],
+        repeat: int,
+    ) -> LabRun:
+        built = self.model.method(method, dict(options or {}) or None, drafts=self._drafts, references=references)
+        engine, longest = self.model.engine(built, rows=self._rows), self._settings.new_tokens
+        requests = [
+            self.model.request(text, SamplingParams(temperature=temperature, seed=seed), max_new_tokens=longest)
+            for seed in range(repeat)
+            for text in prompts
+        ]
+        done = engine.complete(requests)
+        plain: Sequence[Sequence[int]] = [c.tokens for c in done]
+        if method != PLAIN:
+            plain = self.run(PLAIN, prompts=prompts, temperature=temperature, repeat=repeat).tokens
+        return _summarise(key, done, plain)
+
+
+def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[int]]) -> LabRun:
+    statistics = [c.statistics for c in done]
+    accepted = [sum(passes) for passes in zip_longest(*(s.accepted_per_position for s in statistics), fillvalue=0)]
+    tokens = sum(s.new_tokens for s in statistics)
+    return LabRun(
+        key=key,
+        new_tokens=tokens,
+        passes=sum(s.target_passes for s in statistics),
+        drafted=sum(s.drafted for s in statistics),
+        accepted_per_position=tuple(accepted),
+        identical=sum(tuple(c.tokens) == tuple(p) for c, p in zip(done, plain, strict=True)),
+        answers=len(done),
+        mean_variation=sum(s.fidelity.mean_variation * s.new_tokens for s in statistics) / tokens,
+        changed_share=sum(s.fidelity.changed_share * s.new_tokens for s in statistics) / tokens,
+        tokens=tuple(tuple(c.tokens) for c in done),
+    )

@@ -1,0 +1,89 @@
+"""The report: an index, and a page for every claim."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from foretell.bench.charts import canvas, png
+from foretell.bench.html_report import html_document, render_page
+from foretell.bench.text_table import TextTable
+from foretell.catalogue import find
+from foretell.reproduce.claim import Finding
+from foretell.reproduce.reproduce import ClaimResult
+
+RESULTS = "claims.json"
+
+
+def write_report(folder: Path, results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> Path:
+    """Write pages and `claims.json` into a folder; returns the index.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        (folder / f"{result.claim.method}.html").write_text(_page(result, conditions), encoding="utf-8")
+    content = {"conditions": dict(conditions), "claims": [r.as_json() for r in results]}
+    (folder / RESULTS).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    index = folder / "index.html"
+    index.write_text(_index(results, conditions), encoding="utf-8")
+    return index
+
+
+def _page(result: ClaimResult, conditions: Mapping[str, str]) -> str:
+    claim, finding, entry = result.claim, result.finding, find(result.claim.method)
+    papers = "; ".join(f"{p.title}, arXiv {p.arxiv}" if p.arxiv else p.title for p in entry.papers)
+    terms = {"Claim": claim.statement, "Counts as holding": claim.criterion, "Paper": papers or "-"}
+    if finding is None:
+        terms["Not checked"] = result.obstacle
+        return render_page(f"{claim.method}: {result.verdict}", entry.description, {}, {}, terms, conditions)
+    if not finding.holds and finding.reason:
+        terms["Why not"] = finding.reason
+    return render_page(
+        f"{claim.method}: {result.verdict}",
+        finding.summary[0].upper() + finding.summary[1:] + ".",
+        {finding.y: draw(finding)},
+        {"Measured": _table(finding)},
+        terms,
+        conditions,
+    )
+
+
+def _table(finding: Finding) -> TextTable:
+    rows = [(s.label, x, y) for s in finding.series for x, y in zip(s.x, s.y, strict=True)]
+    return TextTable(("", finding.x, finding.y), rows, digits=3)
+
+
+def draw(finding: Finding) -> bytes:
+    """The picture of a finding as a PNG file."""
+    figure, axes = canvas()
+    for series in finding.series:
+        axes.plot(series.x, series.y, marker="o", label=series.label)
+    axes.set_xlabel(finding.x)
+    axes.set_ylabel(finding.y)
+    axes.set_ylim(bottom=0)
+    if len(finding.series) > 1:
+        axes.legend(frameon=False)
+    return png(figure)
+
+
+def _index(results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> str:
+    counts = {v: sum(r.verdict == v for r in results) for v in ("holds", "does not hold", "not checked")}
+    rows = "".join(
+        f'<tr><td><a href="{r.claim.method}.html">{escape(r.claim.method)}</a></td><td>{r.verdict}</td>'
+        f'<td class="text">{escape(r.claim.statement)}</td>'
+        f'<td class="text">{escape(r.finding.summary if r.finding else r.obstacle)}</td></tr>'
+        for r in results
+    )
+    return html_document(
+        "Claims of papers, checked here",
+        "<style>td.text { text-align: left; white-space: normal; min-width: 16rem }</style>"
+        f"<p>{escape(', '.join(f'{n} {v}' for v, n in counts.items()))}. What depends on the papers' hardware and "
+        f"models is "
+        f"left out of the claims.</p>"
+        '<div class="wide"><table><thead><tr><th>method</th><th>verdict</th><th>claim</th><th>found</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div><p><small>{escape(', '.join(f'{k} {v}' for k, v in conditions.items()))}"
+        "</small></p>",
+    )

@@ -1,0 +1,53 @@
+"""Checks claims one after the other."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from foretell.catalogue import find
+from foretell.reproduce.claim import Claim, Finding, Verdict
+from foretell.reproduce.lab import Lab
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """A claim with what was found."""
+
+    claim: Claim
+    verdict: Verdict
+    finding: Finding | None
+    obstacle: str = ""
+    """Why it was not checked."""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, object]:
+        """For `--json`."""
+        entry = find(self.claim.method)
+        finding = self.finding
+        return {
+            "method": self.claim.method,
+            "papers": [{"title": p.title, "arxiv": p.arxiv} for p in entry.papers],
+            "claim": self.claim.statement,
+            "criterion": self.claim.criterion,
+            "verdict": self.verdict,
+            "found": finding.summary if finding else self.obstacle,
+            "reason": finding.reason if finding and not finding.holds else "",
+            "series": [{"label": s.label, "x": s.x, "y": s.y} for s in finding.series] if finding else [],
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def reproduce(lab: Lab, claims: Sequence[Claim]) -> Iterator[ClaimResult]:
+    """Check claims. One that needs something that is missing here is not checked, and says what it needs."""
+    for claim in claims:
+        yield _check(lab, claim)
+
+
+def _check(lab: Lab, claim: Claim) -> ClaimResult:
+    begin = time.monotonic()
+    try:
+        finding = claim.check(lab)
+    except ValueError as error:
+        return ClaimResult(claim, "not checked", None, str(error), time.monotonic() - begin)
+    verdict: Verdict = "holds" if finding.holds else "does not hold"
+    return ClaimResult(claim, verdict, finding, "", time.monotonic() - begin)

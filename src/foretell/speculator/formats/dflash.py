@@ -1,0 +1,226 @@
+"""Reads and writes DFlash checkpoints: those of its authors (and DSpark's, which add heads), and the `speculators`
+library's.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.formats.base import (
+    CheckpointFormat,
+    ConvertedCheckpoint,
+    ExportFormat,
+    Verifier,
+    dtype_name,
+    refuse_softcap,
+    target_info,
+    write_checkpoint,
+)
+from foretell.speculator.formats.eagle import (
+    TensorSource,
+    concatenate,
+    draft_vocab,
+    layer_shape,
+    layer_sources,
+    own_embedding,
+    own_head,
+    refuse_other_tensors,
+)
+from foretell.speculator.formats.eagle_export import layer_config, vocabulary
+from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.network.base import Speculator, TargetInfo
+from foretell.speculator.network.dflash import DFlash, DFlashConfig
+
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
+_TYPES = ("dflash", "dspark")
+_MARKOV_IN, _MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+_CONFIDENCE = "confidence_head.proj"
+
+
+def tensor_sources(c: DFlashConfig) -> dict[str, TensorSource]:
+    """The published tensors of every tensor of the network."""
+    d, count, e = c.target.hidden, len(c.recorded_layers), c.head_dim
+    outputs = c.draft_vocab or c.target.vocab
+    out = {"fc.weight": TensorSource(("fc.weight",), (d,), (count * d,))}
+    out |= {f"{n}.weight": TensorSource((f"{n}.weight",), (d,)) for n in ("hidden_norm", "norm")}
+    for i in range(c.layers):
+        out |= layer_sources(c, f"layers.{i}.", d, e, fusing=False, normed=True)
+    if c.markov_rank:
+        out["markov_in.weight"] = TensorSource((_MARKOV_IN,), (c.target.vocab,), (c.markov_rank,))
+        out["markov_out.weight"] = TensorSource((_MARKOV_OUT,), (outputs,), (c.markov_rank,))
+    if c.confidence:
+        out["confidence.weight"] = TensorSource((f"{_CONFIDENCE}.weight",), (1,), (d + c.markov_rank,))
+        out["confidence.bias"] = TensorSource((f"{_CONFIDENCE}.bias",), (1,))
+    return out
+
+
+def _fits_speculators(found: PublishedCheckpoint) -> bool:
+    return found.config.get("speculators_model_type") in _TYPES
+
+
+def _fits_authors(found: PublishedCheckpoint) -> bool:
+    return any(a in ARCHITECTURES for a in found.architectures) or "dflash_config" in found.config
+
+
+def _read_authors(
+    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+) -> ConvertedCheckpoint:
+    found = found.strip_prefixes("model.")
+    own = found.fields.fields("dflash_config")
+    # The configuration counts a block's output; Foretell counts the input of the next block.
+    layers = tuple(i + 1 for i in own.integers("target_layer_ids") or found.fields.integers("target_layer_ids"))
+    mask = own.integer("mask_token_id", default=-1, least=-1)
+    size = own.integer("block_size", default=found.fields.integer("block_size", default=16))
+    known = found.fields.integer("num_target_layers", default=target.layers)
+    if known != target.layers:
+        raise ValueError(
+            f"{found.folder}: it reads a target of {known} layers (num_target_layers), and this one has {target.layers}"
+        )
+    values = {
+        "hidden_layers": layers,
+        "mask_token": found.fields.integer("mask_token_id", least=0) if mask < 0 else mask,
+        "block_size": size,
+        "predicts_from_anchor": any("DSpark" in a for a in found.architectures),
+    }
+    return _read(found, found.config, values, target, embedding_and_head)
+
+
+def _read_speculators(
+    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+) -> ConvertedCheckpoint:
+    layer = found.config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError(f"{found.folder / 'config.json'}: transformer_layer_config should describe the layers")
+    values = {
+        "hidden_layers": found.fields.integers("aux_hidden_state_layer_ids"),
+        "mask_token": found.fields.integer("mask_token_id"),
+        "block_size": found.fields.integer("block_size"),
+        "predicts_from_anchor": found.config.get("speculators_model_type") == "dspark",
+    }
+    return _read(found, layer, values, target, embedding_and_head)
+
+
+def _read(
+    found: PublishedCheckpoint,
+    raw: Mapping[str, Any],
+    values: Mapping[str, Any],
+    target: TargetInfo,
+    embedding_and_head: EmbeddingAndHead,
+) -> ConvertedCheckpoint:
+    shape = layer_shape(found, raw, target.vocab)
+    _check(found, shape, values, target)
+    tokens, embedding = draft_vocab(found, target.vocab), own_embedding(found, target, embedding_and_head)
+    head = own_head(found, tokens, target, embedding_and_head)
+    markov = found.find(_MARKOV_IN)
+    config = DFlashConfig(
+        target=target_info(found, target, shape.hidden, target.vocab if markov is None else len(markov)),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        context=shape.context,
+        layers=shape.layers,
+        norm_eps=shape.norm_eps,
+        rope=shape.rope or RopeConfig(),
+        qkv_bias=found.has("layers.0.self_attn.q_proj.bias"),
+        qk_norm=found.has("layers.0.self_attn.q_norm.weight"),
+        own_embedding=embedding is not None,
+        own_head=head is not None,
+        draft_vocab=None if tokens is None else len(tokens),
+        markov_rank=0 if markov is None else markov.shape[1],
+        confidence=found.has(f"{_CONFIDENCE}.weight"),
+        **values,
+    )
+    sources = tensor_sources(config)
+    tensors = {ours: concatenate(found, source) for ours, source in sources.items()}
+    refuse_other_tensors(found, sources)
+    further = {"token_of": tokens, "head": head, "embedding": embedding}
+    return ConvertedCheckpoint(config, tensors | {name: t for name, t in further.items() if t is not None})
+
+
+def _check(found: PublishedCheckpoint, shape: ModelConfig, values: Mapping[str, Any], target: TargetInfo) -> None:
+    """Refuse what would draft wrongly.
+
+    Raises:
+        ValueError: a layer that the target does not have, a mask token outside its vocabulary, another Markov head than
+            the plain one, or sliding windows.
+    """
+    place, highest = found.folder / "config.json", target.layers + 1
+    if not values["hidden_layers"] or not all(0 <= i <= highest for i in values["hidden_layers"]):
+        raise ValueError(
+            f"{place}: it reads the layers {list(values['hidden_layers'])} of its target, and this target has layers "
+            f"0 to {highest}; the checkpoint is for another model"
+        )
+    if not 0 <= values["mask_token"] < target.vocab:
+        raise ValueError(
+            f"{place}: its mask token is {values['mask_token']}, and the target has {target.vocab} tokens; the "
+            "checkpoint is for another tokenizer, or the target lacks a token that was added for it"
+        )
+    kind = found.config.get("markov_head_type", "vanilla")
+    if found.has(_MARKOV_IN) and kind != "vanilla":
+        raise ValueError(f"{place}: markov_head_type is {kind!r}, and only 'vanilla' is supported")
+    if shape.window and shape.window_layers:
+        raise ValueError(f"{place}: its layers attend to a sliding window, which is not supported for DFlash")
+
+
+def _check_exported(network: DFlash, format_name: str) -> None:
+    """Refuse a network with a part that the format does not support.
+
+    Raises:
+        ValueError: it has one.
+    """
+    refuse_softcap(network, format_name)
+    c = network.config
+    unsupported = (
+        ("a learned mask vector", c.mask_token is None, " (--set mask_token=N)"),
+        ("norms of the fused states", c.fc_norm, " (--set fc_norm=false)"),
+        ("the target's state after its final norm", c.target.layers + 1 in c.recorded_layers, ""),
+        ("the target's embeddings as a hidden state", 0 in c.recorded_layers, ""),
+        ("biases of queries, keys and values", c.qkv_bias, ""),
+        ("heads of DSpark", bool(c.markov_rank or c.confidence) and not c.predicts_from_anchor, ""),
+    )
+    for what, present, how in unsupported:
+        if present:
+            raise ValueError(
+                f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} "
+                "to export it"
+            )
+
+
+def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, DFlash)
+    _check_exported(network, "dflash")
+    c, state, tensors = network.config, network.state_dict(), dict[str, torch.Tensor]()
+    for ours, part in tensor_sources(c).items():
+        tensors |= dict(zip(part.names, state[ours].split(part.rows), strict=True))
+    if c.own_head or c.draft_vocab is not None:
+        tensors |= vocabulary(network, always_maps=False)
+    if network.embedding is not None:
+        tensors["embed_tokens.weight"] = network.embedding
+    layout = {
+        "architectures": [ARCHITECTURES[1 if c.predicts_from_anchor else 0]],
+        **layer_config(c, dtype_name(network)),
+        "base_model_name_or_path": verifier.name,
+        "num_target_layers": c.target.layers,
+        "block_size": c.block_size,
+        "dflash_config": {
+            "mask_token_id": c.mask_token,
+            "target_layer_ids": [layer - 1 for layer in c.recorded_layers],
+        },
+    }
+    if c.draft_vocab is not None:
+        layout["draft_vocab_size"] = c.draft_vocab
+    if c.markov_rank:
+        layout |= {"markov_rank": c.markov_rank, "markov_head_type": "vanilla"}
+    if c.confidence:
+        layout |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(c.markov_rank)}
+    write_checkpoint(folder, layout, tensors)
+
+
+AUTHORS = CheckpointFormat("dflash", _fits_authors, _read_authors)
+SPECULATORS = CheckpointFormat("speculators-dflash", _fits_speculators, _read_speculators)
+TO_AUTHORS = ExportFormat("dflash", "dflash", _write)

@@ -1,0 +1,122 @@
+"""Speculators made of decoder layers with a key-value cache of their own: their configuration and what they share."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import nn
+
+from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.kernels import NativeStack
+from foretell.model.kernels.kv_cache import NativeKVCache
+from foretell.model.kv_cache import KVCache
+from foretell.model.rope import RopeAngles, rope_tables
+from foretell.speculator.network.base import Speculator, SpeculatorConfig
+from foretell.speculator.network.layer import EagleLayerConfig
+
+EXTRA_POSITIONS = 64
+"""Positions of the rotary tables beyond the target's context, for drafts at its end."""
+
+
+class CachedLayersConfig(SpeculatorConfig):
+    """Sizes of decoder layers of the Llama family."""
+
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2)
+    ffn: int = Field(ge=1)
+    context: int = Field(ge=1)
+    """Longest sequence, in tokens."""
+    layers: int = Field(1, ge=1)
+    norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """Normalise queries and keys per head, as Qwen 3 does."""
+    own_embedding: bool = False
+    """Whether it has its own embedding, as published checkpoints may; otherwise it uses the target's."""
+
+    @property
+    def layer_config(self) -> EagleLayerConfig:
+        """Sizes of every layer."""
+        return EagleLayerConfig(
+            hidden=self.target.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            norm_eps=self.norm_eps,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+        )
+
+    @property
+    def decoder_config(self) -> ModelConfig:
+        """The layers as a decoder's configuration, for the CPU kernels."""
+        return ModelConfig(
+            architecture="llama",
+            vocab=self.target.vocab,
+            hidden=self.target.hidden,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            context=self.context + EXTRA_POSITIONS,
+            norm_eps=self.norm_eps,
+            rope=self.rope,
+            qkv_bias=self.qkv_bias,
+        )
+
+
+class CachedLayersNetwork(Speculator):
+    """The base class of networks of decoder layers that keep keys and values of the positions that the target has
+    read.
+    """
+
+    config: CachedLayersConfig
+    layers: nn.ModuleList
+
+    def __init__(self, config: CachedLayersConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        self.context = config.context
+        cos, sin = rope_tables(config.rope, config.head_dim, config.context, EXTRA_POSITIONS)
+        own = nn.Parameter(embedding_and_head.embedding.detach().float().clone()) if config.own_embedding else None
+        self.embedding: nn.Parameter | None
+        """Its own embedding; None: it uses the target's."""
+        self.register_parameter("embedding", own)
+        self.register_buffer("_cos", cos[:, None], persistent=False)
+        self.register_buffer("_sin", sin[:, None], persistent=False)
+        self.native_stack: NativeStack | None = None
+        """The layers on the CPU kernels, set by `pack_network`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.get_buffer("_cos").device
+
+    @property
+    def hidden(self) -> int:
+        """Width of a hidden state."""
+        return self.target_info.hidden
+
+    @property
+    def outputs(self) -> int:
+        """Tokens of the draft vocabulary."""
+        return len(self.lm_head)
+
+    def new_cache(self, device: torch.device) -> KVCache:
+        """An empty cache, in the network's own dtype or in that of the CPU kernels."""
+        c = self.config
+        if self.native_stack is None:
+            return KVCache(c.layers, c.kv_heads, c.head_dim, self.dtype, device)
+        return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.native_stack.precision)
+
+    def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:
+        """Its own embedding of tokens, without a scale, or the target's."""
+        return super().embed(token) if self.embedding is None else F.embedding(token, self.embedding).to(self.dtype)
+
+    def rope_angles(self, position: Int[torch.Tensor, "*t"]) -> RopeAngles:
+        """Cosine and sine of the rotary angles at these positions."""
+        return self.get_buffer("_cos")[position], self.get_buffer("_sin")[position]

@@ -1,0 +1,232 @@
+"""DFlash: a few decoder layers that draft a whole block of tokens in one pass over the target's hidden states."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from pydantic import Field, model_validator
+from torch import nn
+
+from foretell.model.attention import CachedAttention
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.kernels import NativeBlockDrafts
+from foretell.model.kv_cache import KVCache
+from foretell.model.layout import Layout, PaddedLayout
+from foretell.speculator.network.base import TokenSubset
+from foretell.speculator.network.block_attention import BlockAttention
+from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersConfig, CachedLayersNetwork
+from foretell.speculator.network.layer import EagleLayer, make_norm
+
+_MOST_READ_LAYERS = 5
+"""Layers of the target that are read by default."""
+
+
+class DFlashConfig(CachedLayersConfig):
+    """Configuration of a DFlash speculator."""
+
+    kind: Literal["dflash"] = "dflash"
+    layers: int = Field(2, ge=1)
+    block_size: int = Field(8, ge=2, le=EXTRA_POSITIONS)
+    """Slots of a block: the last decided token, then masks."""
+    predicts_from_anchor: bool = False
+    """The slot of the last decided token predicts a token too, as in DSpark: every slot then predicts the next one."""
+    hidden_layers: tuple[int, ...] = ()
+    """Layers of the target that are read; empty: five from the second to the last but two, evenly."""
+    fc_norm: bool = False
+    """A norm per hidden state before they are fused."""
+    mask_token: int | None = None
+    """Token whose embedding fills the slots after the first; None: a learned vector."""
+    markov_rank: int = Field(0, ge=0)
+    """Rank of the bias that a draft token gives to its successor (DSpark, arXiv 2607.05147); 0: none."""
+    confidence: bool = False
+    """Whether it predicts the share of its distribution that the target has too."""
+
+    @model_validator(mode="after")
+    def _check_mask_token(self) -> Self:
+        if self.mask_token is not None and not 0 <= self.mask_token < self.target.vocab:
+            raise ValueError(
+                f"mask_token {self.mask_token} is not among the target's {self.target.vocab} tokens; "
+                "the checkpoint is for another tokenizer"
+            )
+        return self
+
+    @property
+    def depth(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - (not self.predicts_from_anchor)
+
+    @property
+    def recorded_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it reads."""
+        return self.hidden_layers or even_layers(self.target.layers)
+
+
+def even_layers(layers: int) -> tuple[int, ...]:
+    """The published choice: outputs of five blocks, evenly from block 1 to the last but two; of small models fewer."""
+    count = min(_MOST_READ_LAYERS, max(layers - 3, 1))
+    if count == 1:
+        return (min(layers // 2 + 1, layers),)
+    return tuple(round(1 + i * (layers - 4) / (count - 1)) + 1 for i in range(count))
+
+
+class BlockPredictions(NamedTuple):
+    """Predictions of training at `k` slots."""
+
+    logits: Float[torch.Tensor, "k w"]
+    confidence: Float[torch.Tensor, " k"] | None
+    """Logits of the confidence head; None: there is none."""
+
+
+class DFlash(CachedLayersNetwork):
+    """DFlash (arXiv 2602.06036), optionally with DSpark's Markov and confidence heads (arXiv 2607.05147).
+
+    The target's hidden states at the positions before the anchor (the last decided token) are fused to one feature per
+    position. Every layer makes keys and values of the features with its own matrices. A block is the anchor and masks,
+    at consecutive positions; its slots attend to all features before the anchor and to each other, without a causal
+    mask. So one pass predicts all tokens of the block.
+    """
+
+    kind = "dflash"
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        self.config = config
+        d, eps, count, rank = config.target.hidden, config.norm_eps, len(config.recorded_layers), config.markov_rank
+        self.fc_norm = nn.ModuleList(make_norm(d, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc = nn.Linear(count * d, d, bias=False)
+        self.hidden_norm = make_norm(d, eps)
+        self.layers = nn.ModuleList(EagleLayer(config.layer_config) for _ in range(config.layers))
+        self.norm = make_norm(d, eps)
+        self.mask: nn.Parameter | None
+        """What fills the slots after the first, [d]; None: the embedding of the mask token."""
+        self.register_parameter("mask", nn.Parameter(torch.zeros(d)) if config.mask_token is None else None)
+        self.markov_in = nn.Embedding(config.target.vocab, rank) if rank else None
+        self.markov_out = nn.Linear(rank, self.outputs, bias=False) if rank else None
+        self.confidence = nn.Linear(d + rank, 1) if config.confidence else None
+        self.native: NativeBlockDrafts | None = None
+        """The whole network on the CPU kernels, set by `pack_network`."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it reads."""
+        return self.config.recorded_layers
+
+    @property
+    def depth(self) -> int:
+        """Tokens that a block predicts."""
+        return self.config.depth
+
+    @property
+    def mask_embedding(self) -> Float[torch.Tensor, " d"]:
+        """What fills the slots after the first."""
+        if self.mask is not None:
+            return self.mask
+        assert self.config.mask_token is not None
+        return self.embed(torch.tensor(self.config.mask_token, device=self.device))
+
+    def fuse(self, states: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:
+        """The feature, from the target's concatenated hidden states."""
+        if self.fc_norm is not None:
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        out: torch.Tensor = self.hidden_norm(self.fc(states))
+        return out
+
+    def block_inputs(self, anchor: Int[torch.Tensor, "*n"]) -> Float[torch.Tensor, "*n k d"]:
+        """The slots of blocks from their anchors: the embedding of the anchor, then masks."""
+        masks = self.mask_embedding.to(self.dtype).expand(*anchor.shape, self.config.block_size - 1, -1)
+        return torch.cat((self.embed(anchor)[..., None, :], masks), -2)
+
+    def predicting_slots(self, x: Float[torch.Tensor, "*n k d"]) -> Float[torch.Tensor, "*n p d"]:
+        """The slots that predict tokens."""
+        return x[..., self.config.block_size - self.depth :, :]
+
+    def read_target_states(
+        self,
+        states: Sequence[Float[torch.Tensor, "n d"]],
+        place: Int[np.ndarray, " t"],
+        layout: Layout,
+        cache: KVCache,
+    ) -> None:
+        """Store the keys and values of positions in the cache, from rows `place` of the target's states."""
+        index = torch.from_numpy(place).to(states[0].device)
+        feature = self.fuse(torch.cat([state[index] for state in states], -1).to(cache.k.device, self.dtype))
+        if self.native_stack is not None:
+            self.native_stack.injecting(feature.contiguous(), layout, cache, 0, len(self.layers))
+            return
+        padded = PaddedLayout.from_layout(layout, cache.k.device)
+        attention, angles = (
+            CachedAttention(cache, padded, self.config.decoder_config),
+            self.rope_angles(padded.position),
+        )
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, EagleLayer)
+            attention.write(i, *layer.project(feature, self.config.layer_config, angles)[1:])
+
+    def draft_block(self, anchor: Int[torch.Tensor, " b"], layout: Layout, cache: KVCache) -> torch.Tensor:
+        """Inputs of the output head at the predicting slots of a block per anchor, [b p d]; `layout` is that of all
+        slots.
+        """
+        x = self.block_inputs(anchor.to(self.device)).flatten(0, 1)
+        if self.native_stack is not None:
+            x = self.native_stack(x.contiguous(), layout, cache, 0, len(self.layers))
+        else:
+            padded = PaddedLayout.from_layout(layout, cache.k.device)
+            attention, angles = (
+                CachedAttention(cache, padded, self.config.decoder_config),
+                self.rope_angles(padded.position),
+            )
+            for i, layer in enumerate(self.layers):
+                x = layer(x, angles, i, attention)
+        out: torch.Tensor = self.norm(self.predicting_slots(x.unflatten(0, (len(anchor), -1))))
+        return out
+
+    def add_markov_bias(
+        self, logits: Float[torch.Tensor, "k w"], before: Int[torch.Tensor, " k"], subset: TokenSubset | None = None
+    ) -> Float[torch.Tensor, "k w"]:
+        """The logits after the tokens `before`: with the bias of the Markov head, if there is one."""
+        if self.markov_in is None or self.markov_out is None:
+            return logits
+        row = self.markov_in(before)
+        if subset is None:
+            return logits + self.markov_out(row).float()
+        return logits + F.linear(row, self.markov_out.weight[subset.columns].to(row.dtype)).float()
+
+    def confidence_logits(
+        self, state: Float[torch.Tensor, "k d"], before: Int[torch.Tensor, " k"]
+    ) -> Float[torch.Tensor, " k"] | None:
+        """Logits of the share of the distribution after the tokens `before` that the target has too."""
+        if self.confidence is None:
+            return None
+        inputs = state if self.markov_in is None else torch.cat((state, self.markov_in(before).to(state.dtype)), -1)
+        return self.confidence(inputs).float()[:, 0]
+
+    def forward(
+        self,
+        token: Int[torch.Tensor, "b s"],
+        features: Sequence[Float[torch.Tensor, "b s d"]],
+        anchor: Int[torch.Tensor, "b a"],
+        wanted: Bool[torch.Tensor, "b a p"],
+        subset: TokenSubset | None = None,
+    ) -> BlockPredictions:
+        """Predictions of the `wanted` slots of blocks whose anchors are at the positions `anchor`; `subset`: of these
+        tokens only. The bias of a slot is that of the true token before it.
+        """
+        b, a = anchor.shape
+        angles = self.rope_angles(torch.arange(token.shape[1], device=token.device))
+        feature, sight = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)), BlockAttention(anchor)
+        position = anchor[..., None] + torch.arange(self.config.block_size, device=anchor.device)
+        block_angles = self.rope_angles(position.flatten(1))
+        x = self.block_inputs(token.gather(1, anchor)).flatten(1, 2)
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, EagleLayer)
+            sight.set_context(*layer.project(feature, self.config.layer_config, angles)[1:])
+            x = layer(x, block_angles, i, sight)
+        state = self.norm(self.predicting_slots(x.view(b, a, self.config.block_size, -1))[wanted])
+        before = F.pad(token, (0, self.depth)).gather(1, position[..., : self.depth].flatten(1)).view(wanted.shape)
+        logits = self.add_markov_bias(self.compute_logits(state, subset), before[wanted], subset)
+        return BlockPredictions(logits, self.confidence_logits(state, before[wanted]))

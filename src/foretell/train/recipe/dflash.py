@@ -1,0 +1,159 @@
+"""DFlash: blocks at random anchors of the target's own answers, in one pass without unrolling."""
+
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from foretell.catalogue.feature_level import dflash_method
+from foretell.catalogue.options.feature_level import DFlashOptions as DraftingOptions
+from foretell.engine.method import AnyMethod
+from foretell.model.config import RopeConfig
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
+from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig
+from foretell.train.data.batch import Batch
+from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_cross_entropy
+from foretell.train.objective.unrolled import TargetLabels, target_labels, top1_agreement
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.init_from_target import init_dflash_from_target
+from foretell.utils.validation import validate
+
+
+class DFlashOptions(BaseModel):
+    """Options of `--set`; sizes default to the target's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: int = Field(2, ge=1, le=MAX_COUNT)
+    ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
+    block_size: int = Field(8, ge=2, le=EXTRA_POSITIONS)
+    """Slots of a block: the anchor and masks."""
+    predicts_from_anchor: bool = False
+    """The anchor's slot predicts a token too, as in DSpark."""
+    hidden_layers: str = ""
+    """Hidden layers to fuse, separated by commas; empty: five, evenly."""
+    fc_norm: bool = True
+    """Normalise each fused state: their scales differ."""
+    mask_token: int | None = None
+    """Token that fills the slots of a block; unset: a learned vector."""
+    markov_rank: int = Field(128, ge=0, le=MAX_WIDTH)
+    """Rank of the bias that a draft token gives to the next one (DSpark); 0: none, as in DFlash."""
+    confidence: bool = False
+    """Train a confidence head (DSpark), which weights the nodes of draft trees."""
+    own_head: bool = False
+    anchors: int = Field(64, ge=1)
+    """Maximum number of random blocks per text of a batch."""
+    weighting: Weighting = "dpace"
+    """Weights of the places of a block: `dpace`, or DFlash's `decay`."""
+    hard: float = Field(0.3, ge=0, le=1)
+    """Share of the target's most probable token in the label; the rest is its distribution."""
+    candidates: int = Field(2048, ge=0)
+    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
+
+
+class DFlashRecipe(Recipe):
+    """Cross-entropy at all places of random blocks with D-PACE's weights (arXiv 2602.06036, 2605.18810)."""
+
+    name = "dflash"
+    network: DFlash
+    config: DFlashConfig
+
+    def __init__(self, setup: RecipeSetup, network: DFlash, options: DFlashOptions) -> None:
+        self.network, self.config, self.options = network, network.config, options
+        self._embedding_and_head = setup.embedding_and_head
+        setup.set_draft_tokens(network)
+        blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
+        decoder = setup.checkpoint.decoder(torch.float32, blocks) if setup.checkpoint else None
+        init_dflash_from_target(network, decoder, setup.seed)
+
+    @classmethod
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Build layers of the size of the target's blocks."""
+        o = setup.parse_options(DFlashOptions)
+        config = validate(DFlashConfig, _config_values(setup, o), "--set")
+        return cls(setup, DFlash(config, setup.embedding_and_head), o)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The network's hidden layers, and the input of the target's head, for labels."""
+        head, own = self.network.target_info.layers + 1, self.network.hidden_layers
+        return own if head in own else (*own, head)
+
+    def loss(self, network: nn.Module, batch: Batch) -> Loss:
+        """The loss of blocks at random anchors."""
+        o, target, depth = self.options, self._embedding_and_head, self.network.depth
+        if target.head.device != batch.token.device:
+            target = self._embedding_and_head = replace(target, head=target.head.to(batch.token.device))
+        states = batch.features[self.hidden_layers.index(self.network.target_info.layers + 1)]
+        labels = target_labels(states, batch.token, batch.loss_mask, target, self.network.token_of)
+        anchor, row = sample_blocks(labels, o.anchors, depth)
+        labels, wanted = labels.with_candidates(o.candidates), row >= 0
+        features = batch.features[: len(self.network.hidden_layers)]
+        found: BlockPredictions = network(batch.token, features, anchor, wanted, labels.candidates)
+        expected = labels.logits[row[wanted]]
+        loss, right = place_cross_entropy(found.logits, expected, o.hard)
+        total = block_loss(loss, right, wanted, o.weighting, self.config.block_size)
+        place = wanted.nonzero()[:, -1]
+        metrics = {
+            f"place {i + 1} top 1": top1_agreement(found.logits.detach()[place == i], expected[place == i])
+            for i in range(depth)
+        }
+        if found.confidence is not None:
+            confidence = confidence_loss(found.confidence, found.logits, expected)
+            total, metrics = total + confidence, metrics | {"confidence": float(confidence.detach())}
+        return Loss(total, metrics | {"covered": labels.covered})
+
+    def method(self, network: Speculator) -> AnyMethod:
+        """A dynamic tree, verified greedily."""
+        assert isinstance(network, DFlash)
+        return dflash_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))
+
+
+def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
+    c = setup.config
+    shared = ("layers", "block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "own_head")
+    return {
+        "target": setup.card,
+        "draft_vocab": setup.draft_vocab,
+        "heads": c.heads,
+        "kv_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "ffn": o.ffn or c.ffn,
+        "context": c.context,
+        "norm_eps": c.norm_eps,
+        "rope": c.rope or RopeConfig(),
+        "mask_token": o.mask_token,
+        "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
+        **{name: getattr(o, name) for name in shared},
+    }
+
+
+def sample_blocks(
+    labels: TargetLabels, count: int, depth: int
+) -> tuple[Int[torch.Tensor, "b a"], Int[torch.Tensor, "b a p"]]:
+    """At most `count` random anchors per text, and the rows of the labels of the places after them, -1: none.
+
+    An anchor has a label after it and a position before it. A place has a label only if all places before it have one.
+    Texts with fewer anchors than others are filled with blocks without labels. torch's global generator is seeded at
+    every step.
+    """
+    possible = _possible_anchors(labels)
+    most = int(possible.sum(1).max()) if possible.numel() else 0
+    order = torch.rand(possible.shape, device="cpu").to(possible.device).masked_fill(~possible, -1.0)
+    anchor = order.topk(min(count, max(most, 1)), -1).indices
+    place = anchor[..., None] + torch.arange(depth, device=anchor.device)
+    row = F.pad(labels.row, (0, depth), value=-1).gather(1, place.flatten(1)).view(place.shape)
+    seen = ((row >= 0) & possible.gather(1, anchor)[..., None]).long().cumprod(-1).bool()
+    return anchor, torch.where(seen, row, -1)
+
+
+def _possible_anchors(labels: TargetLabels) -> Bool[torch.Tensor, "b t"]:
+    possible = labels.row >= 0
+    possible[:, :1] = False
+    return possible

@@ -1,0 +1,59 @@
+"""`foretell reproduce`: verdicts, reports, resumption and bad input."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from command import expect_error, run_foretell, tiny_target
+from helpers import unchecked
+
+QUICK = ("--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "8")
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with unchecked():
+        yield
+
+
+def test_verdicts_a_report_and_the_same_runs_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    methods = ("autoregressive", "jacobi", "eagle3")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    own = (*QUICK, "--prompts", prompts, "--out", tmp_path)
+    first = run_foretell("reproduce", *methods, *own, "--json")
+    assert first.exit_code == 0, first.output
+    plain, jacobi, eagle3 = json.loads(first.stdout)
+    assert plain["verdict"] == "holds" and plain["series"][0]["y"] == [1.0]
+    assert jacobi["verdict"] in ("holds", "does not hold") and len(jacobi["series"][0]["x"]) == 3
+    assert eagle3["verdict"] == "not checked" and "speculator" in eagle3["found"]
+
+    index = (tmp_path / "index.html").read_text()
+    assert all(f'href="{m}.html"' in index and (tmp_path / f"{m}.html").is_file() for m in methods)
+    assert "data:image/png" in (tmp_path / "jacobi.html").read_text()
+    runs = (tmp_path / "runs" / "records.jsonl").read_text()
+
+    again = run_foretell("reproduce", *methods, *own)
+    assert again.exit_code == 0 and "Jacobi iteration gives the greedy text" in again.stdout
+    assert (tmp_path / "runs" / "records.jsonl").read_text() == runs
+
+
+def test_bad_input_gives_one_sentence(tmp_path: Path) -> None:
+    assert "--all" in expect_error("reproduce", *QUICK)
+    assert "--all" in expect_error("reproduce", "ngram", "--all", *QUICK)
+    assert "eagle3" in expect_error("reproduce", "eagel3", *QUICK)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "choose another --out" in expect_error("reproduce", "ngram", *QUICK, "--out", file)
+    run_foretell("reproduce", "autoregressive", *QUICK, "--out", tmp_path / "report")
+    other = (*QUICK[:-1], "9")
+    assert "another new_tokens" in expect_error("reproduce", "ngram", *other, "--out", tmp_path / "report")
+
+
+def test_a_full_disk_is_told_before_anything_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 5_000_000})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert "5 MB are free" in expect_error("reproduce", "ngram", *QUICK, "--out", tmp_path)

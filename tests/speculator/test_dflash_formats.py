@@ -1,0 +1,163 @@
+"""Published DFlash and DSpark checkpoints: what is read computes what a plain transcription of the paper computes, what
+is exported reads back, and what does not fit is refused in a sentence.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from published import CARD, LAYER, LAYERS, D, Tensors, V, drawn, embedding_and_head, layer_shapes, matrix, put
+from test_eagle_formats import feed_forward, norm
+from test_export import VERIFIER
+
+from foretell.speculator.export import export
+from foretell.speculator.load import load_speculator
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.dflash import DFlash
+
+TOKENS, ANCHOR, SIZE, MASK = [3, 1, 22, 0, 7, 7, 12], 4, 4, 20
+
+
+def dflash(dspark: bool = False, library: bool = False, **more: Any) -> tuple[dict[str, Any], Tensors]:
+    """As the authors publish it, or the `speculators` library: two layers of Qwen 3."""
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, 2 * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    for i in range(2):
+        at = f"layers.{i}"
+        shapes |= layer_shapes(at, D, ("input_layernorm", "post_attention_layernorm"), 4)
+        shapes |= {f"{at}.self_attn.{n}_norm.weight": (4,) for n in "qk"}
+    if dspark:
+        shapes |= {f"markov_head.markov_w{i}.weight": (V, 3) for i in (1, 2)}
+        shapes |= {"confidence_head.proj.weight": (1, D + 3), "confidence_head.proj.bias": (1,)}
+    layer = {**LAYER, "model_type": "qwen3", "head_dim": 4, "num_hidden_layers": 2}
+    if library:
+        config: dict[str, Any] = {
+            "speculators_model_type": "dspark" if dspark else "dflash",
+            "transformer_layer_config": layer,
+            "aux_hidden_state_layer_ids": [2, 3],
+            "mask_token_id": MASK,
+            "block_size": SIZE,
+        }
+    else:
+        config = {
+            "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+            **layer,
+            "block_size": SIZE,
+            "num_target_layers": LAYERS,
+            "dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": MASK},
+        }
+    return config | more, drawn(shapes)
+
+
+def load(folder: Path) -> DFlash:
+    network = load_speculator(folder, CARD, embedding_and_head())
+    assert isinstance(network, DFlash)
+    return network
+
+
+def predicted(network: Speculator) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits over the whole vocabulary at all places of the block, and of the confidence head."""
+    assert isinstance(network, DFlash)
+    features = [matrix(1, len(TOKENS), D, seed=30 + i) for i in range(2)]
+    wanted = torch.ones(1, 1, network.depth, dtype=torch.bool)
+    found = network(torch.tensor([TOKENS]), features, torch.tensor([[ANCHOR]]), wanted)
+    confidence = None if found.confidence is None else found.confidence.detach()
+    return network.to_target_vocab(found.logits).detach(), confidence
+
+
+def transcribed(t: Tensors, dspark: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same, written as in the paper."""
+    lent = embedding_and_head()
+    states = torch.cat([matrix(1, len(TOKENS), D, seed=30 + i)[0, :ANCHOR] for i in range(2)], -1)
+    c = norm(states @ t["fc.weight"].T, t["hidden_norm.weight"])
+    x = lent.embedding[[TOKENS[ANCHOR], *[MASK] * (SIZE - 1)]]
+    for i in range(2):
+        at = f"layers.{i}"
+        x = x + block_attention(c, norm(x, t[f"{at}.input_layernorm.weight"]), t, at)
+        x = feed_forward(x, t, at)
+    h = norm(x, t["norm.weight"])[0 if dspark else 1 :]
+    logits = h @ lent.head.T
+    if not dspark:
+        return logits, None
+    before = t["markov_head.markov_w1.weight"][[*TOKENS[ANCHOR:], 0]]
+    confidence = F.linear(torch.cat((h, before), -1), t["confidence_head.proj.weight"], t["confidence_head.proj.bias"])
+    return logits + before @ t["markov_head.markov_w2.weight"].T, confidence[:, 0]
+
+
+def block_attention(c: torch.Tensor, x: torch.Tensor, t: Tensors, at: str) -> torch.Tensor:
+    def project(n: str, y: torch.Tensor, first: int) -> torch.Tensor:
+        heads = (y @ t[f"{at}.self_attn.{n}_proj.weight"].T).view(len(y), -1, 4)
+        if n == "v":
+            return heads
+        heads = norm(heads, t[f"{at}.self_attn.{n}_norm.weight"])
+        angle = (first + torch.arange(len(y)))[:, None] * 500.0 ** (-torch.arange(2) / 2)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return torch.cat((heads[..., :2] * cos - heads[..., 2:] * sin, heads[..., 2:] * cos + heads[..., :2] * sin), -1)
+
+    q = project("q", x, ANCHOR)
+    k, v = (torch.cat((project(n, c, 0), project(n, x, ANCHOR))).repeat_interleave(2, 1) for n in "kv")
+    weight = (torch.einsum("ihe,jhe->hij", q, k) / 2).softmax(-1)
+    return torch.einsum("hij,jhe->ihe", weight, v).flatten(1) @ t[f"{at}.self_attn.o_proj.weight"].T
+
+
+@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("dspark", [False, True])
+def test_what_is_read_drafts_as_the_paper_says(tmp_path: Path, dspark: bool, library: bool) -> None:
+    config, tensors = dflash(dspark, library)
+    network = load(put(tmp_path, config, tensors))
+    assert network.hidden_layers == (2, 3) and network.depth == SIZE - (not dspark)
+    for found, expected in zip(predicted(network), transcribed(tensors, dspark), strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dspark", [False, True])
+def test_what_is_exported_reads_back(tmp_path: Path, dspark: bool) -> None:
+    network = load(put(tmp_path / "in", *dflash(dspark)))
+    export(network, VERIFIER, "dflash", tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert again.config.model_dump(exclude={"target"}) == network.config.model_dump(exclude={"target"})
+    for one, other in zip(predicted(network), predicted(again), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)  # type: ignore[arg-type]
+    own = json.loads((tmp_path / "out" / "config.json").read_text())["dflash_config"]
+    assert own == {"mask_token_id": MASK, "target_layer_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"mask_token": None}, "no place for a learned mask vector"),
+        ({"fc_norm": True}, "no place for norms of the fused states"),
+        ({"markov_rank": 2}, "no place for heads of DSpark"),
+    ],
+)
+def test_what_the_format_has_no_place_for_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = load(put(tmp_path / "in", *dflash())).config.model_copy(update=changed)
+    with pytest.raises(ValueError, match=words):
+        export(DFlash(config, embedding_and_head()), VERIFIER, "dflash", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_target_layers": 36}, f"reads a target of 36 layers .*, and this one has {LAYERS}"),
+        ({"dflash_config": {"target_layer_ids": [1, 33], "mask_token_id": 2}}, r"reads the layers \[2, 34\] of its"),
+        ({"dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": V}}, f"mask token is {V}, and the target has"),
+        ({"dflash_config": {"target_layer_ids": [1, 2]}}, "mask_token_id"),
+        ({"block_size": 1}, "block_size"),
+        ({"hidden_size": 16}, "was trained for another model|should"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config, tensors = dflash()
+    with pytest.raises(ValueError, match=words) as error:
+        load(put(tmp_path, config | changed, tensors))
+    assert "\n" not in str(error.value)
+
+
+def test_another_markov_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="markov_head_type is 'gated', and only 'vanilla' is supported"):
+        load(put(tmp_path, *dflash(True, markov_head_type="gated")))
