@@ -184,7 +184,8 @@ def test_the_analyzer_needs_no_weights() -> None:
         if module.startswith("roofline"):
             known = {m for m in _imports(path.read_text("utf-8")) if not m.startswith("roofline")}
             readers = {m for m in known if m.startswith("model.config_readers.")}
-            allowed = {"model.config", "core.best_tree", "utils.assignments", "utils.names", "utils.validation"}
+            configs = {"model.config", "model.state_config"}
+            allowed = configs | {"core.best_tree", "utils.assignments", "utils.names", "utils.validation"}
             assert known - readers <= allowed, f"{module} imports {known}"
 
 

@@ -28,7 +28,7 @@ from foretell.roofline.calibrate import (
 )
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import hardware_from_table, known_hardware, read_hardware_file
-from foretell.roofline.method_profiles import analysis_only_methods, find_method, profile_of_method
+from foretell.roofline.method_profiles import find_method, profile_of_method
 from foretell.roofline.model_configs import find_model, read_config
 from foretell.roofline.paper.figures import FIGURES, figure
 
@@ -303,8 +303,7 @@ def test_calibration_recovers_a_synthetic_machine(tmp_path: Path) -> None:
 def test_every_method_of_the_catalogue_has_a_profile() -> None:
     from foretell.catalogue import catalogue as runnable
 
-    assert set(profile_of_method()) - analysis_only_methods() == set(runnable()) - {"autoregressive"}
-    assert analysis_only_methods() == {"nested_draft"}
+    assert set(profile_of_method()) == set(runnable()) - {"autoregressive"}
     assert find_method("block_verification") == replace(find_method("draft_model"), name="block_verification")
     rows = json.loads(run_cli("plan", "llama-3-8b", "--method", "block_verification", "--json"))["methods"]
     assert [r["method"] for r in rows] == ["block_verification", "autoregressive"]

@@ -101,6 +101,17 @@ def test_the_cost_of_verification(pair: tuple[str, str], monkeypatch: pytest.Mon
             assert found == pytest.approx(expected, rel=0.04), (batch, n)
 
 
+def test_recurrent_layers_read_their_state_once_per_sequence() -> None:
+    """36 layers with 32 states of 128 x 128 and 3 inputs of a convolution over 8192 channels, whatever the context."""
+    state = 36 * (32 * 128 * 128 + 3 * 8192) * 2.0
+    for batch, tokens, context in ((1, 1, 0), (4, 1, 5000), (4, 8, 5000)):
+        found = analyse(model("qwen3-next-80b-a3b"), HARDWARE["h200"], Workload("verify", batch, context, tokens))
+        keys = 12 * 2 * 2 * 256 * 2.0
+        assert scalar(found.total.kv_read) == pytest.approx(batch * (state + keys * (context + tokens)))
+        assert scalar(found.total.kv_write) == pytest.approx(batch * (state + keys * tokens))
+        assert scalar(found.memory.kv) == pytest.approx(batch * (state + keys * (context + tokens)))
+
+
 def test_mixtral_has_its_parameters_and_activates_its_experts() -> None:
     mixtral = model("mixtral-8x7b")
     assert mixtral.graph("flash", False).parameters == pytest.approx(46.70e9, rel=1e-3)

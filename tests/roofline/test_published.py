@@ -225,7 +225,7 @@ def test_models_with_uncounted_layers_are_refused(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = CliRunner().invoke(app, ["analyze", str(tmp_path)])
-    assert result.exit_code == 1 and "layers with a recurrent state, which the roofline does not count" in result.stderr
+    assert result.exit_code == 1 and "recurrent layers other than gated delta nets, which the roofline" in result.stderr
 
 
 @pytest.mark.parametrize(

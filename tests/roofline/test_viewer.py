@@ -41,6 +41,7 @@ QUESTIONS = (
     "model=opt-6.7b&hardware=v100&stage=prefill&context=100&weights=3",
     "model=gpt-j-6b&hardware=m1-ultra&stage=verify&tokens=9&batch=2",
     "model=qwen3-30b-a3b&hardware=aim&context=5&bandwidth=500&peak=2&capacity=80",
+    "model=qwen3-next-80b-a3b&hardware=h200&stage=chunked&chunk=300&context=700&batch=4&devices=2",
 )
 
 
@@ -87,6 +88,7 @@ PLANS = (
     ("model=llama-2-13b&hardware=a100-80g&runtime=eager", "draft=vicuna-7b&nodes=20"),
     ("model=llama-3-70b&hardware=h100-sxm&devices=4&batch=32&weights=fp8&activations=fp8", "chain=4"),
     ("model=qwen3-30b-a3b&hardware=h100-sxm&batch=3&weights=4g128&head=16", "tree=60x5&tau=3.5"),
+    ("model=qwen3-next-80b-a3b&hardware=h200&batch=2&devices=2", ""),
 )
 
 

@@ -27,7 +27,8 @@ class StepCounts:
     def of(step: StepResult) -> "StepCounts":
         """The counts of a step."""
         tree, requests = step.tree, len(step.paths)
-        before, decodes = int(tree.prefix_length.sum()), bool(tree.is_decode)
+        decodes = tree.is_decode
+        before = requests if decodes else int(tree.prefix_length.sum())
         drafted, expected = int(np.count_nonzero(tree.valid)) - before, None
         if decodes and (tree.score is not None or not drafted):
             drafts = tree.valid[:, 1:]

@@ -16,6 +16,7 @@ from foretell.model.kernels.dynamic_tree import Noise
 from foretell.model.layout import Layout, index_marked
 from foretell.model.network import DynamicTreeNetwork, Network, TreeNetwork
 from foretell.model.partial_pass import PartialPass
+from foretell.utils.inference import in_inference_mode
 
 
 class Runner(ABC):
@@ -356,7 +357,7 @@ class DecoderRunner(Runner):
         self._length += [0] * (max(rows) + 1 - len(self._length))
         self.cache.reserve(rows, [self._length[row] + nodes for row in rows])
 
-    @torch.inference_mode()
+    @in_inference_mode
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
         self._forget_begun(row)

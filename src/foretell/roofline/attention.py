@@ -7,7 +7,7 @@ from foretell.model.config import MLAConfig, ModelConfig
 from foretell.roofline.linear_cost import ZERO, LinearCost
 from foretell.roofline.op_graph import Op, elementwise, linear
 
-SOFTMAX_OPS, ROPE_OPS, RMS_NORM_OPS = 5.0, 3.0, 4.0
+SOFTMAX_OPS, ROPE_OPS, RMS_NORM_OPS, SIGMOID_OPS = 5.0, 3.0, 4.0, 3.0
 """OPs per element."""
 
 Fusion = Literal["none", "flash", "full"]
@@ -71,7 +71,7 @@ def grouped_query_attention(config: ModelConfig, fusion: Fusion) -> tuple[Op, ..
     h, d, heads, kv = config.hidden, config.head_dim, config.heads, config.kv_heads
     bias = config.qkv_bias
     ops = [
-        linear("q_proj", h, heads * d, "attn_norm", "column", bias),
+        linear("q_proj", h, heads * d * (1 + config.attention_gate), "attn_norm", "column", bias),
         linear("k_proj", h, kv * d, "attn_norm", "column", bias, to_cache=True),
         linear("v_proj", h, kv * d, "attn_norm", "column", bias, to_cache=True),
     ]
@@ -94,7 +94,10 @@ def grouped_query_attention(config: ModelConfig, fusion: Fusion) -> tuple[Op, ..
         sources=sources,
         sinks=float(heads * config.sinks),
     )
-    return (*ops, *attention_core(core, fusion))
+    ops.extend(attention_core(core, fusion))
+    if config.attention_gate:
+        ops.append(elementwise("attn_gate", heads * d, (ops[-1].name, "q_proj"), SIGMOID_OPS + 1, 2.0, "heads"))
+    return tuple(ops)
 
 
 def latent_attention(config: ModelConfig, shape: MLAConfig, fusion: Fusion, absorbed: bool) -> tuple[Op, ...]:

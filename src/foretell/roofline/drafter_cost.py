@@ -149,7 +149,9 @@ def _eagle_layer(target: AnalyzedModel, vocab: int) -> DrafterCost:
     # For a mixture of experts: a dense layer as wide as the experts of one token.
     width = c.experts.ffn * c.experts.active + c.experts.shared_ffn if c.experts else c.ffn
     scored = replace(c, vocab=vocab) if own_head else c
-    layer = replace(scored, layers=1, experts=None, ffn=width, window=0, window_layers=())
+    layer = replace(
+        scored, layers=1, experts=None, ffn=width, window=0, window_layers=(), state=None, attention_gate=False
+    )
     one = build_graph(layer, "EAGLE layer", "flash")
     projection = LayerGroup("fuse", 1, (linear("fuse", 2 * c.hidden, c.hidden, "x", "replicated", bias=True),))
     graph = replace(one, groups=(one.groups[0], projection, *one.groups[1:]))

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from foretell.model.config import ModelConfig
+from foretell.model.state_config import DeltaNetConfig
 from foretell.roofline.attention import RMS_NORM_OPS, Fusion, grouped_query_attention, latent_attention
 from foretell.roofline.feedforward import dense_feed_forward, mixture_of_experts
 from foretell.roofline.linear_cost import LinearCost
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear, with_live_activations
+from foretell.roofline.state_layers import gated_delta_net, state_elements
 
 LAYER_NORM_OPS = 7.0
 """OPs per element."""
@@ -22,21 +24,23 @@ def build_graph(
     the activation, and the residual addition with the next norm. absorbed: how latent attention runs (see
     `latent_attention`). square: count causal attention as the full square.
     """
-    kinds: dict[tuple[bool, bool], int] = {}
+    kinds: dict[tuple[bool, bool, bool], int] = {}
     for layer in range(config.layers):
-        kind = (config.window_of(layer) > 0, config.experts is not None and layer in config.experts.layers)
+        has_experts = config.experts is not None and layer in config.experts.layers
+        kind = (layer in config.state_layers, config.window_of(layer) > 0, has_experts)
         kinds[kind] = kinds.get(kind, 0) + 1
     residual = LinearCost(rows=float(config.hidden))
     groups = [_embedding_group(config)]
-    for (windowed, has_experts), count in kinds.items():
-        label = " ".join(["sliding"] * windowed + ["experts"] * has_experts) or "full"
+    for (has_state, windowed, has_experts), count in kinds.items():
+        label = " ".join(["recurrent"] * has_state + ["sliding"] * windowed + ["experts"] * has_experts) or "full"
         group = LayerGroup(
             label if len(kinds) > 1 else "layer",
             count,
-            _layer(config, has_experts, fusion, absorbed),
+            _layer(config, has_state, has_experts, fusion, absorbed),
             config.window if windowed else 0,
-            kv_elements=_kv_elements(config),
-            kv_heads=1 if config.latent else config.kv_heads,
+            kv_elements=0.0 if has_state else _kv_elements(config),
+            kv_heads=_delta_net(config).key_heads if has_state else 1 if config.latent else config.kv_heads,
+            state_elements=state_elements(_delta_net(config)) if has_state else 0.0,
         )
         groups.append(with_live_activations(group, residual))
     groups.append(with_live_activations(_head_group(config), residual))
@@ -72,15 +76,25 @@ def _all_reduce(name: str, source: str, width: int) -> Op:
     return Op(name, "all_reduce", str(width), (source,), write=row, output=row)
 
 
-def _layer(config: ModelConfig, has_experts: bool, fusion: Fusion, absorbed: bool) -> tuple[Op, ...]:
+def _delta_net(config: ModelConfig) -> DeltaNetConfig:
+    assert isinstance(config.state, DeltaNetConfig)
+    return config.state
+
+
+def _mixer(config: ModelConfig, has_state: bool, fusion: Fusion, absorbed: bool) -> tuple[tuple[Op, ...], int]:
+    """What mixes tokens, before the output projection, and its width."""
+    if has_state:
+        state = _delta_net(config)
+        return gated_delta_net(config, state), state.value_heads * state.value_dim
+    if config.latent:
+        return latent_attention(config, config.latent, fusion, absorbed), config.heads * config.latent.value_dim
+    return grouped_query_attention(config, fusion), config.heads * config.head_dim
+
+
+def _layer(config: ModelConfig, has_state: bool, has_experts: bool, fusion: Fusion, absorbed: bool) -> tuple[Op, ...]:
     h, full = config.hidden, fusion == "full"
-    ops = [norm(config, "attn_norm", "x")]
-    ops.extend(
-        latent_attention(config, config.latent, fusion, absorbed)
-        if config.latent
-        else grouped_query_attention(config, fusion)
-    )
-    inner = config.heads * (config.latent.value_dim if config.latent else config.head_dim)
+    mixer, inner = _mixer(config, has_state, fusion, absorbed)
+    ops = [norm(config, "attn_norm", "x"), *mixer]
     ops.append(linear("o_proj", inner, h, ops[-1].name, "row", config.output_bias))
     if config.parallel_blocks:
         ops.extend(_feed_forward(config, has_experts, "attn_norm", full))

@@ -1,8 +1,8 @@
 """Costs of one operation as linear functions of the sizes of a forward pass.
 
-Every cost of a transformer operation (OPs, elements moved, elements stored) is linear in five sizes and a constant, so
-six coefficients describe it. The same coefficients serve a single workload, a sweep (the sizes are arrays) and the web
-page (the coefficients are embedded in it).
+Every cost of a transformer operation (OPs, elements moved, elements stored) is linear in six sizes and a constant, so
+seven coefficients describe it. The same coefficients serve a single workload, a sweep (the sizes are arrays) and the
+web page (the coefficients are embedded in it).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Extents:
 
     rows: new tokens of all sequences. pairs: (query, key) pairs attended. kv_positions: cached or new positions whose
     keys and values are read. active_experts: experts that at least one row is routed to. logit_rows: rows that need
-    logits.
+    logits. sequences: those with new tokens, whose recurrent states are read.
     """
 
     rows: Number
@@ -28,6 +28,7 @@ class Extents:
     kv_positions: Number
     active_experts: Number
     logit_rows: Number
+    sequences: Number
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,15 @@ class LinearCost:
     kv_positions: float = 0.0
     active_experts: float = 0.0
     logit_rows: float = 0.0
+    sequences: float = 0.0
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The six coefficients, the constant first."""
-        return self.constant, self.rows, self.pairs, self.kv_positions, self.active_experts, self.logit_rows
+        """The seven coefficients, the constant first."""
+        return (
+            self.constant, self.rows, self.pairs, self.kv_positions, self.active_experts, self.logit_rows,
+            self.sequences,
+        )  # fmt: skip
 
     def evaluate(self, extents: Extents) -> Number:
         """The cost at given extents."""
@@ -55,6 +60,7 @@ class LinearCost:
             (self.kv_positions, extents.kv_positions),
             (self.active_experts, extents.active_experts),
             (self.logit_rows, extents.logit_rows),
+            (self.sequences, extents.sequences),
         ):
             if coefficient:
                 total = total + coefficient * extent

@@ -46,6 +46,9 @@ def memory_use(phase_graphs: Sequence[tuple[OpGraph, Phase]], rates: DeviceRates
             if group.kv_elements:
                 per_device = group.kv_elements / np.minimum(rates.devices, group.kv_heads)
                 kv_elements = kv_elements + group.count * per_device * cached_positions(group, phase)
+            if group.state_elements:
+                per_device = group.state_elements / np.minimum(rates.devices, group.kv_heads)
+                kv_elements = kv_elements + group.count * per_device * extents.sequences
             for replicated, divided in group.live_activations:
                 live = replicated.evaluate(extents) + divided.evaluate(extents) / rates.devices
                 activations = np.maximum(activations, _max_over_passes(live * rates.activation, phase))

@@ -70,11 +70,6 @@ def profile_of_method() -> Mapping[str, str]:
     return {other: name for name, entry in _table().items() for other in (name, *entry.get("also", ()))}
 
 
-def analysis_only_methods() -> set[str]:
-    """Profiles of methods that the library does not run."""
-    return {name for name, entry in _table().items() if not entry.get("runnable", True)}
-
-
 def find_method(name: str) -> MethodProfile:
     """The profile of a method of the catalogue.
 

@@ -16,6 +16,7 @@ from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.config_readers.architectures import ARCHITECTURES
 from foretell.model.config_readers.gguf import from_gguf
 from foretell.model.config_readers.hf import from_hf
+from foretell.model.state_config import DeltaNetConfig
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
@@ -115,13 +116,12 @@ def _counted(config: ModelConfig, source: str) -> ModelConfig:
         ValueError: it does not.
     """
     kinds = {
-        "layers with a recurrent state": config.state is not None,
+        "recurrent layers other than gated delta nets": not isinstance(config.state, DeltaNetConfig | None),
         "layers without attention or without a feed-forward": bool(
             config.attention_free_layers or config.mlp_free_layers
         ),
         "layers that read the keys and values of others": bool(config.kv_layers),
         "inputs to every layer": config.layer_inputs is not None,
-        "gated attention": config.attention_gate,
         "other heads in sliding-window layers": bool(config.local_head_dim or config.local_kv_heads),
     }
     if found := [kind for kind, present in kinds.items() if present]:

@@ -31,14 +31,15 @@ def expected_exit_depth(share: float, rows: float) -> float:
 
 
 def early_exit(graph: OpGraph, share: float, rows: float) -> OpGraph:
-    """Rows exit after part of the layers; the skipped layers still project keys and values (CALM, arXiv 2207.07061).
+    """Rows exit after part of the layers; the skipped layers still project keys and values (CALM, arXiv 2207.07061), or
+    update their recurrent state, without the cost of its inputs.
 
     The cost of the exit decision is not counted.
     """
     depth = expected_exit_depth(share, rows)
     groups: list[LayerGroup] = []
     for group in graph.groups:
-        if not group.kv_elements:
+        if not group.is_layer:
             groups.append(group)
             continue
         skipped = replace(
@@ -48,6 +49,7 @@ def early_exit(graph: OpGraph, share: float, rows: float) -> OpGraph:
             ops=tuple(op for op in group.ops if op.kv_write != ZERO),
             live_activations=(),
             kv_elements=0.0,
+            state_elements=0.0,
         )
         groups += [replace(group, count=group.count * depth), skipped]
     return replace(graph, groups=tuple(groups))
@@ -58,7 +60,7 @@ def skip_layers(graph: OpGraph, share: float) -> OpGraph:
 
     Skipped layers neither write nor read keys and values.
     """
-    groups = (replace(g, count=g.count * share) if g.kv_elements else g for g in graph.groups)
+    groups = (replace(g, count=g.count * share) if g.is_layer else g for g in graph.groups)
     return replace(graph, groups=tuple(groups))
 
 
@@ -71,7 +73,7 @@ def contextual_sparsity(graph: OpGraph, hidden: int, ffn: int, density: float, r
     groups = []
     for group in graph.groups:
         ops = tuple(_sparse_op(op, density, union) if op.name in SPARSE_OPS else op for op in group.ops)
-        if group.kv_elements:
+        if group.is_layer:
             ops = (*ops, *sparsity_predictor(hidden, ffn))
         groups.append(replace(group, ops=ops))
     return replace(graph, groups=tuple(groups))

@@ -63,6 +63,13 @@ class LayerGroup:
     kv_elements: float = 0.0
     """Elements that one token takes in the KV cache of one layer."""
     kv_heads: int = 1
+    state_elements: float = 0.0
+    """Elements of the recurrent state that one layer keeps for a sequence."""
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is layers of the model, not what comes before or after them."""
+        return bool(self.kv_elements or self.state_elements)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class OpGraph:
     @property
     def layers(self) -> float:
         """Number of transformer layers."""
-        return sum(group.count for group in self.groups if group.kv_elements)
+        return sum(group.count for group in self.groups if group.is_layer)
 
     @property
     def kv_elements(self) -> float:

@@ -157,8 +157,10 @@ def phase_extents(graph: OpGraph, group: LayerGroup, phase: Phase) -> Extents:
     pairs: Number = 0.0
     positions: Number = 0.0
     routed: Number = 0.0
+    sequences: Number = 0.0
     for g in phase.sequences:
         rows = rows + g.batch * g.tokens
+        sequences = sequences + g.batch * np.where(np.asarray(g.tokens) > 0, 1.0, 0.0)
         routed = routed + g.batch * np.where(np.asarray(g.tokens) > 0, independent_rows(g.tokens), 0.0)
         attended = attention_pairs(g.tokens, g.cached, group.window, graph.square)
         read = kv_positions_read(g.tokens, g.cached, group.window)
@@ -169,7 +171,7 @@ def phase_extents(graph: OpGraph, group: LayerGroup, phase: Phase) -> Extents:
         pairs = pairs + g.batch * attended
         positions = positions + g.batch * read
     active_experts = expected_active_experts(graph.expert_count, graph.experts_per_token, routed)
-    return Extents(rows, pairs, positions, active_experts, phase.logit_rows)
+    return Extents(rows, pairs, positions, active_experts, phase.logit_rows, sequences)
 
 
 def cached_positions(group: LayerGroup, phase: Phase) -> Number:

@@ -313,7 +313,8 @@ class NativeDecoder:
         nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
         requests = work[5 * size : 5 * size + 3 * b].reshape(3, b)
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
-        at, per_request = work.ctypes.data, work.ctypes.data + 40 * size
+        at = work.ctypes.data
+        per_request = at + 40 * size
         inputs = (*(at + 8 * size * i for i in range(3)), *(per_request + 8 * b * i for i in range(3)))
         outputs = at + 24 * size, at + 32 * size, per_request + 24 * b
         pass_struct = structures.TreePass(b, n, *inputs, *outputs)
@@ -322,9 +323,10 @@ class NativeDecoder:
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
         norm_all = layers + 1 in hidden_layers
         states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
-        states[recorded_count] = self.embedding(torch.from_numpy(tree.token[active]))
+        by_layer = states.unbind()
+        self.embedding.write(tree.token[active], by_layer[recorded_count])
         expert_counts = None if self.config.experts is None else (c_int32 * len(stack.layers))()
-        normed = states[-1] if norm_all else torch.empty(count, self.config.hidden)
+        normed = by_layer[-1] if norm_all else torch.empty(count, self.config.hidden)
         logits = torch.empty(count, width)
         invalid = stack.kernels.foretell_tree_pass(
             *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
@@ -337,7 +339,7 @@ class NativeDecoder:
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
         experts = () if expert_counts is None else tuple(filter(None, expert_counts))
-        hidden = tuple(states[i] for i in place)
+        hidden = tuple(by_layer[i] for i in place)
         if self.config.logit_softcap or self.config.logit_scale != 1:
             # Numbers that are rounded to the same one have another argmax.
             return ModelOutput(self.bound_logits(logits), nodes[4], hidden, nodes[3], experts)

@@ -2,20 +2,21 @@
 
 from functools import cached_property
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import NativeLinear, pack_embedding
-from foretell.model.kernels.pack import widen_rows
+from foretell.model.kernels.pack import round_to_bfloat16, widen_quantized_rows
 from foretell.model.stored_matrix import StoredMatrix
 
 
 class NativeEmbedding:
     """Rows of a stored matrix, widened when they are looked up, or of the packed head where the two are tied.
 
-    `dtype`: what the numbers are rounded to before they become float32. `scale`: factor on every row. `mapped`: the
-    matrix is a view of a file, so that rows take memory of the system's page cache only.
+    `dtype`: what the numbers are rounded to before they become float32, which it may be, or bfloat16. `scale`: factor
+    on every row. `mapped`: the matrix is a view of a file, so that rows take memory of the system's page cache only.
     """
 
     def __init__(
@@ -28,15 +29,33 @@ class NativeEmbedding:
         x = self._rows(token).float()
         return x if self._scale == 1 else x * self._scale
 
+    def write(self, token: Int[np.ndarray, " t"], out: Float[torch.Tensor, "t d"]) -> None:
+        """Write the input of the first block to `out`, float32."""
+        if isinstance(self.source, StoredMatrix) and self.source.quantized:
+            self._widen(self.source, token, out)
+        else:
+            out.copy_(self._rows(torch.from_numpy(token)))
+        if self._scale != 1:
+            out *= self._scale
+
     def _rows(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         if isinstance(self.source, NativeLinear):
             return self.source.gather_rows(token)
         source = self.source
         if not source.quantized:
             return source.rows(token).widen().to(self._dtype)
-        if len(token) and not 0 <= int(token.min()) <= int(token.max()) < source.outputs:
-            raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {token.tolist()}")
-        return widen_rows(source, token.numpy(), build.library()).to(self._dtype)
+        out = torch.empty(len(token), source.inputs)
+        self._widen(source, token.numpy(), out)
+        return out
+
+    def _widen(self, source: StoredMatrix, token: Int[np.ndarray, " t"], out: Float[torch.Tensor, "t d"]) -> None:
+        """Write rows of a quantised matrix, rounded."""
+        tokens = token.tolist()
+        if tokens and not 0 <= min(tokens) <= max(tokens) < source.outputs:
+            raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {tokens}")
+        widen_quantized_rows(source, token, build.library(), out)
+        if self._dtype == torch.bfloat16:
+            round_to_bfloat16(out)
 
     @cached_property
     def _table(self) -> tuple[torch.Tensor, structures.Embedding]:

@@ -61,7 +61,8 @@ class GroupTable:
         live = [[coefficients(size) for size in sizes] for sizes in group.live_activations]
         data = {
             "name": group.name, "window": group.window, "kvElements": without_fraction(group.kv_elements),
-            "kvHeads": group.kv_heads, "liveActivations": live, "ops": [op_data(op) for op in group.ops],
+            "kvHeads": group.kv_heads, "stateElements": without_fraction(group.state_elements),
+            "liveActivations": live, "ops": [op_data(op) for op in group.ops],
         }  # fmt: skip
         return self.found.setdefault(json.dumps(data, separators=(",", ":")), len(self.found))
 

@@ -6,7 +6,8 @@ const Engine = (data) => {
     LOGIT_ROWS = 5,
     ROWS = 1,
     PAIRS = 2,
-    KV_POSITIONS = 3;
+    KV_POSITIONS = 3,
+    SEQUENCES = 6;
   const KIND = 1,
     INPUTS = 3,
     SPLIT = 4,
@@ -200,6 +201,8 @@ const Engine = (data) => {
             positions += b * (group.window ? Math.min(cached + n, group.window) : cached + n);
           kvElements += ((count * group.kvElements) / Math.min(r.t, group.kvHeads)) * positions;
         }
+        if (group.stateElements)
+          kvElements += ((count * group.stateElements) / Math.min(r.t, group.kvHeads)) * e[SEQUENCES];
         for (const [replicated, divided] of group.liveActivations) {
           alive = Math.max(alive, (at(replicated, e) + at(divided, e) / r.t) * r.a);
         }

@@ -4,7 +4,8 @@ const Passes = (data) => {
   const ROWS = 1,
     PAIRS = 2,
     KV_POSITIONS = 3,
-    ACTIVE_EXPERTS = 4;
+    ACTIVE_EXPERTS = 4,
+    SEQUENCES = 6;
 
   function pairs(n, cached, window, square) {
     if (square) return n * kvPositions(n, cached, window);
@@ -15,10 +16,11 @@ const Passes = (data) => {
   const kvPositions = (n, cached, window) => (window ? Math.min(cached + n, window + n - 1) : cached + n);
 
   function extents(graph, group, pass, square) {
-    const e = [1, 0, 0, 0, 0, pass.logitRows];
+    const e = [1, 0, 0, 0, 0, pass.logitRows, 0];
     let routed = 0;
     for (const [b, n, cached] of pass.sequences) {
       e[ROWS] += b * n;
+      e[SEQUENCES] += n > 0 ? b : 0;
       routed += n > 0 ? b * (1 + (n - 1) * (1 - data.sharedRouting)) : 0;
       e[PAIRS] += b * pairs(n, cached, group.window, square);
       e[KV_POSITIONS] += b * kvPositions(n, cached, group.window);

@@ -13,7 +13,7 @@ const Variants = (engine) => {
     ...graph,
     groups: graph.groups.flatMap(([id, count]) => {
       const group = data.groups[id];
-      return group.kvElements ? change(group, count) : [[group, count]];
+      return group.kvElements || group.stateElements ? change(group, count) : [[group, count]];
     }),
   });
 
