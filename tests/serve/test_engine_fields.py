@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import Server, running_server
+from serving import Server, running_server, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +125,67 @@ def test_drafts_are_returned_with_their_origins(server: Server) -> None:
     passes = [one for piece in pieces for one in piece["passes"]]
     assert sum(len(p["tokens"]) for p in passes) == sum(last["origins"].values()) > 8
     assert last["seed"] is not None and chunks[-1]["choices"] == [] and "usage" not in chunks[-1]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_length_by_llama_cpp_s_name(server: Server, path: str) -> None:
+    body = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    body.pop("messages" if path == "/v1/completions" else "prompt")
+
+    def count(**fields: Any) -> int:
+        usage: dict[str, int] = server.post(path, body | fields).json()["usage"]
+        return usage["completion_tokens"]
+
+    assert count(n_predict=5) == 5 and count(n_predict=5, max_tokens=3) == 3
+    assert count(n_predict=-1, ignore_eos=True) > 200
+    error = server.post(path, body | {"n_predict": 0}).json()["error"]
+    assert error["param"] == "n_predict"
+
+
+def test_the_timings_in_every_chunk(server: Server) -> None:
+    body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0, "stream": True, "ignore_eos": True}
+    body |= {"timings_per_token": True, "stream_interval": 4}
+    lines = server.post("/v1/completions", body).text.split("\n\n")[:-2]
+    timings = [json.loads(line.removeprefix("data: "))["timings"] for line in lines]
+    counts = [t["predicted_n"] for t in timings]
+    assert len(counts) > 1 and counts == sorted(counts) and counts[-1] == 20
+    assert all(0 <= t["draft_n_accepted"] <= t["draft_n"] for t in timings)
+    assert timings[-1]["draft_n"] >= timings[-2]["draft_n"] and timings[-1]["prompt_n"] + timings[-1]["cache_n"] == 9
+
+
+@pytest.mark.parametrize(("seconds", "pings"), [(0.05, True), (-1, False)])
+def test_the_pings_of_a_silent_stream(server: Server, seconds: float, pings: bool) -> None:
+    body = {"prompt": "abc", "max_tokens": 2, "stream": True, "sse_ping_interval": seconds}
+    server.engine.delay = 0.2
+    text = server.post("/v1/completions", body).text
+    server.engine.delay = 0.0
+    assert (": ping" in text) is pings and text.endswith("data: [DONE]\n\n")
+
+
+def test_log_probabilities_of_the_whole_vocabulary_are_refused_with_what_is_allowed(server: Server) -> None:
+    error = server.chat(prompt_logprobs=-1).json()["error"]
+    assert error["param"] == "prompt_logprobs" and "at most 20 here" in error["message"]
+    error = server.post("/v1/completions", {"prompt": "a", "suffix": "b"}).json()["error"]
+    assert error["param"] == "suffix" and "infill" in error["message"]
+
+
+@pytest.mark.parametrize(("deadline", "order"), [(1, ["late", "early"]), (None, ["early", "late"])])
+def test_a_late_request_is_served_before_those_that_came_earlier(deadline: float | None, order: list[str]) -> None:
+    with running_server(rows=1) as server, ThreadPoolExecutor(3) as threads:
+        server.engine.delay = 0.02
+        ended = list[str]()
+
+        def answer(name: str, fields: dict[str, Any]) -> None:
+            assert server.chat(name, ignore_eos=True, **fields).status_code == 200
+            ended.append(name)
+
+        def ask(name: str, **fields: Any) -> None:
+            waiting = server.service.jobs.live
+            threads.submit(answer, name, fields)
+            wait_for(lambda: server.service.jobs.live > waiting)
+
+        ask("long", max_tokens=100, speculative={"max_drafts": 0})
+        ask("early")
+        ask("late", deadline_ms=deadline)
+        threads.shutdown()
+        assert ended == ["long", *order]

@@ -70,6 +70,9 @@ class Choice:
     tokens: int = 0
     first_at: float = 0.0
     last_at: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+    """Drafts that were verified, and tokens that were drafted."""
     statistics: RequestStatistics | None = None
     """Once it is over."""
 
@@ -94,6 +97,8 @@ class Choice:
         piece = Piece.of(self.index, updates)
         self.first_at, self.last_at = self.first_at or at, at
         self.tokens += len(piece.tokens)
+        self.drafted += sum(u.drafted for u in updates)
+        self.accepted += sum(u.accepted for u in updates)
         self.statistics = last.statistics
         return piece
 

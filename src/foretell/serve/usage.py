@@ -34,6 +34,29 @@ def measurements(choices: Choices) -> dict[str, Any]:
     return {"metrics": _metrics(choice, statistics, choices.started), "timings": _timings(choice, statistics)}
 
 
+def timings_so_far(choices: Choices) -> dict[str, Any]:
+    """llama.cpp's `timings` of a request with one choice that goes on; else nothing.
+
+    What is known only at the end, such as the cached tokens, is missing until then.
+    """
+    if len(choices.all) != 1:
+        return {}
+    choice = choices.all[0]
+    if choice.statistics is not None:
+        return {"timings": _timings(choice, choice.statistics)}
+    seconds, decoded = choice.last_at - choice.first_at, max(choice.tokens - 1, 0)
+    return {
+        "timings": {
+            "prompt_ms": MILLISECONDS * (choice.first_at - choices.started),
+            "predicted_n": choice.tokens,
+            "predicted_ms": MILLISECONDS * seconds,
+            "predicted_per_second": decoded / seconds if seconds else 0.0,
+            "draft_n": choice.drafted,
+            "draft_n_accepted": choice.accepted,
+        }
+    }
+
+
 def _metrics(choice: Choice, statistics: RequestStatistics, started: float) -> dict[str, Any]:
     first, generation = choice.first_at - started, choice.last_at - choice.first_at
     decoded = max(choice.tokens - 1, 0)

@@ -23,6 +23,8 @@ class AnswerHead:
     logprobs: LogprobWriter
     include_usage: bool = False
     continuous_usage: bool = False
+    timings: bool = False
+    """Whether every chunk has the timings so far."""
     token_ids: bool = False
     """Whether the ids of the prompt's and the answer's tokens are reported."""
     prompt_logprobs: bool = False

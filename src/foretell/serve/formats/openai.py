@@ -11,6 +11,7 @@ from foretell.serve.formats.base import AnswerFormat, AnswerHead
 from foretell.serve.formats.parts import PartReader, calls_of, text_of
 from foretell.serve.sse import DATA, DONE, END, json_bytes
 from foretell.serve.tools.parts import CallPart
+from foretell.serve.usage import timings_so_far
 
 
 class OpenAIFormat(AnswerFormat):
@@ -20,12 +21,21 @@ class OpenAIFormat(AnswerFormat):
     """Of the answer's id."""
     object_name: str
     chunk_name: str
+    _choices: Choices | None = None
+    """Of a stream."""
+
+    def begin(self, choices: Choices) -> Iterator[bytes]:
+        """What comes before the first token; nothing in completions."""
+        self._choices = choices
+        yield from ()
 
     def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
         """A chunk; none while text is held back."""
         delta, drafts = self._delta(piece), self.head.drafts
         if self._is_shown(delta) or piece.finish_reason or piece.logprobs or self.head.token_ids or piece.passes:
             own = {} if drafts is None else {"foretell": {"passes": drafts.passes(piece)}}
+            if self.head.timings and self._choices is not None:
+                own |= timings_so_far(self._choices)
             yield self._chunk([delta], usage, own)
 
     def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
@@ -131,6 +141,7 @@ class ChatFormat(OpenAIFormat):
 
     def begin(self, choices: Choices) -> Iterator[bytes]:
         """The role of every choice."""
+        yield from super().begin(choices)
         for choice in choices.all:
             delta = {"role": "assistant", "content": self._echoed}
             yield self._chunk([{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -194,10 +205,6 @@ class CompletionFormat(OpenAIFormat):
         self._requests, self._echoed = requests, dict(enumerate(echoed))
         self._offsets = dict[int, int]()
         """Characters written so far, by choice."""
-
-    def begin(self, choices: Choices) -> Iterator[bytes]:
-        """Nothing: a prompt is echoed with the first tokens, as its log-probabilities are known by then."""
-        yield from ()
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """A choice of a chunk, and of a whole answer, which is one chunk."""

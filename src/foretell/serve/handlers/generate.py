@@ -33,6 +33,8 @@ class Generation:
     headers: Mapping[str, str]
     stream_interval: int = 1
     """New tokens of a piece of a stream, at least, beside its first and last one."""
+    ping_interval: float | None = None
+    """Seconds between the comments in a silent stream; 0: none, None: the server's."""
     run: PlanRun | None = None
     """Of the plan that writes the answer to the one request."""
 
@@ -47,7 +49,8 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
     job = _open(service, generation)
     choices = Choices(generation.requests, generation.per_prompt, job.started)
     if generation.stream:
-        events = _events(job, choices, generation, service.settings.timeouts.keep_alive_interval)
+        usual, asked = service.settings.timeouts.keep_alive_interval, generation.ping_interval
+        events = _events(job, choices, generation, usual if asked is None else asked or None)
         return EventStream(events, generation.headers)
     try:
         pieces = await _until_disconnect(http, _collect(job, choices))
@@ -63,7 +66,9 @@ def _open(service: Service, generation: Generation) -> AnyJob:
     return PlannedJob(service.jobs, generation.run, service.in_pool)
 
 
-async def _events(job: AnyJob, choices: Choices, generation: Generation, interval: float) -> AsyncIterator[bytes]:
+async def _events(
+    job: AnyJob, choices: Choices, generation: Generation, interval: float | None
+) -> AsyncIterator[bytes]:
     """The stream of an answer. It begins with the first token: until then a gateway may repeat the request."""
     begun, format, held = False, generation.format, Batch()
     try:

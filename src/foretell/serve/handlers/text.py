@@ -21,7 +21,7 @@ from foretell.serve.planned import check_plan, make_run, with_plan
 from foretell.serve.prompts import context_exceeded
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.completions import CompletionBody
-from foretell.serve.protocol.generation import GenerationBody, StreamOptions
+from foretell.serve.protocol.generation import GenerationBody, StreamOptions, TextBody
 from foretell.serve.service import Service
 from foretell.serve.tools.use import ToolUse, uses_functions
 from foretell.utils.json_values import texts
@@ -70,7 +70,7 @@ async def prepare_chat(service: Service, body: ChatBody) -> PreparedChat:
 def _chat_requests(
     service: Service, body: ChatBody, logprobs: int | None, seed: int
 ) -> tuple[list[Request], ToolUse | None]:
-    asked_by = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked_by = "max_completion_tokens" if body.max_completion_tokens is not None else _length_field(body)
     tools = service.encoder.tools(body)
     prompts = _fit(service, body, [service.encoder.chat(body, tools)], asked_by, None, "messages")
     constraint = make_constraint(body, service.loaded.model, tools)
@@ -88,7 +88,7 @@ async def completions(service: Service, http: HttpRequest, body: CompletionBody)
     """Continue prompts."""
     name, seed = _check(service, body), draw_seed(body)
     if body.suffix:
-        raise bad_request("suffix is not supported by this server; leave it out", "suffix")
+        raise bad_request("this model has no infill, so that suffix cannot be used; leave it out", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is not supported by this server; leave it out, and use n", "best_of")
     _check_top_logprobs(service, body.logprobs, "logprobs")
@@ -100,7 +100,7 @@ async def completions(service: Service, http: HttpRequest, body: CompletionBody)
 def _completion_requests(service: Service, body: CompletionBody, seed: int) -> list[Request]:
     asked = {"prompt_logprobs": body.logprobs} if body.echo and body.logprobs is not None else {}
     encoded = service.encoder.prompts(body.prompt, body.add_special_tokens is not False)
-    prompts = _fit(service, body, encoded, "max_tokens", COMPLETION_MAX_TOKENS, "prompt")
+    prompts = _fit(service, body, encoded, _length_field(body), COMPLETION_MAX_TOKENS, "prompt")
     constraint = make_constraint(body, service.loaded.model)
     return make_requests(body.model_copy(update=asked), prompts, body.logprobs, seed, service.loaded, constraint)
 
@@ -131,6 +131,8 @@ def _check(service: Service, body: GenerationBody) -> str:
 
 def _check_top_logprobs(service: Service, count: int | None, param: str) -> None:
     most = service.settings.limits.top_logprobs
+    if count is not None and count < 0:
+        raise bad_request(f"{param} must be at most {most} here, and {count} asks for the whole vocabulary", param)
     if count is not None and count > most:
         raise bad_request(f"{param} must be at most {most}, found {count}", param)
 
@@ -152,6 +154,10 @@ def _check_prediction(service: Service, body: GenerationBody) -> None:
             raise context_exceeded(f"the prediction has {count} characters", context, "prediction")
 
 
+def _length_field(body: TextBody) -> str:
+    return "n_predict" if body.max_tokens is None and body.n_predict is not None else "max_tokens"
+
+
 def _fit(
     service: Service,
     body: GenerationBody,
@@ -167,6 +173,10 @@ def _fit(
         ApiError: a prompt is empty, or it does not fit the context with the tokens that are asked for.
     """
     asked: int | None = getattr(body, asked_by)
+    if asked == 0:
+        raise bad_request(f"{asked_by} must be at least 1, or -1 for all that the context holds", asked_by)
+    if asked == -1:
+        asked = default = None
     context, vocab = service.loaded.model.config.context, service.loaded.model.config.vocab
     found = []
     for prompt in prompts:
@@ -205,14 +215,25 @@ def _head(service: Service, body: GenerationBody, name: str, request: Request, s
         token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs is not None,
         extension={"seed": seed} | service.loaded.describe_method(request),
+        timings=bool(getattr(body, "timings_per_token", None)),
         drafts=DraftWriter(service.texts) if body.return_drafts else None,
     )
 
 
-def _generation(body: GenerationBody, requests: Sequence[Request], format: ChatFormat | CompletionFormat) -> Generation:
+def _generation(body: TextBody, requests: Sequence[Request], format: ChatFormat | CompletionFormat) -> Generation:
     return Generation(
-        requests, body.n or 1, format, bool(body.stream), warning_headers(body), body.stream_interval or 1
+        requests,
+        body.n or 1,
+        format,
+        bool(body.stream),
+        warning_headers(body),
+        body.stream_interval or 1,
+        _ping_interval(body.sse_ping_interval),
     )
+
+
+def _ping_interval(asked: float | None) -> float | None:
+    return asked if asked is None or asked > 0 else 0.0
 
 
 def _echoed(service: Service, body: CompletionBody, requests: Sequence[Request]) -> list[str]:

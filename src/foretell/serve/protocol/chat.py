@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from foretell.plan import PLANS, Plan, parse_plan
 from foretell.serve.protocol.answers import Metrics, Timings, Usage
 from foretell.serve.protocol.base import Body
-from foretell.serve.protocol.generation import GenerationBody, PredictionContent
+from foretell.serve.protocol.generation import PredictionContent, TextBody
 from foretell.serve.protocol.tools import Choice, FunctionDefinition, Tool
 from foretell.utils.validation import show
 
@@ -83,7 +83,7 @@ class ResponseFormat(Body):
     """Of `json_object` (llama.cpp)."""
 
 
-class ChatBody(GenerationBody):
+class ChatBody(TextBody):
     """The body of a chat completion."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)

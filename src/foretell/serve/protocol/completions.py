@@ -6,10 +6,10 @@ from pydantic import BaseModel, Field
 
 from foretell.serve.protocol.answers import Metrics, Timings, Usage
 from foretell.serve.protocol.base import Prompts
-from foretell.serve.protocol.generation import GenerationBody
+from foretell.serve.protocol.generation import TextBody
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(TextBody):
     """The body of a completion."""
 
     prompt: Prompts

@@ -103,6 +103,17 @@ class GenerationBody(Body):
     spaces_between_special_tokens: Any = None
 
 
+class TextBody(GenerationBody):
+    """Further fields of chat completions and completions; the names are llama.cpp's."""
+
+    n_predict: int | None = Field(None, ge=-1)
+    """`max_tokens` where that is not given; -1: what the context holds."""
+    timings_per_token: bool | None = None
+    """Report the timings so far in every chunk of a stream with one choice."""
+    sse_ping_interval: float | None = Field(None, ge=-1, le=3600)
+    """Seconds of silence in a stream after which a comment keeps it open; -1 or 0: none is sent."""
+
+
 class PredictionContent(Body):
     """A predicted output (OpenAI)."""
 
