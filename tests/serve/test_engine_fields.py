@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from serving import Server, running_server, wait_for
 
+from foretell.engine.prompt_chunks import PromptChunks
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -160,6 +162,19 @@ def test_the_pings_of_a_silent_stream(server: Server, seconds: float, pings: boo
     text = server.post("/v1/completions", body).text
     server.engine.delay = 0.0
     assert (": ping" in text) is pings and text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_progress_of_a_prompt(server: Server, wanted: bool) -> None:
+    server.engine.delay, chunks = 0.25, server.engine._chunks
+    server.engine._chunks = PromptChunks(50)
+    body = {"prompt": "xy"[:: 1 if wanted else -1] * 60, "max_tokens": 2, "stream": True, "return_progress": wanted}
+    lines = server.post("/v1/completions", body).text.split("\n\n")[:-2]
+    server.engine.delay, server.engine._chunks = 0.0, chunks
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    found = [e["prompt_progress"] for e in events if "prompt_progress" in e]
+    assert [(p["processed"], p["total"], p["cache"]) for p in found] == [(n, 120, 0) for n in (0, 50, 100)] * wanted
+    assert all("prompt_progress" in e for e in events[: len(found)]) and events[-1]["choices"][0]["finish_reason"]
 
 
 def test_log_probabilities_of_the_whole_vocabulary_are_refused_with_what_is_allowed(server: Server) -> None:

@@ -250,6 +250,15 @@ class Engine:
         """Numbers of running and of waiting requests; any thread may ask."""
         return len(self._running), len(self._waiting)
 
+    def request_progress(self, number: int) -> tuple[int, int]:
+        """Tokens of a request's prompt that are in the cache, and those of them that were found there; zeros before it
+        runs and after its end. Any thread may ask.
+        """
+        r = next((r for r in list(self._running) if r.number == number), None)
+        if r is None or (row := r.row) < 0:
+            return 0, 0
+        return min(self.runner.length(row), len(r.request.prompt)), r.statistics.cached_tokens
+
     @property
     def statistics(self) -> Mapping[int, RequestStatistics]:
         """Statistics of the waiting, paused and running requests by number; those of a finished request are in its last

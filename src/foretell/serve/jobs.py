@@ -62,6 +62,11 @@ class Job:
         self._error = self._error or error
         self._notify()
 
+    @property
+    def prompt_progress(self) -> tuple[int, int, int]:
+        """Tokens of the first request's prompt: all, those read so far, and those of them that were cached."""
+        return self._jobs.prompt_progress(self.tickets[0])
+
     async def batches(self, interval: float | None = None) -> AsyncIterator[Batch]:
         """All updates since the last batch, until the requests are over; an empty batch after `interval` seconds
         without any.
@@ -198,6 +203,10 @@ class Jobs:
         self._note_empty()
         if self._on_close is not None:
             self._on_close(job)
+
+    def prompt_progress(self, ticket: int) -> tuple[int, int, int]:
+        """Tokens of a prompt whose request has got nothing yet: all, those read, and those of them that were cached."""
+        return self._unread.get(ticket, 0), *self._worker.prompt_progress(ticket)
 
     def pause(self, job: Job) -> None:
         """Set the requests of a job aside in the engine."""

@@ -78,6 +78,11 @@ class EngineWorker:
         """Let the request of this ticket go on, if it is paused."""
         self._commands.put(lambda engine: self._with_number(ticket, engine.resume))
 
+    def prompt_progress(self, ticket: int) -> tuple[int, int]:
+        """`Engine.request_progress` of the request of this ticket; any thread may ask."""
+        engine, number = self.engine, self._numbers.get(ticket)
+        return (0, 0) if engine is None or number is None else engine.request_progress(number)
+
     def _with_number(self, ticket: int, function: Callable[[int], None]) -> None:
         number = self._numbers.get(ticket)
         if number is not None:

@@ -14,10 +14,11 @@ from foretell.plan import PlanRun
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
 from foretell.serve.formats.base import AnswerFormat
-from foretell.serve.jobs import Batch
+from foretell.serve.jobs import Batch, Job
 from foretell.serve.planned import AnyJob, PlannedJob
 from foretell.serve.service import Service
-from foretell.serve.sse import PING, EventStream, disconnected
+from foretell.serve.silence import Silence
+from foretell.serve.sse import EventStream, disconnected
 from foretell.serve.usage import measurements, usage
 
 
@@ -35,6 +36,8 @@ class Generation:
     """New tokens of a piece of a stream, at least, beside its first and last one."""
     ping_interval: float | None = None
     """Seconds between the comments in a silent stream; 0: none, None: the server's."""
+    progress: bool = False
+    """Whether a stream reports how much of the prompt is read."""
     run: PlanRun | None = None
     """Of the plan that writes the answer to the one request."""
 
@@ -50,7 +53,9 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
     choices = Choices(generation.requests, generation.per_prompt, job.started)
     if generation.stream:
         usual, asked = service.settings.timeouts.keep_alive_interval, generation.ping_interval
-        events = _events(job, choices, generation, usual if asked is None else asked or None)
+        watched = job if generation.progress and isinstance(job, Job) else None
+        silence = Silence(generation.format, usual if asked is None else asked or None, watched)
+        events = _events(job, choices, generation, silence)
         return EventStream(events, generation.headers)
     try:
         pieces = await _until_disconnect(http, _collect(job, choices))
@@ -66,15 +71,14 @@ def _open(service: Service, generation: Generation) -> AnyJob:
     return PlannedJob(service.jobs, generation.run, service.in_pool)
 
 
-async def _events(
-    job: AnyJob, choices: Choices, generation: Generation, interval: float | None
-) -> AsyncIterator[bytes]:
+async def _events(job: AnyJob, choices: Choices, generation: Generation, silence: Silence) -> AsyncIterator[bytes]:
     """The stream of an answer. It begins with the first token: until then a gateway may repeat the request."""
     begun, format, held = False, generation.format, Batch()
     try:
-        async for batch in job.batches(interval):
+        async for batch in job.batches(silence.interval):
             if not batch:
-                yield b"".join(format.ping()) if begun else PING
+                if filler := silence.data(begun):
+                    yield filler
                 continue
             held += batch
             if begun and not _is_piece(held, generation.stream_interval):

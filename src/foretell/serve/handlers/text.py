@@ -229,6 +229,7 @@ def _generation(body: TextBody, requests: Sequence[Request], format: ChatFormat 
         warning_headers(body),
         body.stream_interval or 1,
         _ping_interval(body.sse_ping_interval),
+        bool(body.return_progress) and len(requests) == 1,
     )
 
 

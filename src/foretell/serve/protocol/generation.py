@@ -110,6 +110,8 @@ class TextBody(GenerationBody):
     """`max_tokens` where that is not given; -1: what the context holds."""
     timings_per_token: bool | None = None
     """Report the timings so far in every chunk of a stream with one choice."""
+    return_progress: bool | None = None
+    """Report in a stream with one choice how much of the prompt is read, until the first token."""
     sse_ping_interval: float | None = Field(None, ge=-1, le=3600)
     """Seconds of silence in a stream after which a comment keeps it open; -1 or 0: none is sent."""
 
