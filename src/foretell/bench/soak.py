@@ -76,7 +76,8 @@ class SoakReport:
     refused: int = 0
     """Requests that the server refused because of load."""
     errors: list[str] = field(default_factory=list)
-    differences: int = 0
+    differences: Sequence[str] = ()
+    """Answers that were not those of the first time, with what differed."""
     restarts: float = 0.0
     """Crashes of the engine."""
     engine_errors: float = 0.0
@@ -103,7 +104,10 @@ class SoakReport:
             counts = ", ".join(f"{n} in {kind}" for kind, n in kinds.items())
             found.append(f"{len(self.errors)} errors ({counts}); the first: {self.errors[0]}")
         if self.differences:
-            found.append(f"{self.differences} answers differ from the first one to the same request")
+            found.append(
+                f"{len(self.differences)} answers differ from the first one to the same request; "
+                + "; ".join(self.differences[:3])
+            )
         if self.restarts:
             found.append(f"the engine crashed {self.restarts:.0f} times")
         if self.engine_errors:
@@ -220,7 +224,7 @@ def verdict(report: SoakReport) -> str:
     minutes = report.plan.seconds / 60
     line = (
         f"{done} requests in {minutes:g} minutes, {report.refused} refused because of load, "
-        f"{len(report.errors)} errors, {report.differences} different answers; "
+        f"{len(report.errors)} errors, {len(report.differences)} different answers; "
         f"memory without the cache {report.growth:+.1%} after the first third"
     )
     return "\n".join([f"{'FAILED' if problems else 'passed'}: {line}", *(f"- {p}" for p in problems)])

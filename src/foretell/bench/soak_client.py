@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from os.path import commonprefix
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,14 +67,19 @@ class SoakTarget:
 class KnownAnswers:
     """The first answer to every fixed request; later ones must be equal."""
 
-    differences: int = 0
+    differences: list[str] = field(default_factory=list)
+    """For every other answer: the request, and the two texts from where they part."""
     _texts: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self, name: str, text: str) -> None:
         """Compare an answer with the first one."""
         with self._lock:
-            self.differences += self._texts.setdefault(name, text) != text
+            first = self._texts.setdefault(name, text)
+            if first != text:
+                same = len(commonprefix((first, text)))
+                shown = [f"{t[same : same + 40]!r}" for t in (first, text)]
+                self.differences.append(f"{name}: after {same} characters {shown[1]} instead of {shown[0]}")
 
 
 class SoakClient:
