@@ -174,6 +174,7 @@ def test_the_progress_of_a_prompt(server: Server, wanted: bool) -> None:
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     found = [e["prompt_progress"] for e in events if "prompt_progress" in e]
     assert [(p["processed"], p["total"], p["cache"]) for p in found] == [(n, 120, 0) for n in (0, 50, 100)] * wanted
+    assert len({e["id"] for e in events}) == 1
     assert all("prompt_progress" in e for e in events[: len(found)]) and events[-1]["choices"][0]["finish_reason"]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from foretell.serve.formats.base import AnswerFormat
 from foretell.serve.jobs import Job
-from foretell.serve.sse import PING, event
+from foretell.serve.sse import PING
 
 PROGRESS_SECONDS = 0.1
 """Between two looks at the progress of a prompt."""
@@ -49,4 +49,4 @@ class Silence:
             return b""
         self._read = read
         found = {"total": total, "cache": cached, "processed": read, "time_ms": 1000 * (now - self._started)}
-        return event({"choices": [], "prompt_progress": found})
+        return self.format.progress(found)

@@ -38,6 +38,10 @@ class OpenAIFormat(AnswerFormat):
                 own |= timings_so_far(self._choices)
             yield self._chunk([delta], usage, own)
 
+    def progress(self, found: Mapping[str, Any]) -> bytes:
+        """A chunk without choices."""
+        return self._chunk([], None, {"prompt_progress": found})
+
     def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
         """The chunk with the usage, if it is wanted, and the end."""
         drafts = self.head.drafts
