@@ -27,6 +27,7 @@ CASES: Mapping[str, tuple[str, dict[str, str]]] = {
         {"layers": "1", "writer": "draft", "refresh": "4", "written": "6"},
     ),
     "draft_model, written by the target": ("draft_model", {"layers": "1", "writer": "target", "written": "6"}),
+    "masked_diffusion": ("masked_diffusion", {"mask_token": "5"}),
     "pass": ("pass", {"ahead": "2", "cuts": "4"}),
 }
 

@@ -42,7 +42,8 @@ class DiffusionConfig:
 
 def is_diffusion(raw: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is that of a masked diffusion language model."""
-    return raw.get("model_type") in _READERS
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind in _READERS
 
 
 def read_diffusion(raw: Mapping[str, Any], source: str = "config.json") -> DiffusionConfig:
