@@ -319,8 +319,8 @@ def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
         plain, cached = (conversation(variant.make(VOCAB), yes) for yes in (False, True))
     assert tokens(cached) == tokens(plain)
     assert [c.statistics.cached_tokens for c in plain] == [0] * 4
-    # All but the last common token; the third turn contains five tokens of the second answer. Where answers leave inexact
-    # keys, prompts alone are reused.
+    # All but the last common token; the third turn contains five tokens of the second answer. Where answers leave
+    # inexact keys, prompts alone are reused.
     exact = variant.make(VOCAB).exact_keys
     expected = [21 + 14 - 1, 21 + 14 + 4 + 5 - 1] if exact else [21 - 1, 21 + 14 + 4 - 1]
     assert [c.statistics.cached_tokens for c in cached] == [0, *expected, 0]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -77,7 +77,7 @@ class KnownAnswers:
         with self._lock:
             first = self._texts.setdefault(name, text)
             if first != text:
-                same = len(commonprefix((first, text)))
+                same = sum(takewhile(bool, (a == b for a, b in zip(first, text, strict=False))))
                 shown = [f"{t[same : same + 40]!r}" for t in (first, text)]
                 self.differences.append(f"{name}: after {same} characters {shown[1]} instead of {shown[0]}")
 
