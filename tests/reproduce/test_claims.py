@@ -1,11 +1,14 @@
 """Claims of papers: every method has one, the arithmetic is right, and a false claim does not hold."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from foretell.catalogue import BUILT_IN
+from foretell.catalogue import BUILT_IN, find
 from foretell.reproduce import CLAIMS, Claim, Finding, LabRun, Series, claim_of
 from foretell.reproduce.claim import rises
 from foretell.reproduce.claims.draft_model import expected_tokens
+from foretell.testing import TINY
 
 
 def run(passes: int = 12, accepted: tuple[int, ...] = (8, 4), answers: int = 2) -> LabRun:
@@ -53,6 +56,30 @@ class ScriptedLab:
     def run(self, method: str, options: dict[str, object] | None = None, **_: object) -> LabRun:
         """The run for this value."""
         return self._runs[(options or {}).get(self._option)]
+
+
+class CheckingLab:
+    """Checks the options of every run, and gives the same run for all of them."""
+
+    free = mixed = long = ("text",)
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(network=SimpleNamespace(config=TINY))
+
+    def run(self, method: str, options: dict[str, object] | None = None, **_: object) -> LabRun:
+        """Any run."""
+        find(method).parse_options(options or {})
+        return run(accepted=(8, 6, 5, 4, 3, 2, 1))
+
+    def plain_texts(self) -> list[str]:
+        """Some texts."""
+        return ["one", "two"]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.method)
+def test_a_claim_names_options_that_its_methods_have(claim: Claim) -> None:
+    finding = claim.check(CheckingLab())  # type: ignore[arg-type]
+    assert finding.summary and finding.series and finding.x and finding.y
 
 
 @pytest.mark.parametrize(("shares", "holds"), [((8, 4), True), ((4, 8), False)])

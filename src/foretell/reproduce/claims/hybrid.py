@@ -17,9 +17,14 @@ def _better_than_its_parts(lab: Lab, method: str, parts: tuple[str, ...]) -> Fin
     )
 
 
+def _costs(share: float) -> dict[int, float]:
+    """Seconds of passes over 1 to 64 tokens, where each further token takes a share of the first one's time."""
+    return {n: 0.01 * (1 + share * (n - 1)) for n in range(1, 65)}
+
+
 def _spends_less(lab: Lab) -> Finding:
     prompts = (*COPY, *lab.free)
-    cheap, dear = (lab.run("hybrid", {"pass_cost": c}, prompts=prompts) for c in (0.01, 0.5))
+    cheap, dear = (lab.run("hybrid", {"pass_cost": _costs(share)}, prompts=prompts) for share in (0.01, 0.5))
     return Finding(
         dear.drafted / dear.passes < cheap.drafted / cheap.passes,
         f"{cheap.drafted / cheap.passes:.1f} drafts per pass where a further token costs a hundredth of a pass, "
