@@ -14,7 +14,8 @@ from foretell.testing import TINY
 def run(passes: int = 12, accepted: tuple[int, ...] = (8, 4), answers: int = 2) -> LabRun:
     """Each answer begins with a pass without drafts."""
     return LabRun(
-        key="", new_tokens=passes + sum(accepted), passes=passes, drafted=30, accepted_per_position=accepted,
+        key="", new_tokens=passes + sum(accepted), passes=passes, drafting_passes=passes - answers, drafted=30,
+        accepted_per_position=accepted,
         identical=answers, answers=answers, mean_variation=0.0, changed_share=0.0, tokens=((1,),) * answers,
     )  # fmt: skip
 

@@ -65,6 +65,8 @@ class RequestStatistics:
     new_tokens: int = 0
     target_passes: int = 0
     """Passes that gave new tokens; the one that reads the last chunk of the prompt is among them."""
+    drafting_passes: int = 0
+    """Those of these passes that had drafts."""
     drafted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     """Number of passes that accepted a draft at depth 1, 2, …"""
@@ -121,6 +123,7 @@ class RequestStatistics:
             return
         self.new_tokens += tokens
         self.target_passes += 1
+        self.drafting_passes += drafted > 0
         self.drafted += drafted
         self.accepted_per_position += [0] * (accepted - len(self.accepted_per_position))
         for depth in range(accepted):

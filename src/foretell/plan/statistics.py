@@ -56,6 +56,6 @@ class PlanClock:
 
 
 _COUNTS = (
-    "prompt_tokens", "cached_tokens", "new_tokens", "target_passes", "drafted", "preemptions", "experts_read",
-    "moe_layers_read",
+    "prompt_tokens", "cached_tokens", "new_tokens", "target_passes", "drafting_passes", "drafted", "preemptions",
+    "experts_read", "moe_layers_read",
 )  # fmt: skip

@@ -50,6 +50,8 @@ class LabRun(FrozenModel):
     key: str
     new_tokens: int
     passes: int
+    drafting_passes: int
+    """Those that had drafts."""
     drafted: int
     accepted_per_position: tuple[int, ...]
     """Passes that accepted a draft at depth 1, 2, …"""
@@ -68,14 +70,9 @@ class LabRun(FrozenModel):
         return self.new_tokens / self.passes
 
     @property
-    def drafting_passes(self) -> int:
-        """Passes without the first of each answer, which reads the prompt and has no drafts."""
-        return self.passes - self.answers
-
-    @property
     def tokens_per_drafting_pass(self) -> float:
-        """Mean new tokens of these passes."""
-        return (self.new_tokens - self.answers) / self.drafting_passes if self.drafting_passes else 1.0
+        """Mean new tokens of the passes that had drafts."""
+        return 1 + sum(self.accepted_per_position) / self.drafting_passes if self.drafting_passes else 1.0
 
     @property
     def acceptance(self) -> float:
@@ -185,6 +182,7 @@ def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[in
         key=key,
         new_tokens=tokens,
         passes=sum(s.target_passes for s in statistics),
+        drafting_passes=sum(s.drafting_passes for s in statistics),
         drafted=sum(s.drafted for s in statistics),
         accepted_per_position=tuple(accepted),
         identical=sum(tuple(c.tokens) == tuple(p) for c, p in zip(done, plain, strict=True)),

@@ -77,7 +77,7 @@ class MaskedDiffusionRecipe(Recipe):
         config = MaskedDiffusionConfig(target=setup.card, model=setup.config, mask_token=mask)
         network = MaskedDiffusion(config, setup.embedding_and_head)
         if setup.checkpoint is not None:
-            network.init_from_target(setup.checkpoint.decoder(torch.float32))
+            network.init_from_target(setup.decoder)
         return cls(network, config, options, setup)
 
     def set_progress(self, progress: float) -> None:
