@@ -44,11 +44,11 @@ class LayerBudget:
     def count(self, position: Int[np.ndarray, "*t"] | int) -> Int[np.ndarray, "*t"]:
         """Layers that run at positions of the answer."""
         share = np.minimum(np.asarray(position, np.float64) / (self.horizon - 1), 1)
-        return np.floor(self.most - (self.most - self.least) * share + 0.5).astype(np.int64)
+        return np.asarray(np.floor(self.most - (self.most - self.least) * share + 0.5), np.int64)
 
     def resumes_at(self, position: Int[np.ndarray, "*t"] | int) -> Int[np.ndarray, "*t"]:
         """The first layer, counted from 0, that runs after the first `warm_up` ones."""
-        return self.layers - (self.count(position) - self.warm_up)
+        return np.asarray(self.layers - (self.count(position) - self.warm_up))
 
     @property
     def mean(self) -> float:
