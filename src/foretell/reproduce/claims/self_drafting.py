@@ -3,6 +3,9 @@
 from foretell.reproduce.claim import Claim, Finding, Series, percent, rises
 from foretell.reproduce.lab import Lab
 
+_CHAIN = {"confidence_threshold": 0.0, "num_speculative_tokens": 3}
+"""Chains of exactly three drafts."""
+
 
 def _deeper_exits(lab: Lab) -> Finding:
     layers = lab.model.network.config.layers
@@ -20,13 +23,12 @@ def _deeper_exits(lab: Lab) -> Finding:
 
 
 def _skipped_layers(lab: Lab) -> Finding:
-    run = lab.run("self_speculative", {"confidence_threshold": 0.0, "num_speculative_tokens": 3})
-    halves = lab.run("layer_skip", {"exit_layer": 15, "confidence_threshold": 0.0, "num_speculative_tokens": 3})
+    run = lab.run("self_speculative", _CHAIN)
+    halves = lab.run("layer_skip", {**_CHAIN, "exit_layer": lab.model.network.config.layers // 2})
     return Finding(
         run.acceptance > halves.acceptance,
         f"a draft that skips sub-layers all over the model is accepted in {percent(run.acceptance)} of the passes, "
-        f"one that "
-        f"skips the last ones in {percent(halves.acceptance)}",
+        f"one that skips the last ones in {percent(halves.acceptance)}",
         (Series.of("share of accepted first drafts", [(0, halves.acceptance), (1, run.acceptance)]),),
         "0: last layers skipped, 1: chosen sub-layers skipped",
         "share of accepted first drafts",
@@ -36,8 +38,7 @@ def _skipped_layers(lab: Lab) -> Finding:
 
 def _quantised(lab: Lab) -> Finding:
     bits = (4, 8)
-    options = {"confidence_threshold": 0.0, "num_speculative_tokens": 3}
-    points = [(b, lab.run("quantised_draft", {**options, "quantization_bits": b}).acceptance) for b in bits]
+    points = [(b, lab.run("quantised_draft", {**_CHAIN, "quantization_bits": b}).acceptance) for b in bits]
     return Finding(
         points[-1][1] >= 0.9 and points[0][1] >= 0.6,
         f"drafts in 8 bits are accepted in {percent(points[1][1])} of the passes, in 4 bits in {percent(points[0][1])}",
@@ -49,15 +50,13 @@ def _quantised(lab: Lab) -> Finding:
 
 
 def _pruned(lab: Lab) -> Finding:
-    options = {"confidence_threshold": 0.0, "num_speculative_tokens": 3}
     counts = (2, 5, 9)
-    points = [(n, lab.run("pruned_draft", {**options, "pruned_layers": n}).acceptance) for n in counts]
+    points = [(n, lab.run("pruned_draft", {**_CHAIN, "pruned_layers": n}).acceptance) for n in counts]
     values = [y for _, y in points]
     return Finding(
         values[0] >= 0.6 and rises(values[::-1], 0.0),
         f"with {counts[0]} of the least influential blocks left out {percent(values[0])} of the first drafts are "
-        f"accepted, "
-        f"with {counts[-1]} {percent(values[-1])}",
+        f"accepted, with {counts[-1]} {percent(values[-1])}",
         (Series.of("pruned_draft", points),),
         "blocks left out",
         "share of accepted first drafts",
@@ -66,10 +65,9 @@ def _pruned(lab: Lab) -> Finding:
 
 
 def _part_of_the_cache(lab: Lab) -> Finding:
-    options = {"confidence_threshold": 0.0, "num_speculative_tokens": 3}
     budgets = (64, 256, 1024)
     points = [
-        (b, lab.run("sparse_kv_draft", {**options, "cache_budget": b}, prompts=lab.long).tokens_per_pass)
+        (b, lab.run("sparse_kv_draft", {**_CHAIN, "cache_budget": b}, prompts=lab.long).tokens_per_pass)
         for b in budgets
     ]
     values = [y for _, y in points]
@@ -96,7 +94,7 @@ def _hierarchy(lab: Lab) -> Finding:
 
 
 def _some_neurons(lab: Lab) -> Finding:
-    run = lab.run("sparse_mlp_draft", {"confidence_threshold": 0.0, "num_speculative_tokens": 3})
+    run = lab.run("sparse_mlp_draft", _CHAIN)
     return Finding(
         run.acceptance >= 0.7,
         f"first drafts are accepted in {percent(run.acceptance)} of the passes, {run.tokens_per_pass:.2f} tokens per "
@@ -109,8 +107,7 @@ def _some_neurons(lab: Lab) -> Finding:
 
 
 def _first_neurons(lab: Lab) -> Finding:
-    options = {"confidence_threshold": 0.0, "num_speculative_tokens": 3}
-    points = [(s, lab.run("matformer_draft", {**options, "neuron_share": s}).acceptance) for s in (0.5, 0.75, 0.9)]
+    points = [(s, lab.run("matformer_draft", {**_CHAIN, "neuron_share": s}).acceptance) for s in (0.5, 0.75, 0.9)]
     values = [y for _, y in points]
     return Finding(
         rises(values, 0.0) and values[-1] > values[0],
