@@ -88,7 +88,9 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
     assert len(drawn) > 3 and all(len(each) == 2 for each in drawn)
 
 
-@pytest.mark.parametrize("options", [{}, {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"}, {"convolution": "1"}]
+)
 def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:
     network = tiny_decoder(replace(TINY, vocab=64, layers=3), dtype=torch.float32)
     wanted = {"block_size": "4", "markov_rank": "8", "hard": "1.0", "mask_token": "5", **options}

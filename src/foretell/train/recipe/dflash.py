@@ -47,6 +47,8 @@ class DFlashOptions(BaseModel):
     """Rank of the bias that a draft token gives to the next one (DSpark); 0: none, as in DFlash."""
     confidence: bool = False
     """Train a confidence head (DSpark), which weights the nodes of draft trees."""
+    convolution: bool = False
+    """Mix neighbouring slots in every layer (two taps, DFlash-2); such layers do not run on the CPU kernels."""
     own_head: bool = False
     anchors: int = Field(64, ge=1)
     """Maximum number of random blocks per text of a batch."""
@@ -120,7 +122,16 @@ class DFlashRecipe(Recipe):
 
 def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
     c = setup.config
-    shared = ("layers", "block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "own_head")
+    shared = (
+        "layers",
+        "block_size",
+        "predicts_from_anchor",
+        "fc_norm",
+        "markov_rank",
+        "confidence",
+        "convolution",
+        "own_head",
+    )
     return {
         "target": setup.card,
         "draft_vocab": setup.draft_vocab,
@@ -133,6 +144,7 @@ def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
         "rope": c.rope or RopeConfig(),
         "mask_token": o.mask_token,
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
+        "convolution": o.convolution,
         **{name: getattr(o, name) for name in shared},
     }
 
