@@ -189,7 +189,8 @@ def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
 def _pack_layers(network: CachedLayersNetwork, form: _Format) -> NativeStack | None:
     """The network's layers on the kernels; None where these do not support them."""
     config = network.config.decoder_config
-    if not NativeStack.supports(config):
+    known = all(type(layer) in (EagleLayer, Eagle3FirstLayer) for layer in network.layers)
+    if not known or not NativeStack.supports(config):
         return None
     blocks = [_block(layer, form) for layer in network.layers if isinstance(layer, EagleLayer)]
     tables = rope_tables(network.config.rope, config.head_dim, network.config.context, EXTRA_POSITIONS)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 
 from foretell.distributions.divergence import total_variation
+from foretell.train.objective.distillation import Objective, label_losses
 
 Weighting = Literal["dpace", "decay"]
 """How the places of a block are weighted: by expected acceptance (D-PACE), or by a fixed exponential decay."""
@@ -35,33 +36,27 @@ def decay_weights(mask: Bool[torch.Tensor, "*n p"], block_size: int) -> Float[to
 
 
 def block_loss(
-    cross_entropy: Float[torch.Tensor, " k"],
+    losses: Float[torch.Tensor, " k"],
     right: Float[torch.Tensor, " k"],
     mask: Bool[torch.Tensor, "*n p"],
     weighting: Weighting,
     block_size: int,
 ) -> Float[torch.Tensor, ""]:
-    """The weighted sum of the cross-entropies at the places of `mask`, per place; 0 for none.
+    """The weighted sum of the losses at the places of `mask`, per place; 0 for none.
 
     `right`: probability of the target's most probable token at these places.
     """
     grid = right.new_zeros(mask.shape).masked_scatter(mask, right.detach())
     weight = dpace_weights(grid, mask) if weighting == "dpace" else decay_weights(mask, block_size)
-    return (cross_entropy * weight[mask]).sum() / max(1, len(cross_entropy))
+    return (losses * weight[mask]).sum() / max(1, len(losses))
 
 
-def place_cross_entropy(
-    draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float
+def place_losses(
+    draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float, objective: Objective
 ) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, " k"]]:
-    """Cross-entropy of every place against the target's distribution, and the probability that the draft gives to the
-    target's most probable token. A share `hard` of the label is that token.
-    """
-    log_q = torch.log_softmax(draft.float(), -1)
-    best = -F.nll_loss(log_q, target.argmax(-1), reduction="none")
-    loss = -hard * best
-    if hard < 1:
-        loss = loss - (1 - hard) * (torch.softmax(target.float(), -1) * log_q).sum(-1)
-    return loss, best.exp()
+    """`label_losses` of every place, and the probability that the draft gives to the target's most probable token."""
+    right = torch.softmax(draft.detach().float(), -1).gather(-1, target.argmax(-1, keepdim=True))[:, 0]
+    return label_losses(draft, target, hard, objective), right
 
 
 def confidence_loss(

@@ -18,7 +18,8 @@ from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_cross_entropy
+from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_losses
+from foretell.train.objective.distillation import Objective
 from foretell.train.objective.unrolled import TargetLabels, target_labels, top1_agreement
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_dflash_from_target
@@ -46,6 +47,8 @@ class DFlashOptions(BaseModel):
     """Rank of the bias that a draft token gives to the next one (DSpark); 0: none, as in DFlash."""
     confidence: bool = False
     """Train a confidence head (DSpark), which weights the nodes of draft trees."""
+    convolution: bool = False
+    """Mix neighbouring slots in every layer (two taps, DFlash-2); such layers do not run on the CPU kernels."""
     own_head: bool = False
     anchors: int = Field(64, ge=1)
     """Maximum number of random blocks per text of a batch."""
@@ -53,6 +56,8 @@ class DFlashOptions(BaseModel):
     """Weights of the places of a block: `dpace`, or DFlash's `decay`."""
     hard: float = Field(0.3, ge=0, le=1)
     """Share of the target's most probable token in the label; the rest is its distribution."""
+    objective: Objective = "cross_entropy"
+    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `hard=0`."""
     candidates: int = Field(2048, ge=0)
     """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
@@ -97,7 +102,7 @@ class DFlashRecipe(Recipe):
         features = batch.features[: len(self.network.hidden_layers)]
         found: BlockPredictions = network(batch.token, features, anchor, wanted, labels.candidates)
         expected = labels.logits[row[wanted]]
-        loss, right = place_cross_entropy(found.logits, expected, o.hard)
+        loss, right = place_losses(found.logits, expected, o.hard, o.objective)
         total = block_loss(loss, right, wanted, o.weighting, self.config.block_size)
         place = wanted.nonzero()[:, -1]
         metrics = {
@@ -117,7 +122,16 @@ class DFlashRecipe(Recipe):
 
 def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
     c = setup.config
-    shared = ("layers", "block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "own_head")
+    shared = (
+        "layers",
+        "block_size",
+        "predicts_from_anchor",
+        "fc_norm",
+        "markov_rank",
+        "confidence",
+        "convolution",
+        "own_head",
+    )
     return {
         "target": setup.card,
         "draft_vocab": setup.draft_vocab,
@@ -130,6 +144,7 @@ def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
         "rope": c.rope or RopeConfig(),
         "mask_token": o.mask_token,
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
+        "convolution": o.convolution,
         **{name: getattr(o, name) for name in shared},
     }
 

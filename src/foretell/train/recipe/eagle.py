@@ -20,10 +20,11 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.distillation import Objective
 from foretell.train.objective.regression import add_uniform_noise, feature_loss
 from foretell.train.objective.unrolled import (
     TargetLabels,
-    soft_cross_entropy,
+    mean_loss,
     target_labels,
     top1_agreement,
     unrolled_loss,
@@ -47,6 +48,8 @@ class EagleOptions(BaseModel):
     """Weight of a step's loss relative to that of the previous step."""
     hard: float = Field(0.0, ge=0, le=1)
     """Share of the target's most probable token in the label; the rest is its distribution."""
+    objective: Objective = "cross_entropy"
+    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`."""
     candidates: int = Field(2048, ge=0)
     """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
@@ -59,7 +62,7 @@ class Eagle1Options(EagleOptions):
     noise: float = Field(0.1, ge=0)
     """Half-width of the uniform noise on the target's features."""
     classify: float = Field(0.1, ge=0)
-    """Weight of the cross-entropy relative to the regression."""
+    """Weight of the loss on tokens relative to the regression."""
 
 
 class Eagle3Options(EagleOptions):
@@ -85,7 +88,7 @@ class EagleRecipe(Recipe):
     def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: EagleOptions) -> None:
         self.network, self.config, self._embedding_and_head = network, network.config, setup.embedding_and_head
         self._decay, self._hard, self._positions = options.decay, options.hard, options.positions
-        self._candidates = options.candidates
+        self._candidates, self._objective = options.candidates, options.objective
         setup.set_draft_tokens(network)
         blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
         decoder = setup.checkpoint.decoder(torch.float32, blocks) if setup.checkpoint else None
@@ -155,7 +158,9 @@ class Eagle3Recipe(EagleRecipe):
         outputs = network(batch.token, features, [mask for mask, _ in steps], labels.candidates)
         pairs = [(output.logits, target) for output, (_, target) in zip(outputs, steps, strict=True)]
         metrics = {f"step {i + 1} top 1": top1_agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
-        return Loss(unrolled_loss(pairs, self._decay, self._hard), metrics | {"covered": labels.covered})
+        return Loss(
+            unrolled_loss(pairs, self._decay, self._hard, self._objective), metrics | {"covered": labels.covered}
+        )
 
 
 class Eagle1Recipe(EagleRecipe):
@@ -176,7 +181,7 @@ class Eagle1Recipe(EagleRecipe):
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
     ) -> Loss:
-        """Regression at all tokens of `loss_mask`, cross-entropy at those in the draft vocabulary."""
+        """Regression at all tokens of `loss_mask`, the loss on tokens at those in the draft vocabulary."""
         feature = self.head_states(batch)
         masks = [_shift_mask(loss_mask, 2 + i) for i in range(self._steps)]
         outputs = network(batch.token, (add_uniform_noise(feature, self._noise),), masks, labels.candidates)
@@ -185,8 +190,8 @@ class Eagle1Recipe(EagleRecipe):
             labelled, target = labels.shifted(1 + i)
             logits = output.logits[labelled[mask]]
             regression = feature_loss(output.state, feature[:, 1 + i :][mask[:, : feature.shape[1] - 1 - i]])
-            cross_entropy = soft_cross_entropy(logits, target, self._hard)
-            total = total + self._decay**i * (regression + self._classify * cross_entropy)
+            prediction = mean_loss(logits, target, self._hard, self._objective)
+            total = total + self._decay**i * (regression + self._classify * prediction)
             metrics |= {f"step {i + 1} distance": float(regression.detach())}
             metrics |= {f"step {i + 1} top 1": top1_agreement(logits.detach(), target)}
         return Loss(total, metrics | {"covered": labels.covered})

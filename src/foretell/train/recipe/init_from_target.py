@@ -5,6 +5,7 @@ from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
+from foretell.speculator.network.block_layer import TwoTapConvolution
 from foretell.speculator.network.cached_layers import CachedLayersNetwork
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
@@ -34,8 +35,8 @@ def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) 
 
 @torch.no_grad()
 def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int) -> None:
-    """Initialise DFlash: small noise, the mean of the fused hidden states, no bias between tokens, and the target's
-    blocks where sizes agree.
+    """Initialise DFlash: small noise, the mean of the fused hidden states, no bias between tokens, no mixing of slots,
+    and the target's blocks where sizes agree.
     """
     generator = torch.Generator().manual_seed(seed)
     init_linears(network, generator)
@@ -44,6 +45,9 @@ def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int)
     if network.mask is not None:
         scale = network.embed(torch.arange(network.target_info.vocab)).float().std()
         network.mask.copy_(torch.randn(d, generator=generator) * scale)
+    for module in network.modules():
+        if isinstance(module, TwoTapConvolution):
+            module.dynamic.weight.zero_()
     if network.markov_in is not None and network.markov_out is not None:
         network.markov_in.weight.copy_(torch.randn(network.markov_in.weight.shape, generator=generator))
         network.markov_out.weight.zero_()
