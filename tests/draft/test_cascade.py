@@ -77,7 +77,7 @@ def test_the_draft_models_cache_holds_the_sequence() -> None:
         engine.submit(r)
     for _ in range(4):
         engine.step()
-    for running in engine._running:
+    for running in engine._scheduler.running:
         have = draft.length(running.row)
         tokens = running.sequence.tokens[:have].tolist()
         kept = keys(draft, running.row, have)

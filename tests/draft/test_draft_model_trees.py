@@ -116,7 +116,7 @@ def test_a_chain_stays_in_the_cache_as_far_as_it_stood() -> None:
     for _ in range(4):
         (update,) = engine.step()
         # Its last token, which nobody read, and the target's own stay to be read.
-        assert update.accepted == 3 and runner.length(0) == engine._running[0].sequence.length - 2
+        assert update.accepted == 3 and runner.length(0) == engine._scheduler.running[0].sequence.length - 2
 
 
 def test_a_network_that_bounds_its_logits_grows_level_by_level() -> None:

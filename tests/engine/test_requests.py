@@ -56,8 +56,8 @@ class RaisingEngine(Engine):
 
     def step(self) -> list[Update]:
         with torch.inference_mode():
-            self._admit()
-            return self._run_step(self._schedule())
+            self._scheduler.admit()
+            return self._run_step(self._scheduler.schedule())
 
 
 def tokens(completions: Sequence[Completion]) -> list[list[int]]:
@@ -354,7 +354,7 @@ def test_a_prompt_goes_to_the_row_that_holds_most_of_it() -> None:
     assert [c.statistics.cached_tokens for c in found] == [13, 15]
     assert tokens(found) == [naive(target(), r) for r in asked]
     number = engine.submit(Request(random_tokens(90, seed=3), max_new_tokens=2))
-    engine._chunks = PromptChunks(16)
+    engine._scheduler.chunks = PromptChunks(16)
     engine.step()
     assert engine.cancel(number) is not None
     (again,) = engine.complete([Request(random_tokens(90, seed=3), max_new_tokens=3)])

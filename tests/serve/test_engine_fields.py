@@ -166,11 +166,11 @@ def test_the_pings_of_a_silent_stream(server: Server, seconds: float, pings: boo
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_progress_of_a_prompt(server: Server, wanted: bool) -> None:
-    server.engine.delay, chunks = 0.25, server.engine._chunks
-    server.engine._chunks = PromptChunks(50)
+    server.engine.delay, chunks = 0.25, server.engine._scheduler.chunks
+    server.engine._scheduler.chunks = PromptChunks(50)
     body = {"prompt": "xy"[:: 1 if wanted else -1] * 60, "max_tokens": 2, "stream": True, "return_progress": wanted}
     lines = server.post("/v1/completions", body).text.split("\n\n")[:-2]
-    server.engine.delay, server.engine._chunks = 0.0, chunks
+    server.engine.delay, server.engine._scheduler.chunks = 0.0, chunks
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     found = [e["prompt_progress"] for e in events if "prompt_progress" in e]
     assert [(p["processed"], p["total"], p["cache"]) for p in found] == [(n, 120, 0) for n in (0, 50, 100)] * wanted

@@ -62,7 +62,7 @@ def test_a_soak_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
             return [replace(u, text=u.text + "x" * (len(steps) % 7 == 0)) for u in step(self)]
 
         monkeypatch.setattr(type(server.engine), "step", wrong)
-        monkeypatch.setattr(type(server.engine._rows), "unowned", 2)
+        monkeypatch.setattr(type(server.engine._scheduler.rows), "unowned", 2)
         report = Soak(find_target(server.url, "", 6), SoakPlan(1.5, clients=4, samples=6, max_growth=9.0)).run()
         monkeypatch.undo()
     found = " ".join(report.problems())

@@ -281,7 +281,7 @@ def test_the_model_reads_the_tokens_of_steps_that_it_did_not_draft_for() -> None
     behind = []
     while engine.busy:
         engine.step()
-        behind += [r.sequence.length - model.runner.length(r.row) for r in engine._running]
+        behind += [r.sequence.length - model.runner.length(r.row) for r in engine._scheduler.running]
     assert max(behind) > 4, "some steps went without the model"
     assert min(behind) <= 2, "and it was up to date again"
 

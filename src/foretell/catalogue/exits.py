@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foretell.catalogue.build_context import BuildContext, default_exit_layer, require_network
+from foretell.catalogue.exit_choice import best_exit
 from foretell.catalogue.options.lossy import EarlyExitOptions
 from foretell.catalogue.speculators import read_speculator, target_card
 from foretell.draft.beta_mixture import AdaptiveThresholds, BetaMixtureThreshold
@@ -18,10 +19,6 @@ from foretell.speculator.network.pack import DraftPrecision, pack_exit, pack_net
 EXITS = Exits.kind
 EXIT_PRECISION: DraftPrecision = "int8"
 """Of the matrices of exits on the CPU kernels."""
-EXIT_FALLBACK = 0.6
-"""Probability below which a fitted exit does not draft: then the pass costs what plain decoding does, and the test."""
-_LONGEST_CHAIN = 8
-"""Chains that the choice of an exit considers."""
 
 
 def find_exits(context: BuildContext) -> Exits | None:
@@ -52,7 +49,7 @@ def draft_heads(context: BuildContext, layer: int | None, several: bool) -> Exit
     exits, network = find_exits(context), require_network(context, "drafts with the target's first layers")
     if exits is None:
         return SharedHead(network, layer or default_exit_layer(network.config))
-    chosen = layer or best_exit(exits)
+    chosen = layer or best_exit(exits, network.config)
     return packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen])
 
 
@@ -98,19 +95,3 @@ def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitD
             )
         adaptive = AdaptiveThresholds(BetaMixtureThreshold(options.exit_threshold, options.exit_posterior))
     return EarlyExitDrafter(heads, rule, only_confident=True, missing_keys=options.missing_keys, adaptive=adaptive)
-
-
-def best_exit(exits: Exits) -> int:
-    """The layer of the exit with the most expected tokens per layer that runs, by the agreement that was measured."""
-    layers, total = exits.config.layers, exits.config.target.layers
-    gains = [
-        max(_gain(float(share), layer / total, n) for n in range(1, _LONGEST_CHAIN + 1))
-        for layer, share in zip(layers, exits.agreement, strict=True)
-    ]
-    return layers[gains.index(max(gains))]
-
-
-def _gain(agreement: float, depth: float, length: int) -> float:
-    """Tokens of a pass over a chain, over the layers that it and the drafts run, as shares of all layers."""
-    tokens = sum(agreement**i for i in range(length + 1))
-    return tokens / (1 + length * depth)

@@ -7,7 +7,7 @@ from typing import Any
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, cost_aware_trie, early_exit_draft, text_retrievers
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.exits import EXIT_FALLBACK, draft_heads
+from foretell.catalogue.exits import draft_heads
 from foretell.catalogue.feature_level import eagle_method, mlp_speculator_method
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options.base import MethodOptions
@@ -30,7 +30,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, RetrievalOrModel, Shape
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.exits import Exits
+from foretell.speculator.network.exits import DRAFT_PROBABILITY, Exits
 from foretell.speculator.network.pack import describe_packed, pack_network
 
 _SPECULATORS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
@@ -86,7 +86,7 @@ def _with_trained_model(context: BuildContext, options: HybridModelOptions) -> A
         label = "exits of the target"
         exits = _EarlyExitOptions.from_values(f"hybrid_model, which drafts with {label} here,", named)
         draft = EarlyExitDrafter(draft_heads(context, exits.exit_layer, several=False))
-        tree = replace(_chain(exits), fallback=EXIT_FALLBACK)
+        tree = replace(_chain(exits), fallback=DRAFT_PROBABILITY)
         return _retrieval_or_model(text_retrievers(context), draft, tree, options, label)
     if speculator is not None:
         make, reads = _SPECULATORS[speculator.kind]

@@ -13,7 +13,7 @@ from foretell.catalogue.build_context import (
     require_network,
 )
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.exits import EXIT_FALLBACK, draft_heads
+from foretell.catalogue.exits import draft_heads
 from foretell.catalogue.options.self_drafting import (
     LayerSkipOptions,
     PrunedDraftOptions,
@@ -29,6 +29,7 @@ from foretell.model.partial_pass import supports_spans
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
+from foretell.speculator.network.exits import DRAFT_PROBABILITY
 
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
@@ -48,7 +49,7 @@ def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
     fitted = isinstance(heads, TrainedExits)
     label = f"exits after {after} of {network.config.layers} layers" if fitted else ""
     least = options.fallback_threshold
-    shape = chain(options, (EXIT_FALLBACK if fitted else 0.0) if least is None else least)
+    shape = chain(options, (DRAFT_PROBABILITY if fitted else 0.0) if least is None else least)
     return Method(draft, shape, rejection(options, options.draft_sample_method), drafter_label=label)
 
 

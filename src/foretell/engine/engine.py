@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
@@ -11,24 +11,21 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
-from foretell.accept import AcceptResult, Match
-from foretell.core.context import Context, StepResult
-from foretell.core.draft_origins import DraftOrigins
-from foretell.core.tree import TokenTree
+from foretell.accept import Match
+from foretell.core.context import StepResult
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
 from foretell.engine.controller import LATE_WEIGHT, Controller, StepLoad
 from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.live_request import LiveRequest
-from foretell.engine.logprobs import TokenLogprobs, new_token_logprobs, prompt_token_logprobs
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
-from foretell.engine.provenance import describe_pass
-from foretell.engine.repetition import REPETITION, REPETITION_DETECTED
 from foretell.engine.request import Completion, Request, Update, validate_request
 from foretell.engine.rows import RowPool
+from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
+from foretell.engine.step import commit, context_of, make_update, nodes_to_score
 from foretell.model.block_table import OutOfBlocksError
 from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
@@ -40,10 +37,6 @@ _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 """Decodes the requests that allow no drafts."""
 _FORCED: AnyMethod = Method(NoDrafter(drafts_forced=True), RootOnly(), Match())
 """Decodes the requests with a constraint while others are decoded plainly: what is forced is accepted nearly always."""
-_ROOM_FOR_DRAFTS = 128
-"""Tokens of the cache that a request needs beside those of its sequence: about a tree."""
-_PROMPT_LOGPROBS_CHUNK = 128
-"""Most prompt tokens per step of a request whose prompt's logits are needed: they take 4 bytes times the vocabulary."""
 
 
 class Engine:
@@ -90,7 +83,7 @@ class Engine:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
         self._detokenizer, self._clock = detokenizer, clock
-        self.controller, self._chunks = controller, PromptChunks(chunk, itl_target)
+        self.controller = controller
         self._disable_by_batch_size, self._expected_pass = disable_by_batch_size, expected_pass
         if controller is not None and expected_pass is not None:
             controller.cost.expect(expected_pass)
@@ -100,20 +93,14 @@ class Engine:
             runner.limit_cache(cache_bytes)
         self._cache_tokens = runner.free_tokens or rows * runner.context
         """Tokens that the cache has room for."""
-        self._rows = RowPool(runner, rows, prefix_caching)
-        self._waiting = dict[int, LiveRequest]()
-        """By number."""
-        self._running: list[LiveRequest] = []
-        self._paused = dict[int, LiveRequest]()
-        """By number."""
+        pool, chunks = RowPool(runner, rows, prefix_caching), PromptChunks(chunk, itl_target)
+        self._scheduler = Scheduler(runner, pool, chunks, self._clock)
         self._undelivered: deque[Update] = deque()
         self._last_number = 0
         self._failed_methods = set[BoundMethod]()
         """Methods whose requests the next step runs one by one to find the one that fails: their drafters failed."""
         self.last_step = StepTime(0.0, 0.0, 0.0)
         """Times of the last step that ran."""
-        self.preemptions = 0
-        """How often a request had to wait because the cache was full."""
         self._methods: WeakValueDictionary[int, BoundMethod] = WeakValueDictionary()
         """The methods of requests and of rows that keep their tokens, by id of the method."""
         self._own_method = self._bind(method)
@@ -136,7 +123,7 @@ class Engine:
         detokenizer = self._new_detokenizer(request)
         live = LiveRequest(self._last_number, request, method, detokenizer, self.runner.context)
         live.submitted_at, live.statistics.crowded = self._clock(), crowded
-        self._waiting[self._last_number] = live
+        self._scheduler.add(live)
         return self._last_number
 
     def _method_of(self, request: Request, crowded: bool) -> AnyMethod:
@@ -149,8 +136,8 @@ class Engine:
     @property
     def _is_crowded(self) -> bool:
         """Whether further requests are decoded plainly; only where that leaves the text of a seed as it is."""
-        limit, live = self._disable_by_batch_size, len(self._waiting) + len(self._running)
-        return limit is not None and live >= limit and self.method.accept.same_seed
+        limit = self._disable_by_batch_size
+        return limit is not None and sum(self.load) >= limit and self.method.accept.same_seed
 
     def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
         """Submit requests that continue what request `number` has so far: its prompt and its new tokens come before
@@ -161,7 +148,7 @@ class Engine:
         Raises:
             ValueError: the request is over or unknown, or one of the new ones is invalid; then none is submitted.
         """
-        source = self._find(number)
+        source = self._scheduler.find(number)
         if source is None:
             raise ValueError(f"request {number} is over or unknown: fork a request while it waits or runs")
         tokens, numbers = source.sequence.tokens.tolist(), list[int]()
@@ -185,7 +172,7 @@ class Engine:
                 method.tree.expect_cost(self._expected_pass)
             method.tree.share_cost(None if self.controller is None else self.controller.cost)
         if changed:
-            for row in self._rows.free:
+            for row in self._scheduler.rows.free:
                 bound.release(row)
         return bound
 
@@ -193,7 +180,7 @@ class Engine:
         """End a request now; its last update, with the text held back and what `run` has not delivered yet, or None if
         the request was over.
         """
-        r = self._find(number)
+        r = self._scheduler.find(number)
         if r is None:
             return None
         pending = [u for u in self._undelivered if u.request == number]
@@ -205,56 +192,49 @@ class Engine:
         """Set a request aside until `resume`: it gets no tokens, and others may use its row. Its tokens stay in the
         cache as those of an ended request do. Nothing happens if the request is over or paused.
         """
-        r = self._find(number)
-        if r is None or number in self._paused:
-            return
-        if self._waiting.pop(number, None) is None:
-            self._running.remove(r)
-            self._rows.release(r.row, keep=True)
-        self._paused[number] = r
+        self._scheduler.pause(number)
 
     def resume(self, number: int) -> None:
         """Let a paused request go on; it waits for a row as a new one does. Nothing happens to others."""
-        r = self._paused.pop(number, None)
-        if r is not None:
-            self._waiting[number] = r
+        self._scheduler.resume(number)
 
     def row(self, number: int) -> int | None:
         """The row of the cache that a running request has; None: it does not run."""
-        return next((r.row for r in self._running if r.number == number), None)
-
-    def _find(self, number: int) -> LiveRequest | None:
-        """The request of this number, unless it is over."""
-        aside = self._waiting.get(number) or self._paused.get(number)
-        return next((r for r in self._running if r.number == number), aside)
+        r = self._scheduler.find_running(number)
+        return None if r is None else r.row
 
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running; paused ones do not count."""
-        return bool(self._waiting or self._running)
+        return any(self.load)
 
     @property
     def cache_usage(self) -> float:
         """Share of the cache that the tokens of running requests fill; tokens that several share count for each. Any
         thread may ask.
         """
-        return min(1.0, sum(self.runner.length(r.row) for r in list(self._running)) / self._cache_tokens)
+        return min(1.0, self._scheduler.cached_tokens / self._cache_tokens)
 
     @property
     def unowned_rows(self) -> int:
         """Rows of the cache that hold tokens of no request, running or kept: there must be none. Any thread may ask."""
-        return self._rows.unowned
+        return self._scheduler.rows.unowned
 
     @property
     def load(self) -> tuple[int, int]:
         """Numbers of running and of waiting requests; any thread may ask."""
-        return len(self._running), len(self._waiting)
+        return self._scheduler.load
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request had to wait because the cache was full."""
+        return self._scheduler.preemptions
 
     def request_progress(self, number: int) -> tuple[int, int]:
         """Tokens of a request's prompt that are in the cache, and those of them that were found there; zeros before it
         runs and after its end. Any thread may ask.
         """
-        r = next((r for r in list(self._running) if r.number == number), None)
+        r = self._scheduler.find_running(number)
         if r is None or (row := r.row) < 0:
             return 0, 0
         return min(self.runner.length(row), len(r.request.prompt)), r.statistics.cached_tokens
@@ -264,7 +244,7 @@ class Engine:
         """Statistics of the waiting, paused and running requests by number; those of a finished request are in its last
         update.
         """
-        return {r.number: r.statistics for r in (*self._waiting.values(), *self._paused.values(), *self._running)}
+        return {r.number: r.statistics for r in self._scheduler}
 
     def run(self) -> Iterator[Update]:
         """Run steps until every request is over or paused. Requests may be submitted, cancelled and paused between
@@ -314,24 +294,21 @@ class Engine:
     @property
     def prompt_progress(self) -> tuple[int, int]:
         """Tokens read, and all tokens, of the prompts that wait or are being read; equal: there are none."""
-        running = [(self.runner.length(r.row), len(r.request.prompt)) for r in self._running]
-        reading = [(read, total) for read, total in running if read < total - 1]
-        waiting = sum(len(r.request.prompt) for r in self._waiting.values())
-        return sum(read for read, _ in reading), sum(total for _, total in reading) + waiting
+        return self._scheduler.prompt_progress
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
         """One pass of the target over all requests. If a drafter fails, the requests of its method get a pass each, so
         that only those that fail end; if the pass fails, all requests do.
         """
-        self._admit()
+        self._scheduler.admit()
         failed, self._failed_methods = self._failed_methods, set()
         while True:
             try:
-                return self._run_scheduled(self._schedule(), failed)
+                return self._run_scheduled(self._scheduler.schedule(), failed)
             except OutOfBlocksError as error:
-                if not self._rows.evict() and not self._preempt():
-                    return [self._finish_with_error(r, error) for r in list(self._running)]
+                if not self._scheduler.free_memory():
+                    return [self._finish_with_error(r, error) for r in list(self._scheduler.running)]
 
     def _run_scheduled(self, scheduled: dict[LiveRequest, list[int]], failed: Collection[BoundMethod]) -> list[Update]:
         """Run the requests together, and those of methods that failed one by one.
@@ -362,20 +339,6 @@ class Engine:
                         raise
         return updates
 
-    def _preempt(self) -> bool:
-        """Let the least urgent of several running requests wait, without its tokens in the cache: it reads them again
-        later. Returns whether there was one.
-        """
-        if len(self._running) < 2:
-            return False
-        r = self._by_urgency(self._running)[-1]
-        self._running.remove(r)
-        self._rows.release(r.row, keep=False)
-        r.statistics.preemptions += 1
-        self.preemptions += 1
-        self._waiting[r.number] = r
-        return True
-
     def _step_single(self, r: LiveRequest, tokens: list[int]) -> list[Update]:
         try:
             return self._run_step({r: tokens})
@@ -390,7 +353,7 @@ class Engine:
         An exception is raised only before anything is committed, so that the call may be repeated.
         """
         started = self._clock()
-        context, starts = self._context(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
+        context, starts = context_of(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
         groups = MethodGroups(
             *([r.method for r in scheduled], self.runner.vocab, self._clock, self.controller),
             predictions=[r.prediction for r in scheduled],
@@ -403,7 +366,7 @@ class Engine:
         drafted = self._clock()
         whole = [r.reads_prompt_logprobs for r in scheduled]
         output = self.runner.forward(
-            context.rows, tree, scored=_nodes_to_score(tree, ready, whole), hidden_layers=groups.hidden_layers
+            context.rows, tree, scored=nodes_to_score(tree, ready, whole), hidden_layers=groups.hidden_layers
         )
         verified = self._clock()
         logits, index = output.logits, output.logit_index
@@ -413,7 +376,7 @@ class Engine:
             for i, (r, yes) in enumerate(zip(scheduled, ready, strict=True))
         ]
         try:
-            paths, new_tokens = self._commit(scheduled, tree, results)
+            paths, new_tokens = commit(self.runner, scheduled, tree, results)
         except Exception as error:
             # Some requests were committed and some were not, so none can go on.
             return [self._finish_with_error(r, error) for r in scheduled]
@@ -428,13 +391,13 @@ class Engine:
             draft_seconds, verified - drafted, ended - started, committed - verified, StepCounts.of(step)
         )
         self.last_step = step_time
-        self._count_step(scheduled, step_time)
+        self._scheduler.observe(scheduled, step_time)
         if self.switch is not None:
             self.switch.observe(len(scheduled), sum(map(len, new_tokens)), step_time.total)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
             try:
-                update = self._emit_update(r, result, step, i, step_time)
+                update = make_update(r, result, step, i, step_time)
             except Exception as error:
                 updates.append(self._finish_with_error(r, error))
                 continue
@@ -445,75 +408,10 @@ class Engine:
                 updates.append(update if update.finish_reason is None else self._finish(r, update))
         return updates
 
-    def _admit(self) -> None:
-        """Give free rows to waiting requests. A prompt waits while another request reads tokens that it begins with,
-        and while the cache has no room for it.
-        """
-        if not self._waiting or not self._rows.available:
-            return
-        for r in self._by_urgency(self._waiting.values()):
-            if not self._rows.available:
-                return
-            reuses = not r.reads_prompt_logprobs
-            if reuses and self._rows.awaits(r.sequence, r.method, r.request.cache_salt):
-                continue
-            if not self._make_room(_ROOM_FOR_DRAFTS):
-                return
-            row, cached = self._rows.allocate(r.sequence, r.method, r.request.cache_salt, reuses)
-            if not self._make_room(r.sequence.length - cached + _ROOM_FOR_DRAFTS):
-                self._rows.release(row, keep=True)
-                return
-            del self._waiting[r.number]
-            r.row = row
-            if not r.statistics.queue_seconds:
-                r.statistics.queue_seconds = self._clock() - r.submitted_at
-            if not r.sequence.generated.size:
-                r.statistics.cached_tokens, r.prompt_logprobs = cached, TokenLogprobs()
-            self._running.append(r)
-
-    def _make_room(self, tokens: int) -> bool:
-        """Whether the cache has room for so many tokens beside those that running requests have yet to read; forgets
-        ended requests where it must. A request that runs alone is always given a try.
-        """
-        needed = tokens + sum(r.sequence.length - self.runner.length(r.row) for r in self._running)
-        while (free := self.runner.free_tokens) is not None and free < needed:
-            if not self._rows.evict():
-                return not self._running
-        return True
-
     def _new_detokenizer(self, request: Request) -> Detokenizer | None:
         if self._detokenizer is None:
             return None
         return self._detokenizer() if request.skip_special_tokens else self._detokenizer(skip_special_tokens=False)
-
-    def _by_urgency(self, requests: Iterable[LiveRequest]) -> list[LiveRequest]:
-        """Requests that are late first, then by priority, then by arrival."""
-        now = self._clock()
-
-        def rank(r: LiveRequest) -> tuple[bool, int, int]:
-            deadline = r.request.deadline
-            return deadline is None or deadline > now, r.request.priority, r.number
-
-        return sorted(requests, key=rank)
-
-    def _schedule(self) -> dict[LiveRequest, list[int]]:
-        """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
-        chunk allows.
-        """
-        out, reading = dict[LiveRequest, list[int]](), list[LiveRequest]()
-        for r in self._running:
-            if r.sequence.length - self.runner.length(r.row) > 1:
-                reading.append(r)
-            else:
-                out[r] = [r.sequence.last_token]
-        left = self._chunks.size(decoding=bool(out))
-        for r in self._by_urgency(reading) if len(reading) > 1 else reading:
-            most = min(left, _PROMPT_LOGPROBS_CHUNK) if r.reads_prompt_logprobs else left
-            unread = r.sequence.tokens[self.runner.length(r.row) :][:most]
-            if len(unread):
-                out[r] = unread.tolist()
-                left -= len(unread)
-        return out
 
     def _load(self, scheduled: Mapping[LiveRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
         """What the step reads before any draft."""
@@ -521,11 +419,6 @@ class Engine:
         near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]
         sizes = [len(tokens) for tokens in scheduled.values()]
         return StepLoad(sum(sizes), max(sizes) == 1, np.where(ready, np.where(near, LATE_WEIGHT, 1.0), 0.0))
-
-    def _count_step(self, scheduled: Mapping[LiveRequest, list[int]], time: StepTime) -> None:
-        """Learn the time of the step."""
-        prompts = [len(tokens) for tokens in scheduled.values() if len(tokens) > 1]
-        self._chunks.update(sum(prompts), len(prompts) < len(scheduled), time.total)
 
     def _paused_method(self, scheduled: Mapping[LiveRequest, list[int]]) -> BoundMethod | None:
         """The engine's own method if it does not draft in this step."""
@@ -536,42 +429,6 @@ class Engine:
             return None
         decoding = sum(len(tokens) == 1 for tokens in scheduled.values())
         return None if self.switch.begin(decoding, decoding == len(scheduled)) else self._own_method
-
-    def _context(self, running: Collection[LiveRequest]) -> Context:
-        limits, salts = [r.request.max_drafts for r in running], [r.request.cache_salt for r in running]
-        return Context(
-            rows=tuple(r.row for r in running),
-            sequences=tuple(r.sequence for r in running),
-            sampling_params=tuple(r.request.sampling_params for r in running),
-            rngs=tuple(r.rng for r in running),
-            max_depth=np.array([r.remaining_tokens - 1 for r in running]),
-            rules=tuple(r.rules for r in running) if any(r.rules is not None for r in running) else (),
-            max_drafts=tuple(limits) if limits.count(None) < len(limits) else (),
-            origins=DraftOrigins(asking) if (asking := [r.row for r in running if r.request.return_drafts]) else None,
-            cache_salts=tuple(salts) if any(salts) else (),
-        )
-
-    def _commit(
-        self, scheduled: dict[LiveRequest, list[int]], tree: TokenTree, results: list[AcceptResult | None]
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Append the new tokens to the sequences, and keep the keys and values of prefixes and accepted drafts.
-
-        Returns the kept paths and the new tokens.
-        """
-        paths, new_tokens = [], []
-        for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
-            path, tokens = list(range(int(tree.prefix_length[i]))), list[int]()
-            if result is not None:
-                path += result.path
-                drafted = tree.token[i]
-                tokens = [*(int(drafted[node]) for node in result.path), result.token][: r.remaining_tokens]
-                tokens = r.until_end(tokens)
-            if tokens:
-                r.sequence.append(tokens)
-            self.runner.commit(r.row, path)
-            paths.append(tuple(path))
-            new_tokens.append(tuple(tokens))
-        return tuple(paths), tuple(new_tokens)
 
     def _observe(self, groups: MethodGroups, step: StepResult) -> dict[int, Exception]:
         """Update the drafters and shapes of all methods; the exceptions of those that fail for a single request, by the
@@ -593,54 +450,6 @@ class Engine:
                 self._failed_methods.add(group.bound)
         return failures
 
-    def _emit_update(
-        self, r: LiveRequest, result: AcceptResult | None, step: StepResult, i: int, time: StepTime
-    ) -> Update | None:
-        """Count the step for a request and make its update; None while its prompt is being read.
-
-        Tokens after a stop string do not count.
-        """
-        r.count_prediction()
-        ended = result is not None and r.has_ended()
-        new = r.text.push(step.new_tokens[i], hidden=int(ended and not r.shows_end))
-        prefix_length, tokens, statistics = (
-            int(step.tree.prefix_length[i]),
-            step.new_tokens[i][: new.count],
-            r.statistics,
-        )
-        accepted = None if result is None else min(len(result.path), len(tokens))
-        drafted = step.num_drafted(i)
-        statistics.add(time, prefix_length, drafted, accepted, len(tokens))
-        if r.request.prompt_logprobs is not None and step.start_positions[i] == len(r.prompt_logprobs.logprobs):
-            r.prompt_logprobs += prompt_token_logprobs(step, i, r.request.prompt_logprobs)
-        if result is None or accepted is None:
-            return None
-        if prefix_length == 1:
-            statistics.experts_read += sum(step.output.experts)
-            statistics.moe_layers_read += len(step.output.experts)
-        for token_fidelity in result.fidelity[: len(tokens)]:
-            statistics.fidelity.add(token_fidelity)
-        asked, logprobs, prompt = r.request.logprobs, TokenLogprobs(), TokenLogprobs()
-        if asked is not None and asked is not False:
-            most, wanted = 0 if asked is True else asked, r.request.logprob_token_ids
-            logprobs = new_token_logprobs(step, i, len(tokens), most, wanted)
-        if statistics.new_tokens == len(tokens):
-            prompt = r.prompt_logprobs
-        text, stop = new.text, new.stop
-        reason = "stop" if stop is not None or ended else r.reason_to_end
-        if reason is not None and stop is None:
-            rest = r.text.finish()
-            text, stop, reason = text + rest.text, rest.stop, "stop" if rest.stop is not None else reason
-        by_token = reason == "stop" and stop is None and tokens[-1] in r.request.stop_token_ids
-        return Update(
-            *(r.number, tokens, text, accepted, logprobs.logprobs, logprobs.top, prompt.logprobs, prompt.top, reason),
-            stop_reason=REPETITION_DETECTED if reason == REPETITION else tokens[-1] if by_token else stop,
-            drafted=drafted,
-            passes=(describe_pass(step, i, tokens, r.method.method.draft.origin, time),)
-            if r.request.return_drafts
-            else (),
-        )
-
     def _finish_with_error(self, r: LiveRequest, error: Exception) -> Update:
         """End a request with an error and the text held back."""
         text = ""
@@ -650,17 +459,5 @@ class Engine:
 
     def _finish(self, r: LiveRequest, update: Update) -> Update:
         r.method.requests -= 1
-        if (self._waiting.pop(r.number, None) or self._paused.pop(r.number, None)) is None:
-            self._running.remove(r)
-            self._rows.release(r.row, keep=update.error is None)
+        self._scheduler.remove(r, keep=update.error is None)
         return replace(update, statistics=r.statistics)
-
-
-def _nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"], whole: Sequence[bool]) -> Bool[np.ndarray, "b n"]:
-    """Nodes whose logits are needed: those from the root on, of requests that are ready to decode, and all of the
-    requests marked in `whole`.
-    """
-    if tree.is_decode and ready.all():
-        return tree.scored
-    first = np.where(whole, 0, np.where(ready, tree.prefix_length - 1, tree.nodes))
-    return tree.scored & (np.arange(tree.nodes) >= first[:, None])

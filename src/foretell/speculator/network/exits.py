@@ -6,7 +6,7 @@ from typing import Literal, Self
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from foretell.model.decoder import RMSNorm
@@ -19,6 +19,21 @@ Halting = Literal["agreement", "geometric", "policy", "token", "sequence"]
 per token or answer at the first exit (Depth-Adaptive Transformer, arXiv 1910.10073); `policy`, exit by exit for a
 reward (ConsistentEE, arXiv 2312.11882).
 """
+
+
+DRAFT_PROBABILITY = 0.6
+"""Probability below which a fitted exit does not draft: then the pass costs what plain decoding does, and the test."""
+
+
+class DraftQuality(BaseModel):
+    """How an exit drafts: the share of tokens after which its most probable token has `DRAFT_PROBABILITY`, and how
+    often that is the target's then.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    drafts: float = Field(ge=0, le=1)
+    right: float = Field(ge=0, le=1)
 
 
 class ExitsConfig(SpeculatorConfig):
@@ -35,6 +50,8 @@ class ExitsConfig(SpeculatorConfig):
     """Whether all exits share this network."""
     halting: Halting = "agreement"
     """What the classifiers were trained for."""
+    drafting: tuple[DraftQuality, ...] = ()
+    """What every exit does on held-out tokens; empty: not measured."""
     norm_eps: float = 1e-5
 
     @model_validator(mode="after")
@@ -44,6 +61,8 @@ class ExitsConfig(SpeculatorConfig):
             raise ValueError(
                 f"exits lie after 1 to {self.target.layers - 1} layers, in ascending order; found {list(self.layers)}"
             )
+        if self.drafting and len(self.drafting) != len(self.layers):
+            raise ValueError(f"{len(self.layers)} exits with the quality of {len(self.drafting)}")
         return self
 
 

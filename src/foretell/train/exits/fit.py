@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 
-from foretell.speculator.network.exits import Exits
+from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits
 from foretell.train.exits.least_squares import LeastSquares
 from foretell.train.exits.states import LayerStates
 
@@ -26,13 +26,15 @@ class ExitQuality:
 
     `agreement[k - 1]`: share of tokens at which the target's most probable token is among the exit's `k` most probable
     ones. `residual`: squared error of the input of the head, over that of predicting zero. `confident`: share of tokens
-    that may leave here, most confident first by the softmax margin, before 5 % of those that left disagree.
+    that may leave here, most confident first by the softmax margin, before 5 % of those that left disagree. `drafting`:
+    see `DraftQuality`.
     """
 
     layer: int
     agreement: tuple[float, ...]
     residual: float
     confident: float
+    drafting: DraftQuality
 
 
 def fit_linear(exits: Exits, states: LayerStates) -> None:
@@ -112,7 +114,7 @@ def target_tokens(head: Float[torch.Tensor, "v d"], states: LayerStates) -> Int[
 
 
 def evaluate(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"], ranks: int = 4) -> list[ExitQuality]:
-    """The quality of every exit, on other states than those it was fitted on; sets `exits.agreement`."""
+    """The quality of every exit, on other states than those it was fitted on; notes it in `exits`."""
     out = list[ExitQuality]()
     for i, layer in enumerate(exits.config.layers):
         probability, index = predictions(exits, i, states, ranks)
@@ -127,7 +129,11 @@ def evaluate(exits: Exits, states: LayerStates, target: Int[torch.Tensor, " t"],
         confident = (int(kept.max()) + 1) / len(sums) if len(kept) else 0.0
         agreement = tuple(hit.float().cumsum(-1).mean(0).tolist())
         exits.agreement[i] = agreement[0]
-        out.append(ExitQuality(layer, agreement, error / float(states.final.float().square().sum()), confident))
+        sure = probability[:, 0] >= DRAFT_PROBABILITY
+        drafting = DraftQuality(drafts=float(sure.float().mean()), right=float(right[sure].mean()) if sure.any() else 0)
+        residual = error / float(states.final.float().square().sum())
+        out.append(ExitQuality(layer, agreement, residual, confident, drafting))
+    exits.config = exits.config.model_copy(update={"drafting": tuple(q.drafting for q in out)})
     return out
 
 

@@ -199,11 +199,12 @@ def result_lines(fitted: FittedExits) -> list[str]:
 def quality_table(quality: Sequence[ExitQuality]) -> list[str]:
     """The quality of exits as lines of Markdown."""
     lines = [
-        "| layers | same token | among best 2 | among best 4 | squared error | may leave at 5 % |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| layers | same token | among best 2 | among best 4 | squared error | may leave at 5 % | drafts | right |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for q in quality:
         ranks = [q.agreement[min(k, len(q.agreement)) - 1] for k in (1, 2, 4)]
         shares = " | ".join(f"{share:.1%}" for share in ranks)
-        lines.append(f"| {q.layer} | {shares} | {q.residual:.2f} | {q.confident:.1%} |")
+        drafts = f"{q.drafting.drafts:.1%} | {q.drafting.right:.1%}"
+        lines.append(f"| {q.layer} | {shares} | {q.residual:.2f} | {q.confident:.1%} | {drafts} |")
     return lines

@@ -201,6 +201,7 @@ class ForwardPass {
     if (layer.sparse) {
       sparse_->run(layer, x_, inner_.get(), operands_, team);
       add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
+      if (layer.sparse->places && !team.thread) give_back(*layer.sparse->places, m_.ffn);
       return 0;
     }
     const Weight& down = reader(layer.down);
