@@ -48,7 +48,7 @@ ORDER = [
     ("distributions", "retrieval", "structured"),
     ("model.decoder",),
     ("model.sparsity",),
-    ("model.kernels.sparse",),
+    ("model.kernels.neuron_file", "model.kernels.placed_neurons", "model.kernels.sparse"),
     (
         "model.compact_runner",
         "model.halves_runner",
@@ -77,6 +77,8 @@ ORDER = [
         "model.diffusion",
         "model.influence",
         "model.load",
+        "model.neuron_placement",
+        "model.placement_file",
         "model.reduced_vocabulary",
         "model.skip",
         "model.sparsity_file",

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from foretell.distributions.divergence import (
+    acceptance_hybrid,
     divergences,
     forward_kl,
     jensen_shannon,
     merge_tail,
+    negative_log_acceptance,
     reverse_kl,
     total_variation,
     total_variation_plus,
@@ -45,6 +47,20 @@ def test_values_are_those_of_the_definitions() -> None:
         np.testing.assert_allclose(jensen_shannon(target, draft, beta), expected)
 
 
+def test_acceptance_losses_are_those_of_the_acceptance_probability() -> None:
+    target, draft = pair(8)
+    accepted = 1 - total_variation(target, draft)
+    torch.testing.assert_close(negative_log_acceptance(target, draft), -accepted.log())
+    share = torch.exp(-3 * accepted)
+    mixed = share * forward_kl(target, draft) + (1 - share) * (1 - accepted)
+    torch.testing.assert_close(acceptance_hybrid(target, draft), mixed)
+    slopes = gradient(negative_log_acceptance, target, draft), gradient(total_variation, target, draft)
+    torch.testing.assert_close(slopes[0], slopes[1] / accepted[:, None])
+    certain = torch.zeros(1, V, dtype=torch.float64)
+    certain[:, 2] = 200.0
+    torch.testing.assert_close(negative_log_acceptance(certain, draft[:1]), -draft[:1].log_softmax(-1)[:, 2])
+
+
 def test_bounds_symmetry_and_pinsker() -> None:
     target, draft = pair(1, 500)
     variation, divergence = total_variation(target, draft), forward_kl(target, draft)
@@ -56,7 +72,7 @@ def test_bounds_symmetry_and_pinsker() -> None:
     torch.testing.assert_close(jensen_shannon(target, draft, 0.3), jensen_shannon(draft, target, 0.7))
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tvd", "nla", "lk_hybrid"])
 def test_zero_if_and_only_if_equal(name: str) -> None:
     target, draft = pair(2)
     function = divergences()[name]

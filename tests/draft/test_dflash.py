@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from foretell.accept import Match, Rejection
 from foretell.catalogue.feature_level import dflash_method
@@ -24,6 +25,7 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, FixedTree
 from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.block_layer import TwoTapConvolution
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig, even_layers
 from foretell.speculator.network.pack import DraftPrecision, pack_network
 from foretell.testing import TINY, tiny_decoder
@@ -42,6 +44,7 @@ from helpers import (
 )
 
 HEADS = {"plain": {}, "markov": {"markov_rank": 3}, "all": {"markov_rank": 3, "confidence": True, "fc_norm": True}}
+HEADS |= {"convolution": {"markov_rank": 3, "convolution": True}}
 every_network = pytest.mark.parametrize("heads", HEADS)
 
 
@@ -84,8 +87,9 @@ def predictions(
     return found
 
 
-def test_a_block_sees_the_features_before_its_anchor_and_all_of_itself() -> None:
-    network, text, anchors = network_of(), random_tokens(15, seed=1), [4, 9]
+@pytest.mark.parametrize("heads", ["all", "convolution"])
+def test_a_block_sees_the_features_before_its_anchor_and_all_of_itself(heads: str) -> None:
+    network, text, anchors = network_of(heads), random_tokens(15, seed=1), [4, 9]
     features = features_of(network, text)
     logits = predictions(network, text, anchors, features).logits
     for position, changed in ((3, [True, True]), (4, [False, True]), (8, [False, True]), (9, [False, False])):
@@ -180,6 +184,26 @@ def test_confidence_weights_the_nodes_and_leaves_their_order_per_parent() -> Non
     assert found.probability == pytest.approx(plain.probability * float(confidence[0].detach().sigmoid()), rel=1e-5)
 
 
+def test_a_new_convolution_changes_nothing_and_then_mixes_neighbouring_slots() -> None:
+    around = TwoTapConvolution(20, 3)
+    x = torch.randn(2, 6, 20)
+    before, after = around.taps(x)
+    torch.testing.assert_close(around.mix(x, before), x)
+    torch.testing.assert_close(around.mix(x, after), x)
+    around.base.data[0, 1] = 2.0
+    nn.init.normal_(around.dynamic.weight)
+    before, _ = around.taps(x)
+    # Channels 0 to 15 share what depends on the input, and so do 16 to 19.
+    offset = around.dynamic(x).view(2, 6, 2, 2, 2)[:, :, 0]
+    for slot in range(6):
+        for channel in (0, 15, 19):
+            own, earlier = (offset[:, slot, tap, channel // 16] for tap in range(2))
+            expected = (1 + own) * x[:, slot, channel]
+            if slot not in (0, 3):
+                expected = expected + (2 + earlier) * x[:, slot - 1, channel]
+            torch.testing.assert_close(around.mix(x, before)[:, slot, channel], expected)
+
+
 SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
 
 
@@ -263,8 +287,10 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
-def test_the_kernels_draft_what_torch_drafts() -> None:
-    decoder, plain, fast = kernel_network("float32", torch.float32, 20, "all", None)
+@pytest.mark.parametrize("heads", ["all", "convolution"])
+def test_the_kernels_draft_what_torch_drafts(heads: str) -> None:
+    """Layers with a convolution run in torch, and their matrices on the kernels."""
+    decoder, plain, fast = kernel_network("float32", torch.float32, 20, heads, None)
     text = random_tokens(12, seed=9)
     step = after_prompt(decoder, context_of(text), plain.hidden_layers)
     found = []

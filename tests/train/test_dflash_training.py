@@ -21,11 +21,12 @@ from foretell.train.objective.block import (
     confidence_loss,
     decay_weights,
     dpace_weights,
-    place_cross_entropy,
+    place_losses,
+    sample_blocks,
 )
 from foretell.train.objective.unrolled import TargetLabels
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.dflash import DFlashRecipe, sample_blocks
+from foretell.train.recipe.dflash import DFlashRecipe
 from helpers import random_tokens, run, statistics_of, tokens_of, unchecked
 
 MASK = torch.tensor([[True, True, True, True], [True, True, False, False], [False] * 4])
@@ -51,12 +52,12 @@ def test_decay_falls_by_the_published_factor() -> None:
 
 def test_the_loss_of_a_block_is_that_of_its_definition() -> None:
     draft, target = torch.randn(6, 9), 2 * torch.randn(6, 9)
-    loss, right = place_cross_entropy(draft, target, 0.25)
+    loss, right = place_losses(draft, target, 0.25, "cross_entropy")
     log_q, p = draft.log_softmax(-1), target.softmax(-1)
     best = log_q[range(6), p.argmax(-1)]
     torch.testing.assert_close(loss, -0.25 * best - 0.75 * (p * log_q).sum(-1))
     torch.testing.assert_close(right, best.exp())
-    torch.testing.assert_close(place_cross_entropy(draft, target, 1.0)[0], -best)
+    torch.testing.assert_close(place_losses(draft, target, 1.0, "cross_entropy")[0], -best)
     weights = decay_weights(MASK, 8)[MASK]
     torch.testing.assert_close(block_loss(loss, right, MASK, "decay", 8), (weights * loss).mean())
     assert block_loss(loss[:0], right[:0], MASK & False, "dpace", 8) == 0
@@ -88,7 +89,9 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
     assert len(drawn) > 3 and all(len(each) == 2 for each in drawn)
 
 
-@pytest.mark.parametrize("options", [{}, {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"}, {"convolution": "1"}]
+)
 def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:
     network = tiny_decoder(replace(TINY, vocab=64, layers=3), dtype=torch.float32)
     wanted = {"block_size": "4", "markov_rank": "8", "hard": "1.0", "mask_token": "5", **options}

@@ -23,7 +23,7 @@ from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.objective.regression import add_uniform_noise, feature_loss
-from foretell.train.objective.unrolled import soft_cross_entropy, target_labels, top1_agreement, unrolled_loss
+from foretell.train.objective.unrolled import mean_loss, target_labels, top1_agreement, unrolled_loss
 from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, sample_positions
 from foretell.train.recipe.init_from_target import init_from_target
@@ -65,11 +65,11 @@ def test_cross_entropies_are_those_of_the_definition() -> None:
     p, log_q = target.softmax(-1), guess.log_softmax(-1)
     soft = sum(-(p[k] * log_q[k]).sum() for k in range(5)) / 5
     hard = sum(-log_q[k, p[k].argmax()] for k in range(5)) / 5
-    torch.testing.assert_close(soft_cross_entropy(guess, target), soft)
-    torch.testing.assert_close(soft_cross_entropy(guess, target, 1.0), hard)
-    torch.testing.assert_close(soft_cross_entropy(guess, target, 0.25), 0.75 * soft + 0.25 * hard)
+    torch.testing.assert_close(mean_loss(guess, target), soft)
+    torch.testing.assert_close(mean_loss(guess, target, 1.0), hard)
+    torch.testing.assert_close(mean_loss(guess, target, 0.25), 0.75 * soft + 0.25 * hard)
     steps = [(guess, target), (target, guess), (guess[:0], target[:0])]
-    expected = soft + 0.5 * soft_cross_entropy(target, guess)
+    expected = soft + 0.5 * mean_loss(target, guess)
     torch.testing.assert_close(unrolled_loss(steps, 0.5), expected)
     assert top1_agreement(guess, guess) == 1.0
     assert top1_agreement(guess, -guess) < 1

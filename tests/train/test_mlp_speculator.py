@@ -18,7 +18,7 @@ from foretell.shape import RootOnly
 from foretell.speculator.network.base import TargetInfo
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
-from foretell.train.objective.stages import SoftLabels, cross_entropy, stage_labels, stage_losses
+from foretell.train.objective.stages import SoftLabels, label_loss, stage_labels, stage_losses
 from foretell.train.recipe.base import RecipeSetup
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
 from helpers import chain_tree, random_tokens, run, tokens_of, unchecked
@@ -107,9 +107,9 @@ def test_the_cross_entropy_is_least_for_the_distribution_itself() -> None:
     distribution = torch.tensor([[0.7, 0.2, 0.1]])
     entropy = -(distribution * distribution.log()).sum()
     label = torch.tensor([0])
-    assert cross_entropy(distribution.log(), label, distribution, 1.0).item() == pytest.approx(entropy.item())
-    assert cross_entropy(torch.zeros(1, 3), label, distribution, 1.0).item() > entropy.item()
-    assert cross_entropy(distribution.log(), label, distribution, 0.5).item() == pytest.approx(
+    assert label_loss(distribution.log(), label, distribution, 1.0).item() == pytest.approx(entropy.item())
+    assert label_loss(torch.zeros(1, 3), label, distribution, 1.0).item() > entropy.item()
+    assert label_loss(distribution.log(), label, distribution, 0.5).item() == pytest.approx(
         (entropy.item() - distribution[0, 0].log().item()) / 2
     )
 

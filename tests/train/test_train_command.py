@@ -167,8 +167,8 @@ def test_a_terminal_shows_a_bar_and_a_log_shows_lines() -> None:
         with shown if isinstance(shown, ProgressBarCallback) else nullcontext():
             shown.on_train_begin(2, 3, processes=1)
             shown.on_measure(Measurement(2.5, (0.5,), 3, 24), 2.75)
-            shown.on_step_end(row.model_copy(update={"step": 2}))
-            shown.on_step_end(row)
+            shown.on_step_end(row.model_copy(update={"step": 2}), 2 / 3)
+            shown.on_step_end(row, 1.0)
         assert "loss 1.2500" in text.getvalue() and "2.500 tokens/pass (best 2.750)" in text.getvalue()
 
 

@@ -58,6 +58,20 @@ def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_st
         torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors")[name], tensor, rtol=0, atol=0)
 
 
+def test_a_budget_of_processor_time_ends_a_training_and_its_learning_rate(tmp_path: Path) -> None:
+    def wanted(minutes: float) -> TrainingSettings:
+        return settings(tmp_path, steps=100_000, cpu_minutes=minutes, measure_every=0)
+
+    done = trained(wanted(0.005))
+    assert 2 < done.step < 100_000 and done.progress.cpu_seconds >= 0.3 and done.best > 0
+    assert done.curve[-1].lr < 0.2 * max(row.lr for row in done.curve)
+    steps = done.step
+    again = trained(wanted(0.005))
+    assert again.step == steps and again.progress.cpu_seconds == done.progress.cpu_seconds
+    with pytest.raises(ValueError, match=r"--cpu-minutes was 0\.005 there and is 0\.01 here"):
+        trained(wanted(0.01))
+
+
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     wanted = settings(tmp_path / "killed", steps=200, measure_every=0, features="stream", save_minutes=1e-6, seed=3)
     code = (

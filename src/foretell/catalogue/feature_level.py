@@ -11,13 +11,14 @@ from foretell.catalogue.options.feature_level import (
     MLPSpeculatorOptions,
 )
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import DFlashDrafter, EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, Predictor
+from foretell.draft import DFlashDrafter, EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, PEagleDrafter, Predictor
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
+from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import describe_packed, pack_network
 
 _EAGLE1_TREE = (
@@ -130,8 +131,24 @@ def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
     return _method_of_levels(DFlashDrafter(network), network.depth, kind, options)
 
 
+def p_eagle(context: BuildContext, options: DFlashOptions) -> AnyMethod:
+    """P-EAGLE with the tree of the options."""
+    network = trained_speculator(context, "p_eagle")
+    assert isinstance(network, PEagle)
+    return p_eagle_method(pack_network(network), options)
+
+
+def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
+    """P-EAGLE with matching; sampled drafts with rejection sampling.
+
+    Raises:
+        ValueError: the tree is deeper than the network was trained for.
+    """
+    return _method_of_levels(PEagleDrafter(network), network.depth, "tokens in a pass, one for each level", options)
+
+
 def _method_of_levels(
-    drafter: MLPSpeculatorDrafter | DFlashDrafter,
+    drafter: MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter,
     levels: int,
     kind: str,
     options: MLPSpeculatorOptions,
@@ -158,7 +175,7 @@ def _method_of_levels(
 
 
 def _method(
-    drafter: EagleDrafter | MLPSpeculatorDrafter | DFlashDrafter, shape: Shape[Predictor], draw: bool
+    drafter: EagleDrafter | MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter, shape: Shape[Predictor], draw: bool
 ) -> AnyMethod:
     """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
     accept: Acceptor = Rejection() if draw else Match()
@@ -289,6 +306,23 @@ ENTRIES = (
         options=DFlashOptions,
         speculator="dflash",
         aliases=("block_diffusion",),
+    ),
+    Entry(
+        name="p_eagle",
+        family="feature level",
+        description=(
+            "EAGLE-3's layers with masks in place of the tokens and states that do not exist yet, so that one pass "
+            "gives the distributions of all depths; their most probable tree is verified."
+        ),
+        when_to_use="where EAGLE's passes, one per level, are what limits the depth of its drafts.",
+        papers=(Paper("P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", "2602.01469"),),
+        drafter=PEagleDrafter,
+        shape=CostAwareTree,
+        acceptor=Match,
+        builder=p_eagle,
+        options=DFlashOptions,
+        speculator="p_eagle",
+        aliases=("parallel_eagle",),
     ),
     Entry(
         name="mlp_speculator",

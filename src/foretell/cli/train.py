@@ -87,6 +87,10 @@ def train(
     model: options.Model = options.DEFAULT_MODEL,
     steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps; 0: those of --epochs.")] = _DEFAULTS.steps,
     epochs: Annotated[float, typer.Option(metavar="N", help="Passes over the data.")] = _DEFAULTS.epochs,
+    cpu_minutes: Annotated[
+        float,
+        typer.Option(metavar="M", help="Stop after M minutes of processor time, to compare kinds; 0: no limit."),
+    ] = _DEFAULTS.cpu_minutes,
     batch_tokens: Annotated[
         int, typer.Option(metavar="N", help="Tokens of a batch over all processes, padding included.")
     ] = _DEFAULTS.batch_tokens,
@@ -161,10 +165,10 @@ def train(
     """
     settings = _parse_settings(
         recipe=recipe, model=model, data=tuple(_parse_dataset(d) for d in data), out=str(out), steps=steps,
-        epochs=epochs, batch_tokens=batch_tokens, sequence=sequence, accumulate=accumulate, lr=lr, warmup=warmup,
-        schedule=schedule, weight_decay=weight_decay, clip=clip, ema=ema, precision=precision, draft_vocab=draft_vocab,
-        save_minutes=save_minutes, measure_every=measure_every, measure_prompts=measure_prompts,
-        measure_tokens=measure_tokens, patience=patience, seed=seed,
+        epochs=epochs, cpu_minutes=cpu_minutes, batch_tokens=batch_tokens, sequence=sequence, accumulate=accumulate,
+        lr=lr, warmup=warmup, schedule=schedule, weight_decay=weight_decay, clip=clip, ema=ema, precision=precision,
+        draft_vocab=draft_vocab, save_minutes=save_minutes, measure_every=measure_every,
+        measure_prompts=measure_prompts, measure_tokens=measure_tokens, patience=patience, seed=seed,
         options=dict(split_assignment(o, "--set", "inner=1024") for o in recipe_options or ()), init_from=init_from,
         features=features, cache_gib=cache_gib,
     )  # fmt: skip
@@ -253,29 +257,27 @@ class LogCallback(TrainingCallback):
 
     def __init__(self, console: Console) -> None:
         self._console, self._last_line, self._steps, self._best = console, 0.0, 0, ""
-        self._first: tuple[float, int, int] = (time.monotonic(), 0, 0)
+        self._first: tuple[float, float, int] | None = None
+        """Time, finished share and tokens of the first step."""
 
     def on_train_begin(self, step: int, steps: int, processes: int) -> None:
         """Training starts."""
         self._steps = steps
         self._print(f"step {step:,} of {steps:,}" + (f", {processes} processes" if processes > 1 else ""))
 
-    def on_step_end(self, row: StepMetrics) -> None:
+    def on_step_end(self, row: StepMetrics, share: float) -> None:
         """A step is done."""
         now = time.monotonic()
-        if self._first[1] == 0:
-            self._first = now, row.step, row.tokens
-        elif now - self._last_line >= PROGRESS_INTERVAL or row.step == self._steps or row.tokens_per_pass is not None:
+        if self._first is None:
+            self._first = now, share, row.tokens
+        elif now - self._last_line >= PROGRESS_INTERVAL or share == 1 or row.tokens_per_pass is not None:
             self._last_line = now
+            start, first, tokens = self._first
+            left = (now - start) / max(share - first, 1e-9) * (1 - share)
             self._print(
-                f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  {self._speed(row, now)}{self._best}"
+                f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  "
+                f"{(row.tokens - tokens) / max(now - start, 1e-9):,.0f} tokens/s  {left / 60:,.0f} min left{self._best}"
             )
-
-    def _speed(self, row: StepMetrics, now: float) -> str:
-        start, step, tokens = self._first
-        rate = (now - start) / max(row.step - step, 1)
-        left = rate * (self._steps - row.step)
-        return f"{(row.tokens - tokens) / max(now - start, 1e-9):,.0f} tokens/s  {left / 60:,.0f} min left"
 
     def on_measure(self, measurement: Measurement, best: float) -> None:
         """Tokens per pass were measured."""
@@ -294,11 +296,11 @@ class ProgressBarCallback(TrainingCallback):
 
     def __init__(self, console: Console) -> None:
         columns = (
-            TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"), BarColumn(), TextColumn("{task.fields[text]}"),
+            TextColumn("step {task.fields[step]:,}"), BarColumn(), TextColumn("{task.fields[text]}"),
             TimeRemainingColumn()
         )  # fmt: skip
         self._bar = Progress(*columns, console=console, speed_estimate_period=600)
-        self._task = self._bar.add_task("", total=1, text="")
+        self._task = self._bar.add_task("", total=1, text="", step=0)
         self._best, self._previous = "", (0.0, 0)
 
     def __enter__(self) -> "ProgressBarCallback":
@@ -310,14 +312,15 @@ class ProgressBarCallback(TrainingCallback):
 
     def on_train_begin(self, step: int, steps: int, processes: int) -> None:
         """Training starts."""
-        self._bar.update(self._task, completed=step, total=steps)
+        self._bar.update(self._task, completed=step / steps, step=step)
 
-    def on_step_end(self, row: StepMetrics) -> None:
+    def on_step_end(self, row: StepMetrics, share: float) -> None:
         """A step is done."""
         seconds, tokens = self._previous
         speed = (row.tokens - tokens) / max(row.seconds - seconds, 1e-9)
         self._previous = row.seconds, row.tokens
-        self._bar.update(self._task, completed=row.step, text=f"loss {row.loss:.4f}  {speed:,.0f} tokens/s{self._best}")
+        text = f"loss {row.loss:.4f}  {speed:,.0f} tokens/s{self._best}"
+        self._bar.update(self._task, completed=share, step=row.step, text=text)
 
     def on_measure(self, measurement: Measurement, best: float) -> None:
         """Tokens per pass were measured."""

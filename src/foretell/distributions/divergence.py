@@ -76,6 +76,29 @@ def total_variation_plus(
     return -(q * advantage * log_q).masked_fill(q == 0, 0).sum(-1)
 
 
+def negative_log_acceptance(
+    target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]
+) -> Float[torch.Tensor, "*t"]:
+    """Minus the log of the probability that speculative sampling accepts a drafted token, in nats (arXiv 2602.23881).
+
+    Its gradient is that of total variation divided by that probability: it is the cross-entropy where the target is
+    certain, and does not vanish for a draft that shares little with the target.
+    """
+    log_p, log_q = _log_probabilities(target, draft)
+    return -torch.minimum(log_p, log_q).logsumexp(-1)
+
+
+def acceptance_hybrid(
+    target: Float[torch.Tensor, "*t v"], draft: Float[torch.Tensor, "*t v"]
+) -> Float[torch.Tensor, "*t"]:
+    """KL(p || q) in nats where little is accepted, total variation where much is: the share of the former is
+    exp(-3 a) for an acceptance probability of a, without a gradient (arXiv 2602.23881).
+    """
+    distance = total_variation(target, draft)
+    share = torch.exp(-3 * (1 - distance.detach()))
+    return share * forward_kl(target, draft) + (1 - share) * distance
+
+
 def merge_tail(logits: Float[torch.Tensor, "*t v"], tokens: Int[torch.Tensor, "*t k"]) -> Float[torch.Tensor, "*t k1"]:
     """Log-probabilities of the given tokens and, last, of all others together: a distribution with k + 1 outcomes.
 
@@ -95,6 +118,8 @@ def divergences(beta: float = 0.5) -> Mapping[str, Divergence]:
         "jsd": partial(jensen_shannon, beta=beta),
         "tvd": total_variation,
         "tvd++": total_variation_plus,
+        "nla": negative_log_acceptance,
+        "lk_hybrid": acceptance_hybrid,
     }
 
 

@@ -17,6 +17,7 @@ from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
 from foretell.draft.mixture import MixtureDrafter
 from foretell.draft.mlp_speculator import MLPSpeculatorDrafter
 from foretell.draft.online import OnlineDrafter
+from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
@@ -47,6 +48,7 @@ __all__ = [
     "MixtureDrafter",
     "NoDrafter",
     "OnlineDrafter",
+    "PEagleDrafter",
     "ParallelDrafter",
     "PhraseRetriever",
     "Predictor",

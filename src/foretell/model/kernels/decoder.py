@@ -32,6 +32,7 @@ from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.layer_inputs import NativeLayerInputs
 from foretell.model.kernels.linear import NativeLinear, check_tensor
+from foretell.model.kernels.placed_neurons import FileReads
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.sparse import NeuronCounts, SparseBlocks
 from foretell.model.kernels.stack import BlockWeights, LatentWeights, LayerInputWeights, NativeStack, PackedBlock
@@ -172,6 +173,8 @@ class NativeDecoder:
     """How tokens choose their neurons; see `Backend.sparsity`."""
     neuron_counts: NeuronCounts | None = None
     """What layers that read a part of their neurons have read; None: the network is dense."""
+    file_reads: FileReads | None = None
+    """What was read from the file of neurons; None: all weights are in memory."""
 
     def __init__(self, decoder: Decoder, precision: Precision) -> None:
         head, table = decoder.head, decoder.embedding.detach()

@@ -1,5 +1,7 @@
 """Claims about trained speculators."""
 
+from functools import partial
+
 from foretell.reproduce.claim import Claim, Finding, Series, percent, rises
 from foretell.reproduce.lab import Lab
 
@@ -137,14 +139,14 @@ def _look_ahead(lab: Lab) -> Finding:
     )
 
 
-def _block_in_one_pass(lab: Lab) -> Finding:
-    run = lab.run("dflash")
+def _block_in_one_pass(lab: Lab, method: str) -> Finding:
+    run = lab.run(method)
     deep = sum(run.accepted_per_position[1:]) / max(1, sum(run.accepted_per_position))
     return Finding(
         run.tokens_per_pass > 1.5 and deep >= 0.3,
         f"{run.tokens_per_pass:.2f} tokens per pass; {percent(deep)} of the accepted tokens stand behind the first of "
         "their block, though all were predicted in one pass",
-        (Series.of("dflash", run.accepted_by_depth),),
+        (Series.of(method, run.accepted_by_depth),),
         "place in the block",
         "passes that accept",
         "Block drafters need long training; this one may have had little.",
@@ -201,6 +203,12 @@ CLAIMS = (
         "dflash",
         "A network that reads the target's features drafts a whole block in one pass.",
         "above 1.5 tokens per pass, and 30 % of the accepted tokens stand behind the first of their block",
-        _block_in_one_pass,
+        partial(_block_in_one_pass, method="dflash"),
+    ),
+    Claim(
+        "p_eagle",
+        "EAGLE's layers draft several tokens in one pass, where masks stand for the tokens between.",
+        "above 1.5 tokens per pass, and 30 % of the accepted tokens stand behind the first of their block",
+        partial(_block_in_one_pass, method="p_eagle"),
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.config import ModelConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
     CheckpointFormat,
@@ -20,18 +20,16 @@ from foretell.speculator.formats.base import (
     target_info,
     write_checkpoint,
 )
-from foretell.speculator.formats.eagle import (
-    TensorSource,
-    concatenate,
-    draft_vocab,
-    layer_shape,
-    layer_sources,
-    own_embedding,
-    own_head,
-    refuse_other_tensors,
-)
 from foretell.speculator.formats.eagle_export import layer_config, vocabulary
 from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.formats.layers import (
+    OwnTensors,
+    TensorSource,
+    convert,
+    layer_shape,
+    layer_sources,
+    layer_values,
+)
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.dflash import DFlash, DFlashConfig
 
@@ -113,33 +111,17 @@ def _read(
 ) -> ConvertedCheckpoint:
     shape = layer_shape(found, raw, target.vocab)
     _check(found, shape, values, target)
-    tokens, embedding = draft_vocab(found, target.vocab), own_embedding(found, target, embedding_and_head)
-    head = own_head(found, tokens, target, embedding_and_head)
     markov = found.find(_MARKOV_IN)
+    trained_for = target_info(found, target, shape.hidden, target.vocab if markov is None else len(markov))
+    own = OwnTensors.find(found, target, embedding_and_head)
     config = DFlashConfig(
-        target=target_info(found, target, shape.hidden, target.vocab if markov is None else len(markov)),
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.ffn,
-        context=shape.context,
-        layers=shape.layers,
-        norm_eps=shape.norm_eps,
-        rope=shape.rope or RopeConfig(),
-        qkv_bias=found.has("layers.0.self_attn.q_proj.bias"),
-        qk_norm=found.has("layers.0.self_attn.q_norm.weight"),
-        own_embedding=embedding is not None,
-        own_head=head is not None,
-        draft_vocab=None if tokens is None else len(tokens),
+        target=trained_for,
         markov_rank=0 if markov is None else markov.shape[1],
         confidence=found.has(f"{_CONFIDENCE}.weight"),
+        **layer_values(found, shape, own),
         **values,
     )
-    sources = tensor_sources(config)
-    tensors = {ours: concatenate(found, source) for ours, source in sources.items()}
-    refuse_other_tensors(found, sources)
-    further = {"token_of": tokens, "head": head, "embedding": embedding}
-    return ConvertedCheckpoint(config, tensors | {name: t for name, t in further.items() if t is not None})
+    return convert(found, config, tensor_sources(config), own)
 
 
 def _check(found: PublishedCheckpoint, shape: ModelConfig, values: Mapping[str, Any], target: TargetInfo) -> None:
@@ -181,6 +163,7 @@ def _check_exported(network: DFlash, format_name: str) -> None:
         ("the target's state after its final norm", c.target.layers + 1 in c.recorded_layers, ""),
         ("the target's embeddings as a hidden state", 0 in c.recorded_layers, ""),
         ("biases of queries, keys and values", c.qkv_bias, ""),
+        ("a convolution over slots", c.convolution, ""),
         ("heads of DSpark", bool(c.markov_rank or c.confidence) and not c.predicts_from_anchor, ""),
     )
     for what, present, how in unsupported:

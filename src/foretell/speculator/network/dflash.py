@@ -17,6 +17,7 @@ from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.speculator.network.base import TokenSubset
 from foretell.speculator.network.block_attention import BlockAttention
+from foretell.speculator.network.block_layer import BlockLayer
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersConfig, CachedLayersNetwork
 from foretell.speculator.network.layer import EagleLayer, make_norm
 
@@ -43,6 +44,10 @@ class DFlashConfig(CachedLayersConfig):
     """Rank of the bias that a draft token gives to its successor (DSpark, arXiv 2607.05147); 0: none."""
     confidence: bool = False
     """Whether it predicts the share of its distribution that the target has too."""
+    convolution: bool = False
+    """Whether every layer mixes neighbouring slots before and after its attention and its feed-forward network (two
+    taps, DFlash-2).
+    """
 
     @model_validator(mode="after")
     def _check_mask_token(self) -> Self:
@@ -81,7 +86,8 @@ class BlockPredictions(NamedTuple):
 
 
 class DFlash(CachedLayersNetwork):
-    """DFlash (arXiv 2602.06036), optionally with DSpark's Markov and confidence heads (arXiv 2607.05147).
+    """DFlash (arXiv 2602.06036), optionally with DSpark's Markov and confidence heads (arXiv 2607.05147) and
+    DFlash-2's convolution of two taps.
 
     The target's hidden states at the positions before the anchor (the last decided token) are fused to one feature per
     position. Every layer makes keys and values of the features with its own matrices. A block is the anchor and masks,
@@ -99,7 +105,12 @@ class DFlash(CachedLayersNetwork):
         self.fc_norm = nn.ModuleList(make_norm(d, eps) for _ in range(count)) if config.fc_norm else None
         self.fc = nn.Linear(count * d, d, bias=False)
         self.hidden_norm = make_norm(d, eps)
-        self.layers = nn.ModuleList(EagleLayer(config.layer_config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            BlockLayer(config.layer_config, config.block_size)
+            if config.convolution
+            else EagleLayer(config.layer_config)
+            for _ in range(config.layers)
+        )
         self.norm = make_norm(d, eps)
         self.mask: nn.Parameter | None
         """What fills the slots after the first, [d]; None: the embedding of the mask token."""

@@ -48,6 +48,8 @@ class TrainState(CheckpointState):
     """Fingerprint of the target."""
     documents: int
     """Documents that are trained on; more documents would make other batches."""
+    cpu_seconds: float = 0.0
+    """Processor time of the steps."""
     processes: int
     """Processes that hold the tensors; 1 unless weights are sharded."""
     best: float

@@ -36,6 +36,10 @@ class TrainingSettings(BaseModel):
     steps: int = Field(0, ge=0)
     """Optimizer steps; 0: those of `epochs`."""
     epochs: float = Field(3.0, gt=0)
+    cpu_minutes: float = Field(0.0, ge=0)
+    """Processor time of all steps together after which training stops, if `steps` or `epochs` do not end it before; 0:
+    no limit.
+    """
     batch_tokens: int = Field(512, ge=1)
     """Tokens of a batch over all processes, padding included."""
     sequence: int = Field(512, ge=8)

@@ -21,7 +21,7 @@ from foretell.train.loop.distributed import create_strategy, local_shard
 from foretell.train.loop.ema import ExponentialMovingAverage
 from foretell.train.loop.job import TrainingJob, dtype_of
 from foretell.train.loop.measure import Measurement, measure
-from foretell.train.loop.settings import TrainingSettings
+from foretell.train.loop.progress import Progress
 from foretell.train.recipe.base import Loss, TensorDict
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 """State of AdamW for every parameter that has had a gradient."""
-_MIN_LR_FACTOR = 0.1
-"""Share of the learning rate that is left at the end of the cosine schedule."""
 _SEED_FACTOR = 1_000_003
 """Distance between the seeds of two trainings: more than a training has steps."""
 _SHOWN_DOCUMENTS = 12
@@ -45,8 +43,8 @@ class TrainingCallback:
     def on_train_begin(self, step: int, steps: int, processes: int) -> None:
         """Training starts, or resumes, after `step` of `steps` steps."""
 
-    def on_step_end(self, metrics: StepMetrics) -> None:
-        """A step is finished."""
+    def on_step_end(self, metrics: StepMetrics, share: float) -> None:
+        """A step is finished, and with it this share of the training."""
 
     def on_measure(self, measurement: Measurement, best: float) -> None:
         """Tokens per pass were measured; `best` is the highest value so far."""
@@ -74,11 +72,16 @@ class Trainer:
         self._sharded = self._strategy.sharded
         self.out = Path(job.settings.out)
         self._store = CheckpointStore(self.out, TrainState, accelerator.process_index if self._sharded else 0)
-        self.step, self.stopped = 0, False
+        self.progress, self.stopped = Progress(job.settings, job.num_steps), False
         self.curve: list[StepMetrics] = []
         self.best, self.best_step, self._stale = 0.0, 0, 0
         self.last_measurement: Measurement | None = None
         self._seconds = 0.0
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.progress.step
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Train to the end, from the latest checkpoint if there is one.
@@ -90,10 +93,10 @@ class Trainer:
         self._resume()
         self._callback.on_train_begin(self.step, self.job.num_steps, self._accelerator.num_processes)
         started, saved = time.monotonic() - self._seconds, time.monotonic()
-        while self.step < self.job.num_steps and not self.stopped:
+        while not (self.progress.finished or self.stopped):
             self._run_step(started)
             interrupted = should_stop()
-            finished = self.step == self.job.num_steps or self.stopped
+            finished = self.progress.finished or self.stopped
             due = time.monotonic() - saved > 60 * self.job.settings.save_minutes
             if self._any_process(interrupted or due) or finished:
                 self._seconds = time.monotonic() - started
@@ -103,8 +106,9 @@ class Trainer:
                 raise KeyboardInterrupt
 
     def _run_step(self, started: float) -> None:
+        begin = time.process_time()
         loss, lr = self._train_step(self.step)
-        self.step += 1
+        self.progress.add_step(self._all_reduce({"": time.process_time() - begin})[""])
         tokens = (self.curve[-1].tokens if self.curve else 0) + self._num_tokens(self.step - 1)
         metrics = StepMetrics(
             step=self.step,
@@ -116,15 +120,15 @@ class Trainer:
             metrics=loss.metrics,
         )
         self.curve.append(metrics)
-        self._callback.on_step_end(metrics)
+        self._callback.on_step_end(metrics, self.progress.share)
 
     def _train_step(self, step: int) -> tuple[Loss, float]:
         """One optimizer step; returns its loss and learning rate."""
         s, index, processes = self.job.settings, self._accelerator.process_index, self._accelerator.num_processes
         torch.manual_seed((s.seed * _SEED_FACTOR + step) * processes + index)
-        self.job.recipe.set_progress(step / self.job.num_steps)
+        self.job.recipe.set_progress(self.progress.share)
         self._module.train()
-        lr = s.lr * _lr_factor(s, step, self.job.num_steps)
+        lr = s.lr * self.progress.lr_factor
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         batches = self.job.schedule.batches(step)
@@ -209,7 +213,7 @@ class Trainer:
 
     def _should_measure(self) -> bool:
         every = self.job.settings.measure_every
-        return self.step == self.job.num_steps or (every > 0 and self.step % every == 0)
+        return self.progress.finished or (every > 0 and self.step % every == 0)
 
     def _measure(self) -> float:
         """Measure tokens per pass of the current weights (of their average if `ema` is set); save the best weights."""
@@ -270,6 +274,7 @@ class Trainer:
             processes=self._tensor_processes,
             step=self.step,
             seconds=self._seconds,
+            cpu_seconds=self.progress.cpu_seconds,
             best=self.best,
             best_step=self.best_step,
             stale=self._stale,
@@ -283,7 +288,8 @@ class Trainer:
             return
         check_resumable(state, self.job.settings, self.job.fingerprint, self.job.num_documents, self._tensor_processes)
         self._load(self._store.load_tensors())
-        self.step, self.stopped, self._seconds = state.step, state.stopped, state.seconds
+        self.progress.step, self.progress.cpu_seconds = state.step, state.cpu_seconds
+        self.stopped, self._seconds = state.stopped, state.seconds
         self.best, self.best_step, self._stale = state.best, state.best_step, state.stale
         self.curve = list(state.curve)
 
@@ -344,12 +350,3 @@ def _strip_ddp_prefix(named: Iterable[tuple[str, T]]) -> dict[str, T]:
 def _optimizer(job: TrainingJob) -> torch.optim.Optimizer:
     groups = [dict(g) for g in job.recipe.parameter_groups()]
     return torch.optim.AdamW(groups, lr=job.settings.lr, weight_decay=job.settings.weight_decay, fused=True)
-
-
-def _lr_factor(settings: TrainingSettings, step: int, steps: int) -> float:
-    """Share of the learning rate at a step: linear warm-up, then a cosine down to `_MIN_LR_FACTOR` or a constant."""
-    warm = min(1.0, (step + 1) / settings.warmup) if settings.warmup else 1.0
-    if settings.schedule == "constant":
-        return warm
-    done = max(step - settings.warmup, 0) / max(steps - settings.warmup, 1)
-    return warm * (_MIN_LR_FACTOR + (1 - _MIN_LR_FACTOR) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))

@@ -1,12 +1,14 @@
-"""Losses of blocks whose tokens are predicted in parallel: weights by place, and the confidence head's labels."""
+"""Blocks whose tokens are predicted in parallel: random anchors, weights by place, the confidence head's labels."""
 
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from foretell.distributions.divergence import total_variation
+from foretell.train.objective.distillation import Objective, label_losses
+from foretell.train.objective.unrolled import TargetLabels
 
 Weighting = Literal["dpace", "decay"]
 """How the places of a block are weighted: by expected acceptance (D-PACE), or by a fixed exponential decay."""
@@ -35,33 +37,27 @@ def decay_weights(mask: Bool[torch.Tensor, "*n p"], block_size: int) -> Float[to
 
 
 def block_loss(
-    cross_entropy: Float[torch.Tensor, " k"],
+    losses: Float[torch.Tensor, " k"],
     right: Float[torch.Tensor, " k"],
     mask: Bool[torch.Tensor, "*n p"],
     weighting: Weighting,
     block_size: int,
 ) -> Float[torch.Tensor, ""]:
-    """The weighted sum of the cross-entropies at the places of `mask`, per place; 0 for none.
+    """The weighted sum of the losses at the places of `mask`, per place; 0 for none.
 
     `right`: probability of the target's most probable token at these places.
     """
     grid = right.new_zeros(mask.shape).masked_scatter(mask, right.detach())
     weight = dpace_weights(grid, mask) if weighting == "dpace" else decay_weights(mask, block_size)
-    return (cross_entropy * weight[mask]).sum() / max(1, len(cross_entropy))
+    return (losses * weight[mask]).sum() / max(1, len(losses))
 
 
-def place_cross_entropy(
-    draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float
+def place_losses(
+    draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float, objective: Objective
 ) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, " k"]]:
-    """Cross-entropy of every place against the target's distribution, and the probability that the draft gives to the
-    target's most probable token. A share `hard` of the label is that token.
-    """
-    log_q = torch.log_softmax(draft.float(), -1)
-    best = -F.nll_loss(log_q, target.argmax(-1), reduction="none")
-    loss = -hard * best
-    if hard < 1:
-        loss = loss - (1 - hard) * (torch.softmax(target.float(), -1) * log_q).sum(-1)
-    return loss, best.exp()
+    """`label_losses` of every place, and the probability that the draft gives to the target's most probable token."""
+    right = torch.softmax(draft.detach().float(), -1).gather(-1, target.argmax(-1, keepdim=True))[:, 0]
+    return label_losses(draft, target, hard, objective), right
 
 
 def confidence_loss(
@@ -73,3 +69,28 @@ def confidence_loss(
     label = 1 - total_variation(target.float(), draft.detach().float())
     loss = F.binary_cross_entropy_with_logits(confidence, label.clamp(0, 1), reduction="sum")
     return loss / max(1, len(label))
+
+
+def sample_blocks(
+    labels: TargetLabels, count: int, depth: int
+) -> tuple[Int[torch.Tensor, "b a"], Int[torch.Tensor, "b a p"]]:
+    """At most `count` random anchors per text, and the rows of the labels of the places after them, -1: none.
+
+    An anchor has a label after it and a position before it. A place has a label only if all places before it have one.
+    Texts with fewer anchors than others are filled with blocks without labels. torch's global generator is seeded at
+    every step.
+    """
+    possible = _possible_anchors(labels)
+    most = int(possible.sum(1).max()) if possible.numel() else 0
+    order = torch.rand(possible.shape, device="cpu").to(possible.device).masked_fill(~possible, -1.0)
+    anchor = order.topk(min(count, max(most, 1)), -1).indices
+    place = anchor[..., None] + torch.arange(depth, device=anchor.device)
+    row = F.pad(labels.row, (0, depth), value=-1).gather(1, place.flatten(1)).view(place.shape)
+    seen = ((row >= 0) & possible.gather(1, anchor)[..., None]).long().cumprod(-1).bool()
+    return anchor, torch.where(seen, row, -1)
+
+
+def _possible_anchors(labels: TargetLabels) -> Bool[torch.Tensor, "b t"]:
+    possible = labels.row >= 0
+    possible[:, :1] = False
+    return possible

@@ -1,11 +1,40 @@
-"""Distillation of the target's distribution into a draft model (DistillSpec, arXiv 2310.08461)."""
+"""Distillation of the target's distribution into a draft (DistillSpec, arXiv 2310.08461)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 
-from foretell.distributions.divergence import Divergence, total_variation
+from foretell.distributions.divergence import Divergence, divergences, total_variation
+
+Objective = Literal["cross_entropy", "reverse_kl", "jsd", "tvd", "tvd++", "nla", "lk_hybrid"]
+"""What is learned from the target's distribution: cross-entropy for greedy decoding; for sampling, what speculative
+sampling accepts, as total variation (`tvd`), its log (`nla`) or a mixture with cross-entropy (`lk_hybrid`).
+"""
+_DIVERGENCES = divergences()
+
+
+def label_losses(
+    draft: Float[torch.Tensor, "*k w"],
+    target: Float[torch.Tensor, "*k w"],
+    hard: float = 0.0,
+    objective: Objective = "cross_entropy",
+) -> Float[torch.Tensor, "*k"]:
+    """The loss of the draft's logits at every position, from the target's logits there.
+
+    A share `hard` of it is the cross-entropy against the target's most probable token, which greedy decoding needs.
+    """
+    log_q = torch.log_softmax(draft.float(), -1)
+    loss = log_q.new_zeros(log_q.shape[:-1])
+    if hard:
+        best = target.argmax(-1)
+        loss = -hard * log_q.gather(-1, best[..., None])[..., 0]
+    if hard < 1 and objective == "cross_entropy":
+        loss = loss - (1 - hard) * (torch.softmax(target.float(), -1) * log_q).sum(-1)
+    elif hard < 1:
+        loss = loss + (1 - hard) * _DIVERGENCES[objective](target, log_q)
+    return loss
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from foretell.speculator.network.base import TokenSubset
 from foretell.train.objective.candidates import sample_candidates
+from foretell.train.objective.distillation import Objective, label_losses
 
+_TINY = 1e-30
+"""What stands for a probability of zero, whose logarithm is not finite."""
 StageScorer = Callable[[Float[torch.Tensor, "k r"], int, TokenSubset | None], Float[torch.Tensor, "k w"]]
 """Logits over the draft vocabulary, or over candidates, from the input of a stage's output matrix and the stage."""
 
@@ -66,6 +69,7 @@ class SoftLabels:
     """Input of the target's head, for every cell of the grid."""
     weight: float = 1.0
     temperature: float = 1.0
+    objective: Objective = "cross_entropy"
 
     @torch.no_grad()
     def distributions(self, cell: Int[torch.Tensor, " k"]) -> Float[torch.Tensor, "k w"]:
@@ -120,6 +124,7 @@ def stage_losses(
                 mask=labels.mask[part, stage],
                 distribution=distributions.of_stage(stage) if distributions else None,
                 soft_weight=soft_labels.weight if soft_labels else 0.0,
+                objective=soft_labels.objective if soft_labels else "cross_entropy",
             )
             chunk_sum, chunk_hits = _low_memory_loss(loss, head_inputs[stage][part], frozen)
             sums[stage].append(chunk_sum)
@@ -137,24 +142,29 @@ def _stage_loss(
     mask: Bool[torch.Tensor, " k"],
     distribution: Float[torch.Tensor, "k w"] | None,
     soft_weight: float,
+    objective: Objective,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy and number of right guesses, at the positions in `mask`."""
     logits = scorer(head_input, stage, candidates)
-    losses = cross_entropy(logits, label, distribution, soft_weight)
+    losses = label_loss(logits, label, distribution, soft_weight, objective)
     hits = (logits.detach().argmax(-1) == label) & mask
     return torch.where(mask, losses, 0.0).sum(), hits.sum()
 
 
-def cross_entropy(
+def label_loss(
     logits: Float[torch.Tensor, "k w"],
     label: Int[torch.Tensor, " k"],
     distribution: Float[torch.Tensor, "k w"] | None = None,
     soft_weight: float = 1.0,
+    objective: Objective = "cross_entropy",
 ) -> Float[torch.Tensor, " k"]:
-    """Cross-entropy in nats: `soft_weight` times that against `distribution`, plus the rest against the label."""
+    """`soft_weight` times the loss against `distribution`, plus the rest times the cross-entropy against the label."""
     if distribution is None or soft_weight == 0:
         return F.cross_entropy(logits, label, reduction="none")
-    soft = torch.logsumexp(logits, -1) - (distribution * logits).sum(-1)
+    if objective == "cross_entropy":
+        soft = torch.logsumexp(logits, -1) - (distribution * logits).sum(-1)
+    else:
+        soft = label_losses(logits, distribution.clamp_min(_TINY).log(), objective=objective)
     if soft_weight == 1:
         return soft
     return soft_weight * soft + (1 - soft_weight) * F.cross_entropy(logits, label, reduction="none")

@@ -10,30 +10,28 @@ from jaxtyping import Bool, Float, Int
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import TokenSubset
 from foretell.train.objective.candidates import sample_candidates
+from foretell.train.objective.distillation import Objective, label_losses
 from foretell.train.objective.target_head import TargetHead
 
 LogitPair = tuple[Float[torch.Tensor, "_ w"], Float[torch.Tensor, "_ w"]]
 """The draft's and the target's logits over the draft vocabulary at the same positions."""
 
 
-def soft_cross_entropy(
-    draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"], hard: float = 0.0
+def mean_loss(
+    draft: Float[torch.Tensor, "k w"],
+    target: Float[torch.Tensor, "k w"],
+    hard: float = 0.0,
+    objective: Objective = "cross_entropy",
 ) -> Float[torch.Tensor, ""]:
-    """Mean cross-entropy of the draft's logits against the target's distribution; 0 for `k = 0`.
-
-    A share `hard` of the label is the target's most probable token, which greedy decoding needs.
-    """
-    log_q = torch.log_softmax(draft.float(), -1)
-    loss = -(torch.softmax(target.float(), -1) * log_q).sum(-1) if hard < 1 else log_q.new_zeros(len(log_q))
-    if hard:
-        hard_loss = F.nll_loss(log_q, target.argmax(-1), reduction="none")
-        loss = (1 - hard) * loss + hard * hard_loss
-    return loss.sum() / max(1, len(loss))
+    """The mean of `label_losses`; 0 for `k = 0`."""
+    return label_losses(draft, target, hard, objective).sum() / max(1, len(draft))
 
 
-def unrolled_loss(steps: Sequence[LogitPair], decay: float = 0.8, hard: float = 0.0) -> Float[torch.Tensor, ""]:
-    """Sum over steps of `decay ** i` times the cross-entropy of step `i`."""
-    losses = [decay**i * soft_cross_entropy(draft, target, hard) for i, (draft, target) in enumerate(steps)]
+def unrolled_loss(
+    steps: Sequence[LogitPair], decay: float = 0.8, hard: float = 0.0, objective: Objective = "cross_entropy"
+) -> Float[torch.Tensor, ""]:
+    """Sum over steps of `decay ** i` times the loss of step `i`."""
+    losses = [decay**i * mean_loss(draft, target, hard, objective) for i, (draft, target) in enumerate(steps)]
     return torch.stack(losses).sum()
 
 

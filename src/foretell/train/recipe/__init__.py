@@ -12,6 +12,7 @@ from foretell.train.recipe.look_ahead import LookAheadRecipe
 from foretell.train.recipe.masked_diffusion import MaskedDiffusionRecipe
 from foretell.train.recipe.medusa import MedusaRecipe
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
+from foretell.train.recipe.p_eagle import PEagleRecipe
 
 RECIPES: Mapping[str, type[Recipe]] = {
     "apar": AparRecipe,
@@ -23,6 +24,7 @@ RECIPES: Mapping[str, type[Recipe]] = {
     "masked_diffusion": MaskedDiffusionRecipe,
     "medusa": MedusaRecipe,
     "mlp_speculator": MLPSpeculatorRecipe,
+    "p_eagle": PEagleRecipe,
     "pass": LookAheadRecipe,
 }
 """All recipes by name; `RECIPES[name].build(setup)` builds one."""

@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
@@ -18,8 +16,9 @@ from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_cross_entropy
-from foretell.train.objective.unrolled import TargetLabels, target_labels, top1_agreement
+from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_losses, sample_blocks
+from foretell.train.objective.distillation import Objective
+from foretell.train.objective.unrolled import target_labels, top1_agreement
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_dflash_from_target
 from foretell.utils.validation import validate
@@ -46,6 +45,8 @@ class DFlashOptions(BaseModel):
     """Rank of the bias that a draft token gives to the next one (DSpark); 0: none, as in DFlash."""
     confidence: bool = False
     """Train a confidence head (DSpark), which weights the nodes of draft trees."""
+    convolution: bool = False
+    """Mix neighbouring slots in every layer (two taps, DFlash-2); such layers do not run on the CPU kernels."""
     own_head: bool = False
     anchors: int = Field(64, ge=1)
     """Maximum number of random blocks per text of a batch."""
@@ -53,6 +54,8 @@ class DFlashOptions(BaseModel):
     """Weights of the places of a block: `dpace`, or DFlash's `decay`."""
     hard: float = Field(0.3, ge=0, le=1)
     """Share of the target's most probable token in the label; the rest is its distribution."""
+    objective: Objective = "cross_entropy"
+    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `hard=0`."""
     candidates: int = Field(2048, ge=0)
     """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
@@ -97,7 +100,7 @@ class DFlashRecipe(Recipe):
         features = batch.features[: len(self.network.hidden_layers)]
         found: BlockPredictions = network(batch.token, features, anchor, wanted, labels.candidates)
         expected = labels.logits[row[wanted]]
-        loss, right = place_cross_entropy(found.logits, expected, o.hard)
+        loss, right = place_losses(found.logits, expected, o.hard, o.objective)
         total = block_loss(loss, right, wanted, o.weighting, self.config.block_size)
         place = wanted.nonzero()[:, -1]
         metrics = {
@@ -117,7 +120,16 @@ class DFlashRecipe(Recipe):
 
 def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
     c = setup.config
-    shared = ("layers", "block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "own_head")
+    shared = (
+        "layers",
+        "block_size",
+        "predicts_from_anchor",
+        "fc_norm",
+        "markov_rank",
+        "confidence",
+        "convolution",
+        "own_head",
+    )
     return {
         "target": setup.card,
         "draft_vocab": setup.draft_vocab,
@@ -130,30 +142,6 @@ def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
         "rope": c.rope or RopeConfig(),
         "mask_token": o.mask_token,
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
+        "convolution": o.convolution,
         **{name: getattr(o, name) for name in shared},
     }
-
-
-def sample_blocks(
-    labels: TargetLabels, count: int, depth: int
-) -> tuple[Int[torch.Tensor, "b a"], Int[torch.Tensor, "b a p"]]:
-    """At most `count` random anchors per text, and the rows of the labels of the places after them, -1: none.
-
-    An anchor has a label after it and a position before it. A place has a label only if all places before it have one.
-    Texts with fewer anchors than others are filled with blocks without labels. torch's global generator is seeded at
-    every step.
-    """
-    possible = _possible_anchors(labels)
-    most = int(possible.sum(1).max()) if possible.numel() else 0
-    order = torch.rand(possible.shape, device="cpu").to(possible.device).masked_fill(~possible, -1.0)
-    anchor = order.topk(min(count, max(most, 1)), -1).indices
-    place = anchor[..., None] + torch.arange(depth, device=anchor.device)
-    row = F.pad(labels.row, (0, depth), value=-1).gather(1, place.flatten(1)).view(place.shape)
-    seen = ((row >= 0) & possible.gather(1, anchor)[..., None]).long().cumprod(-1).bool()
-    return anchor, torch.where(seen, row, -1)
-
-
-def _possible_anchors(labels: TargetLabels) -> Bool[torch.Tensor, "b t"]:
-    possible = labels.row >= 0
-    possible[:, :1] = False
-    return possible

@@ -43,7 +43,7 @@ class DraftModelOptions(BaseModel):
     """Which blocks: `even` (first, last, and evenly between), `influence` (first, last, and those that change the
     residual stream most), or numbers: `0,14,29`.
     """
-    loss: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "tvd++"] = "forward_kl"
+    loss: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "tvd++", "nla", "lk_hybrid"] = "forward_kl"
     beta: float = Field(0.5, gt=0, lt=1)
     """Share of the target in the mixture of `jsd`."""
     temperature: float = Field(1.0, gt=0)

@@ -20,10 +20,11 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.distillation import Objective
 from foretell.train.objective.regression import add_uniform_noise, feature_loss
 from foretell.train.objective.unrolled import (
     TargetLabels,
-    soft_cross_entropy,
+    mean_loss,
     target_labels,
     top1_agreement,
     unrolled_loss,
@@ -47,6 +48,8 @@ class EagleOptions(BaseModel):
     """Weight of a step's loss relative to that of the previous step."""
     hard: float = Field(0.0, ge=0, le=1)
     """Share of the target's most probable token in the label; the rest is its distribution."""
+    objective: Objective = "cross_entropy"
+    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`."""
     candidates: int = Field(2048, ge=0)
     """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
@@ -59,14 +62,12 @@ class Eagle1Options(EagleOptions):
     noise: float = Field(0.1, ge=0)
     """Half-width of the uniform noise on the target's features."""
     classify: float = Field(0.1, ge=0)
-    """Weight of the cross-entropy relative to the regression."""
+    """Weight of the loss on tokens relative to the regression."""
 
 
-class Eagle3Options(EagleOptions):
-    """Options of EAGLE-3's training-time test."""
+class Eagle3LayerOptions(EagleOptions):
+    """Options of EAGLE-3's layers."""
 
-    steps: int = Field(5, ge=1, le=MAX_COUNT)
-    """Unrolled steps on the layer's own output."""
     hidden_layers: str = ""
     """Hidden layers to fuse, separated by commas; empty: the paper's three, and the input of the target's head."""
     fc_norm: bool = True
@@ -74,6 +75,13 @@ class Eagle3Options(EagleOptions):
     norm_before_residual: bool = False
     norm_output: bool = False
     """Feed the output back after the final norm, not before (EAGLE-3.1)."""
+
+
+class Eagle3Options(Eagle3LayerOptions):
+    """Options of EAGLE-3's training-time test."""
+
+    steps: int = Field(5, ge=1, le=MAX_COUNT)
+    """Unrolled steps on the layer's own output."""
 
 
 class EagleRecipe(Recipe):
@@ -85,7 +93,7 @@ class EagleRecipe(Recipe):
     def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: EagleOptions) -> None:
         self.network, self.config, self._embedding_and_head = network, network.config, setup.embedding_and_head
         self._decay, self._hard, self._positions = options.decay, options.hard, options.positions
-        self._candidates = options.candidates
+        self._candidates, self._objective = options.candidates, options.objective
         setup.set_draft_tokens(network)
         blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
         decoder = setup.checkpoint.decoder(torch.float32, blocks) if setup.checkpoint else None
@@ -135,16 +143,9 @@ class Eagle3Recipe(EagleRecipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks, on four hidden states."""
-        o, n = setup.parse_options(Eagle3Options), setup.card.layers
-        hidden_layers = parse_hidden_layers(o.hidden_layers, n + 1, "--set hidden_layers") or (
-            min(2, n),
-            n // 2,
-            max(n - 3, 0),
-            n + 1,
-        )
-        more = {name: getattr(o, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
-        more |= {"hidden_layers": hidden_layers}
-        return cls(setup, Eagle3(eagle_config(setup, "eagle3", o, more), setup.embedding_and_head), o)
+        o = setup.parse_options(Eagle3Options)
+        config = validate(EagleConfig, eagle3_values(setup, "eagle3", o), "--set")
+        return cls(setup, Eagle3(config, setup.embedding_and_head), o)
 
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
@@ -155,7 +156,9 @@ class Eagle3Recipe(EagleRecipe):
         outputs = network(batch.token, features, [mask for mask, _ in steps], labels.candidates)
         pairs = [(output.logits, target) for output, (_, target) in zip(outputs, steps, strict=True)]
         metrics = {f"step {i + 1} top 1": top1_agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
-        return Loss(unrolled_loss(pairs, self._decay, self._hard), metrics | {"covered": labels.covered})
+        return Loss(
+            unrolled_loss(pairs, self._decay, self._hard, self._objective), metrics | {"covered": labels.covered}
+        )
 
 
 class Eagle1Recipe(EagleRecipe):
@@ -171,12 +174,13 @@ class Eagle1Recipe(EagleRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks."""
         o = setup.parse_options(Eagle1Options)
-        return cls(setup, Eagle1(eagle_config(setup, "eagle", o, {}), setup.embedding_and_head), o)
+        config = validate(EagleConfig, eagle_values(setup, "eagle", o), "--set")
+        return cls(setup, Eagle1(config, setup.embedding_and_head), o)
 
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
     ) -> Loss:
-        """Regression at all tokens of `loss_mask`, cross-entropy at those in the draft vocabulary."""
+        """Regression at all tokens of `loss_mask`, the loss on tokens at those in the draft vocabulary."""
         feature = self.head_states(batch)
         masks = [_shift_mask(loss_mask, 2 + i) for i in range(self._steps)]
         outputs = network(batch.token, (add_uniform_noise(feature, self._noise),), masks, labels.candidates)
@@ -185,17 +189,17 @@ class Eagle1Recipe(EagleRecipe):
             labelled, target = labels.shifted(1 + i)
             logits = output.logits[labelled[mask]]
             regression = feature_loss(output.state, feature[:, 1 + i :][mask[:, : feature.shape[1] - 1 - i]])
-            cross_entropy = soft_cross_entropy(logits, target, self._hard)
-            total = total + self._decay**i * (regression + self._classify * cross_entropy)
+            prediction = mean_loss(logits, target, self._hard, self._objective)
+            total = total + self._decay**i * (regression + self._classify * prediction)
             metrics |= {f"step {i + 1} distance": float(regression.detach())}
             metrics |= {f"step {i + 1} top 1": top1_agreement(logits.detach(), target)}
         return Loss(total, metrics | {"covered": labels.covered})
 
 
-def eagle_config(setup: RecipeSetup, kind: str, options: EagleOptions, more: dict[str, Any]) -> EagleConfig:
+def eagle_values(setup: RecipeSetup, kind: str, options: EagleOptions) -> dict[str, Any]:
     """The configuration of layers of the size of the target's blocks."""
     c = setup.config
-    values = {
+    return {
         "kind": kind,
         "target": setup.card,
         "draft_vocab": setup.draft_vocab,
@@ -209,7 +213,15 @@ def eagle_config(setup: RecipeSetup, kind: str, options: EagleOptions, more: dic
         "norm_eps": c.norm_eps,
         "rope": c.rope or RopeConfig(),
     }
-    return validate(EagleConfig, values | more, "--set")
+
+
+def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerOptions) -> dict[str, Any]:
+    """The configuration of such layers on fused hidden states."""
+    n = setup.card.layers
+    given = parse_hidden_layers(options.hidden_layers, n + 1, "--set hidden_layers")
+    flags = {name: getattr(options, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
+    hidden_layers = given or (min(2, n), n // 2, max(n - 3, 0), n + 1)
+    return eagle_values(setup, kind, options) | flags | {"hidden_layers": hidden_layers}
 
 
 def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.Tensor, "b s"]:

@@ -15,6 +15,7 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.distillation import Objective
 from foretell.train.objective.stages import SoftLabels, StageLosses, stage_labels, stage_losses
 from foretell.train.objective.target_head import TargetHead
 from foretell.train.recipe.base import MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
@@ -43,6 +44,8 @@ class MLPSpeculatorOptions(BaseModel):
     """Weight of the loss against the target's distributions; the rest is against the tokens of the data."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the target's distributions."""
+    objective: Objective = "cross_entropy"
+    """How the distributions are learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `soft=1`."""
     candidates: int = Field(2048, ge=0)
     """Size of the sampled softmax: labels, the target's likeliest tokens, and random ones; 0: the whole draft
     vocabulary.
@@ -92,7 +95,7 @@ class MLPSpeculatorRecipe(Recipe):
         o, own = self.options, self.network
         labels = stage_labels(batch.token, batch.loss_mask, self._draft_index.to(batch.token.device), own.stages)
         states = [f.flatten(0, 1) for f in batch.features]
-        soft_labels = SoftLabels(self._target_head, states[0], o.soft, o.temperature) if o.soft else None
+        soft_labels = SoftLabels(self._target_head, states[0], o.soft, o.temperature, o.objective) if o.soft else None
         frozen = own.head is None and not own.config.own_embedding
 
         def losses_of(head_inputs: Sequence[Float[torch.Tensor, "k r"]]) -> StageLosses:

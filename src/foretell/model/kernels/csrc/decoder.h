@@ -188,6 +188,7 @@ class ForwardPass {
     if (layer.sparse) {
       sparse_->run(layer, x_, inner_.get(), operands_, team);
       add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
+      if (layer.sparse->places && !team.thread) give_back(*layer.sparse->places, m_.ffn);
       return 0;
     }
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,

@@ -310,8 +310,11 @@ const char* foretell_abi() {
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
+    S(NeuronPlaces, F(NeuronPlaces, place), F(NeuronPlaces, neuron), F(NeuronPlaces, hot_records),
+      F(NeuronPlaces, file_records), F(NeuronPlaces, hot), F(NeuronPlaces, record_words), F(NeuronPlaces, file),
+      F(NeuronPlaces, offset), F(NeuronPlaces, counts));
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
-      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in));
+      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
@@ -332,7 +335,7 @@ const char* foretell_abi() {
       F(Latent, eps));
     S(SparseMlp, F(SparseMlp, rule), F(SparseMlp, operand), F(SparseMlp, threshold), F(SparseMlp, row_words),
       F(SparseMlp, gate), F(SparseMlp, gate_rows), F(SparseMlp, up_rows), F(SparseMlp, predict_in),
-      F(SparseMlp, predict_out), F(SparseMlp, counts));
+      F(SparseMlp, predict_out), F(SparseMlp, counts), F(SparseMlp, places));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
       F(Layer, state), F(Layer, latent), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),

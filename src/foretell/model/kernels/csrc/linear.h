@@ -286,7 +286,7 @@ template <class R>
 void multiply_by_input(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
   const int panels = (w.out + kPanel - 1) / kPanel;
   const auto [from, to] = team.share(panels);
-  InputSums<R> sums(w.words, (size_t)panels * R::kPanelWords, w.in, tokens);
+  InputSums<R> sums(w.words, w.places, (size_t)panels * R::kPanelWords, w.in, tokens);
   for (int start = 0; start < tokens; start += sums.block) {
     const int some = std::min(sums.block, tokens - start);
     sums.choose((const float*)x.words + (size_t)start * x.stride, x.stride, some, w.threshold);

@@ -1,0 +1,174 @@
+"""What the published formats of speculators made of decoder layers share: names, sizes and tensors of their own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from foretell.model.config import ModelConfig, RopeConfig
+from foretell.model.config_readers.hf import from_hf
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.checkpoint import CONFIG
+from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, target_rows
+from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.cached_layers import CachedLayersConfig
+
+_OTHER_TENSORS = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
+"""Parts of the names of tensors that are read separately, or are not needed."""
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """The published tensors that form one of Foretell's, concatenated along the rows."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+    other_sizes: tuple[int, ...] = ()
+
+
+def layer_sources(
+    c: CachedLayersConfig, at: str, d: int, e: int, fusing: bool, normed: bool
+) -> dict[str, TensorSource]:
+    """The published tensors of a layer whose names begin with `at`."""
+    rows = (c.heads * e, c.kv_heads * e, c.kv_heads * e)
+    norms = ["post_attention_layernorm"] + ["input_layernorm"] * normed + ["hidden_norm"] * fusing
+    out = {f"{at}{n}.weight": TensorSource((f"{at}{n}.weight",), (d,)) for n in norms}
+    if c.qk_norm:
+        out |= {
+            f"{at}self_attn.{n}.weight": TensorSource((f"{at}self_attn.{n}.weight",), (e,))
+            for n in ("q_norm", "k_norm")
+        }
+    for part, rest in (("weight", (2 * d if fusing else d,)), ("bias", ())):
+        if part == "weight" or c.qkv_bias:
+            names = tuple(f"{at}self_attn.{n}_proj.{part}" for n in "qkv")
+            out[f"{at}self_attn.qkv_proj.{part}"] = TensorSource(names, rows, rest)
+    out[f"{at}self_attn.o_proj.weight"] = TensorSource((f"{at}self_attn.o_proj.weight",), (d,), (rows[0],))
+    gate_up = tuple(f"{at}mlp.{n}_proj.weight" for n in ("gate", "up"))
+    out[f"{at}mlp.gate_up_proj.weight"] = TensorSource(gate_up, (c.ffn, c.ffn), (d,))
+    return out | {f"{at}mlp.down_proj.weight": TensorSource((f"{at}mlp.down_proj.weight",), (d,), (c.ffn,))}
+
+
+def layer_shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> ModelConfig:
+    """The layer as a decoder's configuration.
+
+    Raises:
+        ValueError: a key is missing, or its value is not supported.
+    """
+    shape = from_hf({"model_type": "llama", **raw, "vocab_size": vocab}, str(found.folder / CONFIG))
+    width = raw.get("target_hidden_size") or found.config.get("target_hidden_size")
+    if width is not None and width != shape.hidden:
+        raise ValueError(
+            f"{found.folder}: it drafts in a width of its own ({shape.hidden}; its target's is {width}), which is not "
+            f"supported"
+        )
+    if shape.activation != "silu":
+        raise ValueError(f"{found.folder}: its activation is {shape.activation}, and only silu is supported")
+    return shape
+
+
+class OwnTensors(NamedTuple):
+    """What a checkpoint may have of its own; None: it uses the target's."""
+
+    token_of: torch.Tensor | None
+    """Target token of every token of the draft vocabulary."""
+    head: torch.Tensor | None
+    embedding: torch.Tensor | None
+
+    @classmethod
+    def find(
+        cls,
+        found: PublishedCheckpoint,
+        target: TargetInfo,
+        embedding_and_head: EmbeddingAndHead,
+        with_head: bool = True,
+    ) -> Self:
+        """Those of a checkpoint, copies of the target's left out.
+
+        Raises:
+            ValueError: one has another shape, or the draft vocabulary is damaged.
+        """
+        tokens = _draft_vocab(found, target.vocab)
+        head = _own_head(found, tokens, target, embedding_and_head) if with_head else None
+        return cls(tokens, head, _own_embedding(found, target, embedding_and_head))
+
+
+def layer_values(found: PublishedCheckpoint, shape: ModelConfig, own: OwnTensors) -> dict[str, Any]:
+    """Values of a `CachedLayersConfig`, except the target."""
+    names = ("heads", "kv_heads", "head_dim", "ffn", "context", "layers", "norm_eps")
+    return {
+        **{name: getattr(shape, name) for name in names},
+        "rope": shape.rope or RopeConfig(),
+        "qkv_bias": found.has("layers.0.self_attn.q_proj.bias"),
+        "qk_norm": found.has("layers.0.self_attn.q_norm.weight"),
+        "own_embedding": own.embedding is not None,
+        "own_head": own.head is not None,
+        "draft_vocab": None if own.token_of is None else len(own.token_of),
+    }
+
+
+def convert(
+    found: PublishedCheckpoint, config: CachedLayersConfig, sources: Mapping[str, TensorSource], own: OwnTensors
+) -> ConvertedCheckpoint:
+    """The checkpoint with all its tensors under Foretell's names.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or is not known.
+    """
+    tensors = {ours: _concatenate(found, source) for ours, source in sources.items()}
+    _refuse_other_tensors(found, sources)
+    return ConvertedCheckpoint(config, tensors | {n: t for n, t in own._asdict().items() if t is not None})
+
+
+def _concatenate(found: PublishedCheckpoint, source: TensorSource) -> torch.Tensor:
+    """One of Foretell's tensors."""
+    shapes = zip(source.names, source.rows, strict=True)
+    return torch.cat([found.require(name, rows, *source.other_sizes) for name, rows in shapes])
+
+
+def _draft_vocab(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
+    """Target token of every token of the draft vocabulary, from the offsets in `d2t`; None: the whole vocabulary."""
+    offsets = found.find("d2t")
+    if offsets is None or len(offsets) == vocab:
+        return None
+    tokens = torch.arange(len(offsets)) + offsets.long()
+    ascending = bool((tokens.diff() > 0).all())
+    if not ascending or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
+        raise ValueError(
+            f"{found.folder}: d2t does not name ascending tokens of a vocabulary of {vocab}; is it damaged?"
+        )
+    return tokens
+
+
+def _own_embedding(
+    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+) -> torch.Tensor | None:
+    """The checkpoint's embedding, unless it is a copy of the target's."""
+    if not found.has("embed_tokens.weight"):
+        return None
+    own = found.require("embed_tokens.weight", target.vocab, target.hidden)
+    return None if embedding_and_head.embedding_scale == 1 and is_copy(own, embedding_and_head.embedding) else own
+
+
+def _own_head(
+    found: PublishedCheckpoint, tokens: torch.Tensor | None, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+) -> torch.Tensor | None:
+    """The checkpoint's output matrix, unless it is a copy of rows of the target's."""
+    if not found.has("lm_head.weight"):
+        return None
+    shared = target_rows(embedding_and_head, tokens)
+    own = found.require("lm_head.weight", len(shared), target.hidden)
+    return None if is_copy(own, shared) else own
+
+
+def _refuse_other_tensors(found: PublishedCheckpoint, sources: Mapping[str, TensorSource]) -> None:
+    """Refuse unknown tensors.
+
+    Raises:
+        ValueError: there is one.
+    """
+    used = {name for part in sources.values() for name in part.names}
+    for name in found.names:
+        if name not in used and not any(part in name for part in _OTHER_TENSORS):
+            raise ValueError(f"{found.folder}: it holds {name}, which a checkpoint of this configuration does not have")
