@@ -4,7 +4,7 @@ The modules hold weights only; key-value caches are arguments.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -385,6 +385,11 @@ class Decoder(nn.Module):
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return self._sharing(replace(self.config, layers=layers), self._block_list()[:layers], SkipSet())
+
+    def followed_by(self, layers: int, blocks: Sequence[DecoderBlock]) -> "Decoder":
+        """The first `layers` blocks, and after them others of the same sizes."""
+        config = replace(self.config, layers=layers + len(blocks))
+        return self._sharing(config, [*self._block_list()[:layers], *blocks], SkipSet())
 
     def without_sublayers(self, skip: SkipSet) -> "Decoder":
         """The network without some sub-layers, sharing all weights (Draft & Verify, arXiv 2309.08168)."""

@@ -446,6 +446,19 @@ class NativeDecoder:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
 
+    def followed_by(self, layers: int, blocks: Sequence[DecoderBlock], place: int) -> "NativeDecoder":
+        """The first `layers` blocks, and after them others of the same sizes, packed in this decoder's precision; see
+        `NativeStack.followed_by`.
+
+        Raises:
+            ValueError: the blocks of this decoder have several sizes.
+        """
+        if not self.stack.uniform:
+            raise ValueError("blocks of an exit need a model whose layers have the same sizes")
+        packed = [self.stack.pack_block(layers, block_weights(block)) for block in blocks]
+        config = replace(self.config, layers=layers + len(blocks))
+        return self._sharing(config, self.stack.followed_by(layers, packed, place))
+
     def with_head(self, norm: Float[torch.Tensor, " d"], head: NativeLinear) -> "NativeDecoder":
         """The same blocks with another final norm and head."""
         other = self._sharing(self.config, self.stack)

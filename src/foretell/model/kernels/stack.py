@@ -221,6 +221,8 @@ class NativeStack:
         """Whether all blocks have the same sizes and their own keys and values, so that one call can run them."""
         self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+        self._further: tuple[PackedBlock, ...] = ()
+        """Blocks beside those of the model, kept alive here; see `followed_by`."""
 
     def _segments(self, first: int, last: int) -> list[tuple[int, int]]:
         """Ranges of blocks of the same sizes."""
@@ -375,6 +377,17 @@ class NativeStack:
         if not 1 <= layers <= len(self.layers):
             raise ValueError(f"the first {layers} blocks were asked for, but there are {len(self.layers)}")
         return self._sharing((structures.Layer * layers)(*self.layers[:layers]))
+
+    def followed_by(self, layers: int, blocks: Sequence[PackedBlock], place: int) -> "NativeStack":
+        """The first `layers` blocks, and after them others, whose keys and values are layers `place, place + 1, …` of
+        the cache. For uniform stacks.
+        """
+        other = self._sharing((structures.Layer * (layers + len(blocks)))(*self.layers[:layers]))
+        for i, block in enumerate(blocks):
+            other.layers[layers + i] = block.struct
+            other.layers[layers + i].store = place + i
+        other._further = tuple(blocks)
+        return other
 
     def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
         other = object.__new__(NativeStack)
