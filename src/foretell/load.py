@@ -80,8 +80,9 @@ def load(
     `kv_cache_dtype`: `int8` and `int4` keep keys and values in 8 and 4 bits, one scale per token and head, which
     changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the upper halves
     alone; `auto` keeps them as the model computes.
-    `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET` or `tova@BUDGET` keeps about so many keys and values per
-    layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all are kept.
+    `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET`, `tova@BUDGET` or `h2o@BUDGET` keeps about so many keys
+    and values per layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all
+    are kept.
     `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
     neurons of feed-forward networks, so answers are lossy. None: they read all.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).

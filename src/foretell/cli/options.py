@@ -130,7 +130,7 @@ KvCachePolicy = Annotated[
     typer.Option(
         "--kv-cache-policy",
         metavar="NAME@BUDGET",
-        help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv or tova).",
+        help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv, tova or h2o).",
     ),
 ]
 Sparsity = Annotated[

@@ -154,12 +154,13 @@ def select_slots(
     if slots <= policy.budget:
         return np.broadcast_to(np.arange(slots), (c.layers, c.kv_heads, slots))
     seen = tokens[max(0, len(tokens) - policy.observed) :] if policy.observed else []
+    sums = runner.attention_sums.of(row, slots) if policy.accumulates and runner.attention_sums else None
     queries = observe_queries(runner, row, seen, slots) if seen else torch.zeros(c.layers, 0, c.kv_heads, 1, c.head_dim)
     which, found = torch.tensor([row], device=store.k.device), list[torch.Tensor]()
     for layer in range(c.layers):
         # The keys' numbers do not matter to a policy without queries.
         keys = store.read_keys(layer, which, slots)[0].float() if seen else torch.zeros(c.kv_heads, slots, 0)
-        found.append(policy.select(queries[layer], keys))
+        found.append(policy.select(queries[layer], keys, None if sums is None else sums[layer]))
     return torch.stack(found).cpu().numpy()
 
 
@@ -197,6 +198,8 @@ class SparseCacheRunner(CompactRunner):
                 f"this method drafts with a part of the target's cache, and {type(target).__name__} is not of the own "
                 "decoder; use another method"
             )
+        if self.policy.accumulates:
+            target.record_attention()
         self._target = target
 
     @property

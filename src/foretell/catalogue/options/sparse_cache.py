@@ -19,12 +19,13 @@ class SparseKVDraftOptions(MethodOptions):
     num_speculative_tokens: ChainLength = 4
     confidence_threshold: ChainConfidence = 0.4
     cache_policy: Annotated[
-        Literal["streaming_llm", "snapkv", "tova", "quest", "retrieval", "upper_halves"],
+        Literal["streaming_llm", "snapkv", "tova", "h2o", "quest", "retrieval", "upper_halves"],
         Field(
             description=(
                 "Which keys: streaming_llm, the first 4 and the last ones; snapkv, those that the last 16 tokens "
-                "attend to; tova, those of the last one; quest, pages of 16 by a bound of the last token's scores; "
-                "retrieval, chunks of 8 by their mean key (TriForce). All keep the first 4 and the last 32. "
+                "attend to; tova, those of the last one; h2o, those of all tokens so far, and as many last ones; "
+                "quest, pages of 16 by a bound of the last token's scores; retrieval, chunks of 8 by their mean key "
+                "(TriForce). All keep the first 4 and the last 32. "
                 "upper_halves: the upper 4 bits of all keys, of a cache of --kv-cache-dtype int8-halves (QuantSpec); "
                 "budget and refresh are not read."
             )
