@@ -15,6 +15,7 @@ from foretell.model.decoder import BlockRange
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.network import Network
+from foretell.model.packed_groups import KIVI_BITS
 from foretell.model.partial_pass import PartialPass, further_state
 from foretell.model.runner import DecoderRunner, Runner
 
@@ -26,6 +27,11 @@ def check_compactible(config: ModelConfig) -> None:
         ValueError: the model has sliding windows, recurrent states, latent attention, shared keys and values, or
             per-layer inputs.
     """
+    if config.cache_dtype in KIVI_BITS:
+        raise ValueError(
+            f"a part of the cache can be selected where keys are stored one by one, and {config.cache_dtype} stores "
+            "them in groups; use another --kv-cache-dtype"
+        )
     found = further_state(config) or ("sliding windows" if any(map(config.window_of, range(config.layers))) else "")
     if found:
         raise ValueError(
