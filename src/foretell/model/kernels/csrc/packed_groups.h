@@ -3,11 +3,12 @@
 // A group has kGroupSlots slots. Its keys are rounded per dimension over the slots, its values per slot over
 // kGroupSlots dimensions: number = least + level * step, both bfloat16, in one range word (least in the lower half).
 // Newer keys and values are kept whole beside them. A token reads a group where all of it lies `packed_residual`
-// positions or more before the token, else its whole numbers: which ones depends on the token's position alone, so a
+// positions or more before the token, else its whole numbers. That depends on the token's position alone, so a
 // token's numbers do not depend on what else is in the pass.
 //
-// A level is a lane of a vector of 16 bytes, a byte holds the levels of as many vectors as fit. Vector 2 * d + h of keys
-// has dimension d of slots 16 * h .. 16 * h + 15; vector s * dim / 16 + i of values has dimensions 16 * i .. of slot s.
+// A level is a lane of a vector of 16 bytes, a byte holds the levels of as many vectors as fit. Vector 2 * d + h of
+// keys has dimension d of slots 16 * h .. 16 * h + 15; vector s * dim / 16 + i of values has dimensions 16 * i .. of
+// slot s.
 
 #pragma once
 
@@ -36,7 +37,11 @@ template <class C>
 class PackedGroups {
  public:
   PackedGroups(const Cache& cache, int kv_heads, int head_dim)
-      : cache_(cache), kv_heads_(kv_heads), dim_(head_dim), bits_(cache.packed_bits), per_byte_(bits_ ? 8 / bits_ : 1) {}
+      : cache_(cache),
+        kv_heads_(kv_heads),
+        dim_(head_dim),
+        bits_(cache.packed_bits),
+        per_byte_(bits_ ? 8 / bits_ : 1) {}
 
   bool any() const { return bits_ > 0; }
 
@@ -95,7 +100,8 @@ class PackedGroups {
     }
   }
 
-  // The words of the values of `count` slots of one block from a multiple of kGroupSlots on: [slot / kDepth][dimension].
+  // The words of the values of `count` slots of one block from a multiple of kGroupSlots on:
+  // [slot / kDepth][dimension].
   void value_words(const PackedHead& at, int slot, int count, uint32_t* out) const {
     const int vectors = dim_ / kLanes;
     for (int s = 0; s < count; s += C::kDepth) {
