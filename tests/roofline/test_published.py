@@ -31,6 +31,7 @@ LARGEST_MEDIAN = {
     "serving": 0.20,
     "low_bit_and_parallel": 0.15,
     "offload": 0.10,
+    "first_generation": 0.05,
 }
 A100 = known_hardware()["a100-80g"]
 LLAMA = AnalyzedModel(*find_model("llama-2-7b"))

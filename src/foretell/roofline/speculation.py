@@ -139,7 +139,7 @@ def estimate_method(
     target = verification_cost(graph, hardware, workload, widths, offload)
     pass_seconds = np.broadcast_to(np.asarray(target.seconds), widths.shape)
     draft_costs = _drafting_cost(drafter, hardware, workload, widths, offload)
-    step = hardware.runtime.step_overhead
+    step = hardware.runtime.step_seconds(workload.batch, drafter is None)
     if shape is not None:
         candidates = [_given(profile, shape, drafter, np.asarray(draft_costs.seconds), step)]
     elif profile.shape == "fixed":
