@@ -4,6 +4,7 @@ from foretell.accept import Acceptor, Match, Rejection
 from foretell.catalogue.build_context import BuildContext, cost_aware_tree, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.feature_level import (
+    BeamSearchOptions,
     DFlashOptions,
     EagleOptions,
     EagleTreeOptions,
@@ -11,15 +12,24 @@ from foretell.catalogue.options.feature_level import (
     MLPSpeculatorOptions,
 )
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import DFlashDrafter, EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, PEagleDrafter, Predictor
+from foretell.draft import (
+    DFlashDrafter,
+    EagleDrafter,
+    MLPSpeculatorDrafter,
+    MTPDrafter,
+    PEagleDrafter,
+    Predictor,
+    ReDrafterDrafter,
+)
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
+from foretell.shape import BeamSearch, Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import describe_packed, pack_network
+from foretell.speculator.network.redrafter import ReDrafter
 
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
@@ -145,6 +155,25 @@ def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
         ValueError: the tree is deeper than the network was trained for.
     """
     return _method_of_levels(PEagleDrafter(network), network.depth, "tokens in a pass, one for each level", options)
+
+
+def redrafter(context: BuildContext, options: BeamSearchOptions) -> AnyMethod:
+    """ReDrafter with beam search."""
+    network = trained_speculator(context, "redrafter")
+    assert isinstance(network, ReDrafter)
+    return redrafter_method(pack_network(network), options)
+
+
+def redrafter_method(network: ReDrafter, options: BeamSearchOptions) -> AnyMethod:
+    """ReDrafter with matching.
+
+    Raises:
+        ValueError: the sequences are longer than those that the network was trained for.
+    """
+    depth = options.num_steps or network.stages
+    if depth > network.stages:
+        raise ValueError(f"this speculator was trained to draft {network.stages} tokens, and {depth} were asked for")
+    return _method(ReDrafterDrafter(network), BeamSearch(depth, options.num_beams), draw=False)
 
 
 def _method_of_levels(
@@ -343,5 +372,22 @@ ENTRIES = (
         options=MLPSpeculatorOptions,
         speculator="mlp_speculator",
         aliases=("multi_stage_mlp",),
+    ),
+    Entry(
+        name="redrafter",
+        family="feature level",
+        description=(
+            "A small recurrent network reads the drafted tokens beside the target's last hidden state; the best "
+            "sequences of a beam search are verified, their common beginnings once."
+        ),
+        when_to_use="as a cheap drafter whose weights do not grow with the length of its drafts.",
+        papers=(Paper("Recurrent Drafter for Fast Speculative Decoding in Large Language Models", "2403.09919"),),
+        drafter=ReDrafterDrafter,
+        shape=BeamSearch,
+        acceptor=Match,
+        builder=redrafter,
+        options=BeamSearchOptions,
+        speculator="redrafter",
+        aliases=("recurrent_drafter",),
     ),
 )

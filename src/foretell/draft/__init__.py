@@ -15,7 +15,7 @@ from foretell.draft.jacobi import JacobiDrafter
 from foretell.draft.lookahead import LookaheadDrafter
 from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
 from foretell.draft.mixture import MixtureDrafter
-from foretell.draft.mlp_speculator import MLPSpeculatorDrafter
+from foretell.draft.mlp_speculator import MLPSpeculatorDrafter, ReDrafterDrafter
 from foretell.draft.online import OnlineDrafter
 from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
@@ -53,6 +53,7 @@ __all__ = [
     "PhraseRetriever",
     "Predictor",
     "PromptLookup",
+    "ReDrafterDrafter",
     "Retriever",
     "SkipDecodeDrafter",
     "SparseCacheDrafter",

@@ -153,6 +153,17 @@ def _block_in_one_pass(lab: Lab, method: str) -> Finding:
     )
 
 
+def _beams(lab: Lab) -> Finding:
+    points = [(n, lab.run("redrafter", {"num_beams": n}).tokens_per_pass) for n in (1, 2, 4, 8)]
+    values = [y for _, y in points]
+    return Finding(
+        rises(values, 0.0) and values[-1] >= 1.1 * values[0],
+        f"{values[0]:.2f} tokens per pass with one sequence, {values[-1]:.2f} with eight",
+        (Series.of("redrafter", points),),
+        "sequences of the beam",
+    )
+
+
 CLAIMS = (
     Claim(
         "medusa",
@@ -210,5 +221,11 @@ CLAIMS = (
         "EAGLE's layers draft several tokens in one pass, where masks stand for the tokens between.",
         "above 1.5 tokens per pass, and 30 % of the accepted tokens stand behind the first of their block",
         partial(_block_in_one_pass, method="p_eagle"),
+    ),
+    Claim(
+        "redrafter",
+        "Wider beams of a recurrent drafter are accepted further.",
+        "tokens per pass never fall over 1, 2, 4 and 8 sequences, and eight give 10 % more than one",
+        _beams,
     ),
 )

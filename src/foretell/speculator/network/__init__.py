@@ -14,6 +14,7 @@ from foretell.speculator.network.masked_diffusion import MaskedDiffusion, Masked
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
+from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
 
 NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "apar": (AparConfig, AparAdapters),
@@ -28,5 +29,6 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
     "p_eagle": (PEagleConfig, PEagle),
     "pass": (LookAheadConfig, LookAheadEmbeddings),
+    "redrafter": (ReDrafterConfig, ReDrafter),
 }
 """Configuration and network of every kind, by the `kind` in `config.json`."""
