@@ -32,6 +32,7 @@ from foretell.model.load.network import (
     parse_device,
     runs_on_kernels,
 )
+from foretell.model.load.placed import build_placed_network
 from foretell.model.load.quantization_config import parse_quantization, refuse_quantization
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
@@ -85,7 +86,8 @@ def load(
     and values per layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all
     are kept.
     `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
-    neurons of feed-forward networks, so answers are lossy. None: they read all.
+    neurons of feed-forward networks, so answers are lossy. With `memory_limit` the neurons that are needed most often
+    are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -121,19 +123,23 @@ def load(
     weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
     if memory_limit is None and runs_on_kernels(config, torch_device):
         check_memory(reference, precision, packed_bytes(config, weights, precision))
+    checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
     with ThreadPoolExecutor(1) as beside:
         codec = beside.submit(opened.read_codec)
-        network = (
-            build_network(config, weights, precision, torch_device)
-            if memory_limit is None
-            else build_streamed_network(config, weights, precision, torch_device, memory_limit)
-        )
-    checkpoint = _FileCheckpoint(config, weights, precision, torch_device)
-    if sparsity is not None:
-        chosen = read_sparsity(Path(sparsity), checkpoint.fingerprint(), config)
-        network = checkpoint.sparse_network(network, chosen.rules, chosen.file.label)
+        network = _load_network(checkpoint, None if sparsity is None else Path(sparsity), memory_limit)
     variant = weights.variant or precision
     return Model(reference, config, codec.result(), network, variant, opened.eos, checkpoint, policy)
+
+
+def _load_network(checkpoint: "_FileCheckpoint", sparsity: Path | None, memory_limit: int | None) -> Network:
+    """The network of a checkpoint, sparse and within a limit of memory where these are asked for."""
+    parts, config = checkpoint.parts, checkpoint.config
+    if sparsity is None:
+        return build_network(*parts) if memory_limit is None else build_streamed_network(*parts, memory_limit)
+    chosen = read_sparsity(sparsity, checkpoint.fingerprint(), config)
+    if memory_limit is not None:
+        return build_placed_network(*parts, chosen, sparsity, memory_limit).network
+    return checkpoint.sparse_network(build_network(*parts), chosen.rules, chosen.file.label)
 
 
 def check_cache_dtype(reference: str, config: ModelConfig) -> None:
@@ -203,6 +209,11 @@ class _FileCheckpoint(Checkpoint):
     def __init__(self, config: ModelConfig, weights: Weights, precision: Precision, device: torch.device) -> None:
         super().__init__(config, weights, device)
         self._precision = precision
+
+    @property
+    def parts(self) -> tuple[ModelConfig, Weights, Precision, torch.device]:
+        """What a network is built of."""
+        return self.config, self._weights, self._precision, self._device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -455,7 +455,7 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_library_with_another_interface_is_refused(small_library: Path) -> None:
     assert build.build().library is not None
-    small_library.write_text(small_library.read_text().replace("Weight 48", "Weight 40"))
+    small_library.write_text(small_library.read_text().replace("Weight 56", "Weight 48"))
     assert "does not have the interface" in build.build().reason
     small_library.write_text('extern "C" int something_else() { return 0; }')
     assert "does not have the interface" in build.build().reason

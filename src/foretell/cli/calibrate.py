@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import data, options
+from foretell.cli.calibrate_placement import placement
 from foretell.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
 from foretell.draft.exit_heads import Confidence
 from foretell.load import load
@@ -22,6 +23,7 @@ from foretell.utils.names import unknown
 app = typer.Typer(
     no_args_is_help=True, help="Choose thresholds with a bound on what they change.", pretty_exceptions_enable=False
 )
+app.command()(placement)
 _SEED = 1_000_003
 """Seed of the answers that are generated: other ones than those that exits are fitted on."""
 
@@ -135,6 +137,8 @@ def exits(
     '{"calibration": "exits/calibration.json"}'
     """
     settings = CalibrationSettings(disagreement, confidence, measure, of, decay, longest=longest)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such directory; give exits of `foretell train exits`")
     console, target = Console(stderr=True), load(model, dtype)
     network = target.speculator(folder)
     if not isinstance(network, Exits):

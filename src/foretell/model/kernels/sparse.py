@@ -38,24 +38,31 @@ def by_input(
 ) -> tuple[structures.Weight, list[Tensor]]:
     """A weight that is stored by input, and its memory; see csrc/by_input.h."""
     outputs, inputs = matrix.shape
-    rows = torch.nn.functional.pad(matrix.T, (0, -outputs % PANEL))
-    if precision == "float32":
-        packed, kind = in_huge_pages(rows), "F32 by input"
-    else:
-        halves = rows.to(torch.bfloat16).view(inputs, -1, 2, LANES)
-        packed, kind = in_huge_pages(halves.transpose(2, 3)), "BF16 by input"
+    packed = in_huge_pages(input_rows(matrix, precision))
     memory = [packed] if bias is None else [packed, pad_bias(bias)]
     return structures.Weight(
         *(packed.data_ptr(), None if bias is None else memory[1].data_ptr(), inputs, outputs),
-        *(PANEL_KINDS.index(kind), OPERANDS.index("float32"), None, threshold, 0),
+        *(by_input_kind(precision), OPERANDS.index("float32"), None, threshold, 0),
     ), memory
 
 
-def rows_of(matrix: Float[Tensor, "o i"], precision: Precision) -> Tensor:
-    """Rows of words, a whole number of vectors each."""
-    per_word = 1 if precision == "float32" else 2
-    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (LANES * per_word)))
-    return in_huge_pages(padded.to(torch.float32 if precision == "float32" else torch.bfloat16))
+def by_input_kind(precision: Precision) -> int:
+    """The kind of weights that are stored by input."""
+    return PANEL_KINDS.index("F32 by input" if precision == "float32" else "BF16 by input")
+
+
+def input_rows(matrix: Matrix, precision: Precision) -> Float[Tensor, "i ..."]:
+    """A row of all outputs, padded to whole panels, for every input; see csrc/by_input.h."""
+    rows = torch.nn.functional.pad(widened(matrix).T, (0, -matrix.shape[0] % PANEL))
+    if precision == "float32":
+        return rows
+    return rows.to(torch.bfloat16).view(len(rows), -1, 2, LANES).transpose(2, 3)
+
+
+def row_tensor(matrix: Matrix, precision: Precision) -> Float[Tensor, "o i"]:
+    """Rows of a whole number of panels, in float32 or bfloat16."""
+    padded = torch.nn.functional.pad(widened(matrix), (0, -matrix.shape[1] % PANEL))
+    return padded.to(torch.float32 if precision == "float32" else torch.bfloat16)
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
@@ -143,17 +150,28 @@ class SparseBlocks:
     ) -> tuple[list[structures.Memory], list[Tensor]]:
         assert weights.gate is not None and weights.up is not None and weights.down is not None
         struct.down, memory = by_input(widened(weights.down), self._floats)
-        up = rows_of(widened(weights.up), self._floats)
-        memory += [up, self.counts.numbers]
+        up = in_huge_pages(row_tensor(weights.up, self._floats))
+        memory.append(up)
+        sparse, further, tensors = self.choosing(i, weights.gate, rule)
+        sparse.row_words, sparse.up_rows = up.nbytes // len(up) // 4, up.data_ptr()
+        if isinstance(rule, PredictedNeurons):
+            gate_rows = in_huge_pages(row_tensor(weights.gate, self._floats))
+            sparse.gate_rows = gate_rows.data_ptr()
+            memory.append(gate_rows)
+        struct.gate_up, struct.sparse = structures.Weight(), ctypes.addressof(sparse)
+        return [sparse, *further], [*memory, *tensors]
+
+    def choosing(
+        self, i: int, gate: Matrix, rule: GateThreshold | PredictedNeurons
+    ) -> tuple[structures.SparseMlp, list[structures.Memory], list[Tensor]]:
+        """How the tokens of block `i` choose neurons, without the rows of these; and the memory of that."""
         sparse = structures.SparseMlp(
             rule=_BY_GATE if isinstance(rule, GateThreshold) else _PREDICTED,
             operand=OPERANDS.index(self._floats),
             threshold=rule.threshold,
-            row_words=up.nbytes // len(up) // 4,
-            up_rows=up.data_ptr(),
             counts=self.counts.numbers[i].data_ptr(),
         )
-        parts: list[tuple[Matrix, Tensor | None]] = [(weights.gate, None)]
+        parts: list[tuple[Matrix, Tensor | None]] = [(gate, None)]
         if isinstance(rule, PredictedNeurons):
             parts = [(rule.inputs, None), (rule.outputs, rule.bias)]
         precision = self._stack.precision if isinstance(rule, GateThreshold) else self._floats
@@ -162,8 +180,4 @@ class SparseBlocks:
             sparse.gate = packed.structs[0]
         else:
             sparse.predict_in, sparse.predict_out = packed.structs
-            gate_rows = rows_of(widened(weights.gate), self._floats)
-            sparse.gate_rows = gate_rows.data_ptr()
-            memory.append(gate_rows)
-        struct.gate_up, struct.sparse = structures.Weight(), ctypes.addressof(sparse)
-        return [sparse, *packed.further], [*memory, *packed.tensors]
+        return sparse, list(packed.further), [*packed.tensors, self.counts.numbers]

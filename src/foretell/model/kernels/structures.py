@@ -34,13 +34,23 @@ KEYS_ONLY = 2
 """Value of `Layer.attention`: keys and values are stored, and nothing is attended to."""
 
 
+class NeuronPlaces(ctypes.Structure):
+    """Where the rows of the neurons of a feed-forward network lie, in memory or in a mapped file."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("place", "neuron", "hot_records", "file_records")),
+        *((name, c_int32) for name in ("hot", "record_words", "file")),
+        *(("offset", c_int64), ("counts", c_void_p)),
+    )
+
+
 class Weight(ctypes.Structure):
     """One packed linear layer."""
 
     _fields_ = (
         *(("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32)),
         *(("kind", c_int32), ("operand", c_int32), ("next", c_void_p)),
-        *(("threshold", c_float), ("stored_input", c_int32)),
+        *(("threshold", c_float), ("stored_input", c_int32), ("places", c_void_p), ("factor", c_void_p)),
     )
 
 
@@ -97,7 +107,7 @@ class SparseMlp(ctypes.Structure):
     _fields_ = (
         *(("rule", c_int32), ("operand", c_int32), ("threshold", c_float), ("row_words", c_int32)),
         *(("gate", Weight), ("gate_rows", c_void_p), ("up_rows", c_void_p)),
-        *(("predict_in", Weight), ("predict_out", Weight), ("counts", c_void_p)),
+        *(("predict_in", Weight), ("predict_out", Weight), ("counts", c_void_p), ("places", c_void_p)),
     )
 
 
@@ -118,6 +128,7 @@ class Layer(ctypes.Structure):
         *(("v_norm", c_void_p), ("query_scale", c_void_p)),
         *(("input_gate", Weight), ("input_projection", Weight), ("input_norm", c_void_p)),
         *(("input_first", c_int32), ("scale", c_float), ("sparse", c_void_p)),
+        *(("attention_shortcut", Weight), ("mlp_shortcut", Weight)),
     )
 
 
@@ -308,7 +319,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    of_layers = (Weight, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
+    of_layers = (NeuronPlaces, Weight, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
     of_drafts = (Stage, Embedding, Fusion, EagleInput, BlockInput, DynamicTree, StatesRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]

@@ -67,7 +67,7 @@ def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> 
             return outer.with_blocks([_attach(outer, i, block) for i, block in enumerate(blocks)])
         except PackedFileError as error:
             place.discard(error)
-    outer = _pack_outer(config, weights, precision)
+    outer = pack_outer(config, weights, precision)
     blocks_found = []
     with _kept_in(place, outer, config, weights, precision) as keep:
         for i in range(config.layers):
@@ -100,7 +100,7 @@ def native_blocks(config: ModelConfig, weights: Weights, precision: Precision, l
     place = _place_in_cache(config, weights, precision)
     kept = None if place is None else place.open()
     if kept is None:
-        outer = _pack_outer(config, weights, precision)
+        outer = pack_outer(config, weights, precision)
 
         def pack(i: int) -> PackedBlock:
             return outer.stack.pack_block(i, read_block(config, i, weights, precision))
@@ -242,7 +242,12 @@ def _kept_in(
     keep.finish()
 
 
-def _pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
+def pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
+    """The decoder without its blocks.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
     # Fails early on a configuration with too many layers.
     names = block_names(config)
     weights.require(f"model.layers.{config.layers - 1}.{names.attention_norm}.weight", config.hidden)
@@ -305,6 +310,7 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
 
     block = _read_unrounded(config, i, weights, precision)
     experts, latent, own = block.experts, block.latent, block.layer_input
+    factors = {role: rounded(f"{role}_factor", matrix) for role, matrix in block.factors.items()}
     if experts is not None:
         shared = None if experts.shared is None else network(experts.shared)
         experts = replace(experts, experts=map(network, experts.experts), shared=shared)
@@ -323,6 +329,7 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
         experts=experts,
         latent=latent,
         layer_input=own,
+        factors=factors,
     )
 
 
@@ -331,6 +338,7 @@ def _read_unrounded(config: ModelConfig, i: int, weights: Weights, precision: Pr
     c, prefix = config, f"model.layers.{i}."
     beside_dense = c.experts is not None and c.experts.beside_dense
     by_parts = c.state is not None or c.latent is not None or c.attention_gate or beside_dense
+    by_parts = by_parts or bool(c.low_rank) or c.shortcuts
     if by_parts or block_names(c) != BlockNames():
         # The stack adds the offset of the norms.
         plain = replace(c, norm_offset=0.0)

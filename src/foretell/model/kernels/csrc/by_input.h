@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "places.h"
 #include "precisions.h"
 #include "threads.h"
 
@@ -40,11 +41,12 @@ struct Bfloat16Rows {
 template <class R>
 class InputSums {
  public:
-  // rows [in, stride].
-  InputSums(const uint32_t* rows, size_t stride, int in, int tokens)
+  // rows [in, stride]; or, where `places` is not null, those of records.
+  InputSums(const uint32_t* rows, const NeuronPlaces* places, size_t stride, int in, int tokens)
       : block(std::min(tokens, kMostTokens)),
         width(std::max(1, kTiles / block)),
         rows_(rows),
+        places_(places),
         stride_(stride),
         in_(in),
         largest_(buffer<float>((size_t)in)),
@@ -113,13 +115,16 @@ class InputSums {
   static constexpr int kMostTokens = 16, kAtOnce = 8;
   static constexpr int kTiles = 192;  // panels times tokens whose sums stay in the first-level cache
 
-  const uint32_t* of(int n) const { return rows_ + (size_t)used_[n] * stride_; }
+  const uint32_t* of(int n) const {
+    return places_ ? record_row(*places_, used_[n], kDownRow, stride_) : rows_ + (size_t)used_[n] * stride_;
+  }
 
  public:
   const int block, width;  // most tokens, and most panels at once
 
  private:
   const uint32_t* rows_;
+  const NeuronPlaces* places_;
   const size_t stride_;
   const int in_;
   int tokens_ = 0, count_ = 0;

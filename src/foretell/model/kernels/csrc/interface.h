@@ -39,6 +39,17 @@ enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2
 constexpr int32_t kKeysOnly = 2;
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
+// Where the rows of the neurons of a feed-forward network lie: of hot ones in memory, of the others in a mapped file
+// (PowerInfer, arXiv 2312.12456). A record holds a neuron's rows of up, down and gate, in this order.
+struct NeuronPlaces {
+  const int32_t *place, *neuron;                 // [ffn], the inverse of each other
+  const uint32_t *hot_records, *file_records;    // [hot, record_words] and [ffn, record_words], by place
+  int32_t hot, record_words;                     // places below `hot` are in memory
+  int32_t file;                                  // descriptor of the mapped file
+  int64_t offset;                                // bytes of the file before its records
+  int64_t* counts;  // receive, added up: neurons that were read from the file, requests for them, bytes of these
+};
+
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
   const float* bias;      // padded to whole panels, or null
@@ -47,6 +58,8 @@ struct Weight {           // one packed linear layer
   const Weight* next;  // further outputs of the same inputs, of another kind; or null
   float threshold;     // stored by input: inputs of at most this magnitude count as zero
   int32_t stored_in;   // inputs of the panels, of which the first `in` are read; 0: all
+  const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
+  const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
 };
 
 // How the neurons of a token are chosen: by the magnitude of their activated gate (CATS, arXiv 2404.08763), or by the
@@ -61,6 +74,7 @@ struct SparseMlp {  // a gated feed-forward network that reads the neurons which
   const uint32_t *gate_rows, *up_rows;  // [ffn, row_words]; gate_rows: kPredicted
   Weight predict_in, predict_out;       // kPredicted: to the predictor's latent vector, and from there to the scores
   int64_t* counts;  // receive, added up: tokens, the neurons they chose, and the neurons that were read
+  const NeuronPlaces* places;  // null: all rows are in memory, in gate_rows, up_rows and `down`
 };
 
 struct Experts {  // the mixture of experts of a layer
@@ -144,6 +158,9 @@ struct Layer {
   int32_t input_first;
   float scale;  // multiplies the residual stream after the layer; 0: nothing does
   const SparseMlp* sparse;  // what takes the place of gate_up; `down` is then stored by input. Or null
+  // Multiply the residual stream before the output of attention or of the feed-forward network is added (SliceGPT,
+  // arXiv 2401.15024); words null: nothing does.
+  Weight attention_shortcut, mlp_shortcut;
 };
 
 struct Model {

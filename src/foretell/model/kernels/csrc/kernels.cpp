@@ -310,8 +310,12 @@ const char* foretell_abi() {
     describe_constant(out, "int8_group", Int8::kGroup);
 #define F FORETELL_FIELD
 #define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
+    S(NeuronPlaces, F(NeuronPlaces, place), F(NeuronPlaces, neuron), F(NeuronPlaces, hot_records),
+      F(NeuronPlaces, file_records), F(NeuronPlaces, hot), F(NeuronPlaces, record_words), F(NeuronPlaces, file),
+      F(NeuronPlaces, offset), F(NeuronPlaces, counts));
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
-      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in));
+      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places),
+      F(Weight, factor));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
@@ -332,14 +336,14 @@ const char* foretell_abi() {
       F(Latent, eps));
     S(SparseMlp, F(SparseMlp, rule), F(SparseMlp, operand), F(SparseMlp, threshold), F(SparseMlp, row_words),
       F(SparseMlp, gate), F(SparseMlp, gate_rows), F(SparseMlp, up_rows), F(SparseMlp, predict_in),
-      F(SparseMlp, predict_out), F(SparseMlp, counts));
+      F(SparseMlp, predict_out), F(SparseMlp, counts), F(SparseMlp, places));
     S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
       F(Layer, state), F(Layer, latent), F(Layer, store), F(Layer, attention_norm),
       F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
       F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
       F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first),
-      F(Layer, scale), F(Layer, sparse));
+      F(Layer, scale), F(Layer, sparse), F(Layer, attention_shortcut), F(Layer, mlp_shortcut));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
       F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));

@@ -1,13 +1,16 @@
 // Feed-forward networks that read the neurons which each token chooses.
 //
 // Gate and up are stored as rows, one per neuron, and down by input, so that a neuron is three rows. A pass reads the
-// neurons that one of its tokens has chosen, and the numbers of a token depend on its own choice alone.
+// neurons that one of its tokens has chosen, and the numbers of a token depend on its own choice alone. Where some rows
+// lie in a file, these are asked for first, and the neurons in memory are multiplied while they are read.
 
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "linear.h"
+#include "places.h"
 
 namespace {
 
@@ -35,6 +38,7 @@ class SparsePass {
         tokens_(tokens),
         rank_(rank),
         stride_(stride),
+        chosen_(buffer<int32_t>((size_t)stride)),
         scores_(buffer<float>((size_t)tokens * (size_t)stride)),
         latent_(buffer<float>((size_t)tokens * (size_t)rank)) {}
 
@@ -80,25 +84,37 @@ class SparsePass {
       for (int t = 0; t < tokens_; ++t) own += inner[place(t, j)] != 0;
       chosen += own;
       if (own) read.push_back(j);
+      if (s.places) chosen_[j] = own;
     }
-    multiply_read<P>(read, s.up_rows, s, x, words, [&](size_t at, float product) {
+    if (s.places) fetch(*s.places, read, team);
+    multiply_read<P>(read, kUpRow, s, x, words, [&](size_t at, float product) {
       inner[at] = inner[at] == 0 ? 0 : product;
     });
     if (s.rule == kPredicted)
-      multiply_read<P>(read, s.gate_rows, s, x, words, [&](size_t at, float product) { scores_[at] = product; });
+      multiply_read<P>(read, kGateRow, s, x, words, [&](size_t at, float product) { scores_[at] = product; });
     for_numbers(from, to, [&](size_t at) {
       store(inner + at, gated(load<Float>(scores_.get() + at), load<Float>(inner + at), m_.activation));
     });
     count(s.counts, team.thread ? 0 : tokens_, chosen, (int64_t)read.size());
   }
 
+  // Asks for the rows of all chosen neurons that lie in the file, and puts those in memory first in this thread's list.
+  void fetch(const NeuronPlaces& places, std::vector<int>& read, const Team& team) const {
+    team.barrier();
+    const auto [from, to] = team.share(m_.ffn - places.hot);
+    ask_for_chosen(places, chosen_.get(), places.hot + from, places.hot + to);
+    std::stable_partition(read.begin(), read.end(), [&](int j) { return !is_in_file(places, j); });
+  }
+
   // Calls take(place, product) for every token and every one of some neurons.
   template <class P, class Take>
-  void multiply_read(const std::vector<int>& neurons, const uint32_t* matrix, const SparseMlp& s, const Rows& x,
-                     int words, const Take& take) const {
+  void multiply_read(const std::vector<int>& neurons, RecordRow which, const SparseMlp& s, const Rows& x, int words,
+                     const Take& take) const {
     const int count = (int)neurons.size();
     const auto row = [&](int n) {
-      return matrix + (size_t)neurons[(size_t)std::min(n, count - 1)] * (size_t)s.row_words;
+      const int j = neurons[(size_t)std::min(n, count - 1)];
+      if (s.places) return record_row(*s.places, j, which, (size_t)s.row_words);
+      return (which == kUpRow ? s.up_rows : s.gate_rows) + (size_t)j * (size_t)s.row_words;
     };
     for (int n = 0; n < count; n += kRowsAtOnce) {
       const uint32_t *rows[kRowsAtOnce], *soon[kRowsAtOnce];
@@ -127,6 +143,7 @@ class SparsePass {
 
   const Model& m_;
   const int tokens_, rank_, stride_;
+  const Buffer<int32_t> chosen_;  // per neuron of a network with rows in a file: by how many tokens
   const Buffer<float> scores_, latent_;
 };
 
