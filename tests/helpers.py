@@ -73,7 +73,9 @@ SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "masked_diffusion": {"model": TINY, "mask_token": 2},
     "medusa": {"heads": 3},
     "mlp_speculator": {"stages": 3, "inner": 40},
+    "p_eagle": {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256, "layers": 2, "depth": 4},
     "pass": {"ahead": 3},
+    "redrafter": {"stages": 4, "inner": 20},
 }
 """Sizes of a small speculator of every kind that methods of the catalogue draft with."""
 _FOLDER = Path(mkdtemp(prefix="foretell-speculators-"))
@@ -213,11 +215,14 @@ def trained_model(vocab: int) -> Predictor:
     return require_draft_predictor(BuildContext(vocab, target(vocab), speculators=(speculator("draft_model", vocab),)))
 
 
-def exits(vocab: int) -> EarlyExitDrafter:
-    """The target's first layer with an exit of random weights, over three quarters of the vocabulary."""
-    found = read_speculator(BuildContext(vocab, target(vocab)), speculator("exits", vocab))
+def exits(vocab: int, blocks: bool = False) -> EarlyExitDrafter:
+    """The target's first layer with an exit of random weights, over three quarters of the vocabulary; `blocks`: with
+    the target's next block in it.
+    """
+    network = target(vocab)
+    found = read_speculator(BuildContext(vocab, network), speculator("exits", vocab))
     assert isinstance(found, Exits)
-    return EarlyExitDrafter(TrainedExits(found))
+    return EarlyExitDrafter(TrainedExits(found, blocks=[network.block(1)] if blocks else ()))
 
 
 def sharing_experts() -> ExpertAwareTree:
@@ -260,6 +265,8 @@ _BY_HAND = (
         same_seed=False,
     ),
     Variant("exit_chain", lambda v: Method(exits(v), Chain(4), Rejection()), same_seed=False),
+    Variant("exit_blocks", lambda v: Method(exits(v, blocks=True), Chain(4), Rejection()), same_seed=False),
+    Variant("exit_blocks_tree", lambda v: Method(exits(v, blocks=True), DynamicTree(3, 3, 7), Match())),
     Variant("exit_tree", lambda v: Method(exits(v), DynamicTree(3, 3, 7), Match())),
     Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
     Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=BranchingTree((2, 2))), same_seed=False),

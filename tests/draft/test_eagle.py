@@ -175,14 +175,14 @@ def test_the_feature_of_a_position_goes_with_the_token_after_it(kind: str) -> No
     text = [*prompt, *[7] * 5]
 
     class Oracle(type(network)):  # type: ignore[misc]
-        def forward_layers(self, token, g, position, sight):  # type: ignore[no-untyped-def]
+        def forward_features(self, token, features, parent, layout, cache):  # type: ignore[no-untyped-def]
             states = features_of(network, text)
             fused = network.fuse(torch.cat(states, -1))[0]
-            for t, each, p in zip(token.tolist(), g, position.tolist(), strict=True):
+            for t, each, p in zip(token.tolist(), features[parent], layout.position.tolist(), strict=True):
                 nearest = int((fused - each).norm(dim=-1).argmin())
                 assert (fused[nearest] - each).norm() < 1e-9
                 seen.append((nearest, t, p))
-            return super().forward_layers(token, g, position, sight)
+            return super().forward_features(token, features, parent, layout, cache)
 
     oracle = Oracle(network.config, embedding_and_head()).double()
     oracle.load_state_dict(network.state_dict())

@@ -21,7 +21,7 @@ from foretell.draft.early_exit import EarlyExitDrafter
 from foretell.draft.exit_heads import ExitRule, SharedHead, TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
-from foretell.engine.request import Request
+from foretell.engine.request import Completion, Request
 from foretell.model.config import ModelConfig
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.checkpoint import embedding_and_head_of
@@ -220,6 +220,33 @@ def test_without_a_confident_exit_answers_are_those_of_all_layers() -> None:
     assert draft.exit_counts.sum() == 0
 
 
+@pytest.mark.parametrize("cap", [1, 3])
+def test_no_more_tokens_wait_than_allowed(cap: int) -> None:
+    """EE-LLM's cap: where every token may leave, a pass of all layers takes the waiting ones and one more."""
+    draft = drafter(0, 0, 0, only_confident=True)
+    engine, request = engine_of(Method(draft, Chain(cap), AcceptExits())), Request(PROMPTS[1], max_new_tokens=24)
+    engine.submit(request)
+    tokens = [len(update.tokens) for _ in range(14) for update in engine.step()]
+    assert max(tokens) == cap + 1 and sum(tokens) == 24
+
+
+def test_rollback_takes_back_what_the_whole_model_finds_unlikely(tmp_path: Path) -> None:
+    """FREE's RollBack: without a limit all that left stays, and at 0 nats the answer is the whole model's."""
+    save(tmp_path / "exits", network(), network().config)
+    context = BuildContext(VOCAB, target(layers=LAYERS), speculators=(tmp_path / "exits",))
+    request = Request(PROMPTS[1], max_new_tokens=14)
+
+    def run(**options: float) -> Completion:
+        method = build("early_exit_lossy", context, {"exit_threshold": 0.02, **options})
+        return engine_of(method).complete([request])[0]
+
+    kept, every, none = run(), run(rollback_threshold=1e9), run(rollback_threshold=0.0)
+    assert kept.tokens == every.tokens and kept.statistics.target_passes == every.statistics.target_passes
+    assert list(none.tokens) == naive(target(layers=LAYERS), request) != list(kept.tokens)
+    assert none.statistics.fidelity.changed == 0 < kept.statistics.fidelity.changed
+    assert run(rollback_threshold=3.0).statistics.fidelity.changed <= kept.statistics.fidelity.changed
+
+
 @pytest.mark.parametrize("missing", ["recompute", "copy"])
 def test_tokens_that_leave_are_answers_and_the_next_pass_runs_what_is_left(missing: str) -> None:
     draft = drafter(0.02, 0.02, 0.02, only_confident=True, missing_keys=missing)
@@ -296,6 +323,8 @@ def test_depths_of_tokens_are_the_distribution_at_the_first_exit() -> None:
         ({"exit_layers": [3]}, r"no exit after 3 layers: the exits are after \[1, 2, 4\]"),
         ({"exit_adaptive": True}, r"threshold of one exit, and there are 3, after \[1, 2, 4\] layers; name one with"),
         ({"exit_adaptive": True, "missing_keys": "copy"}, "needs missing_keys recompute and exit_decay 0"),
+        ({"rollback_threshold": -1}, "rollback_threshold"),
+        ({"rollback_threshold": 1.0, "missing_keys": "copy"}, "it needs missing_keys recompute"),
         ({"exit_adaptive": True, "exit_confidence": "state"}, "a probability as confidence, not exit_confidence state"),
         ({"exit_posterior": 0.7}, "exit_posterior would not be read without exit_adaptive"),
         ({"exit_adaptive": True, "calibration": "c.json"}, "so exit_adaptive would not be read"),

@@ -50,7 +50,7 @@ def heads() -> ExitHeads:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         made.maps[0].get_parameter("weight").data += 0.02 * torch.randn(64, 64)
-    return packed_exits(made, ())
+    return packed_exits(made, (), decoder())
 
 
 def answer(

@@ -100,6 +100,28 @@ def test_the_layers_that_ran_are_those_of_the_schedule() -> None:
     assert draft.layer_counts.tolist() == expected.tolist()
 
 
+def test_a_layer_s_cache_holds_a_prefix_of_the_text() -> None:
+    """Every layer has the keys of the prompt and of the first tokens of the answer, and those of no later token."""
+    engine, prompt = engine_of(BUDGET, measure=False, rows=1), PROMPTS[1]
+    engine.submit(Request(prompt, max_new_tokens=12))
+    text = list(prompt)
+    while len(text) < len(prompt) + 9:
+        for update in engine.step():
+            text += update.tokens
+    length, runner = len(text) - 1, engine.runner
+    assert isinstance(runner, DecoderRunner) and runner.length(0) == length
+    counts = list[int]()
+    for layer in range(LAYERS):
+        keys = runner.cache.read(layer, torch.tensor([0]), length)[0][0]  # type: ignore[attr-defined]
+        written = keys.abs().sum((0, 2)) > 0
+        count = int(written.sum())
+        assert written[:count].all() and count >= len(prompt), "no holes"
+        counts.append(count)
+    position = np.arange(1, length - len(prompt) + 1)
+    runs = [(layer < BUDGET.warm_up) | (layer >= BUDGET.resumes_at(position)) for layer in range(LAYERS)]
+    assert counts == [len(prompt) + int(np.count_nonzero(r)) for r in runs]
+
+
 def test_other_requests_begin_with_prompts_only() -> None:
     """The keys of an answer's tokens are not those of a full pass, so no other request may read them."""
     engine = engine_of(BUDGET, measure=False, rows=1)

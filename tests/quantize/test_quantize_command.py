@@ -204,3 +204,13 @@ def test_an_architecture_with_other_tensors_is_refused(tmp_path: Path) -> None:
     assert "mixtral with experts cannot be quantised yet" in expect_error(
         "quantize", other, "--out", tmp_path / "m.gguf"
     )
+
+
+def test_a_part_that_is_held_back_is_a_sequence_at_least_and_too_little_text_is_said() -> None:
+    documents = [[1] * 30] * 6
+    found = split_text(documents, 0, 10, 64, "text")
+    assert found.calibration.numel() == 0 and found.held_back.shape == (1, 64)
+    with pytest.raises(ValueError, match=r"^text: 180 tokens of text were found, and 364 are needed; give more text"):
+        split_text(documents, 300, 10, 64, "text")
+    with pytest.raises(ValueError, match=r"documents that leave 60 beside those of calibration, and 164 are needed"):
+        split_text([[1] * 120, [1] * 60], 100, 10, 64, "text")

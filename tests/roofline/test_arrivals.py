@@ -1,6 +1,8 @@
 """Simulated load: single requests by hand, limits, published crossovers, and bad traces."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from foretell.roofline.hardware import known_hardware
 from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.plan import cost_of_profile
+from foretell.roofline.published_loads import LoadSetting, compare_loads, load_settings
 from foretell.roofline.runtime import find_runtime
 from foretell.roofline.speculation import DraftShape
 from foretell.roofline.workload import Workload
@@ -77,23 +80,57 @@ def test_the_published_gain_at_low_load_and_its_fall_at_high_load() -> None:
     assert 1 < some < gain(drafts, 1.0, 50, 250, 200) and many < 1
 
 
-def test_a_first_implementation_gains_at_low_load_and_loses_at_high_load() -> None:
-    """vLLM's blog of October 2024, Llama-3-70B with a draft model on four H100: 1.5 times as fast at one request a
-    second, slower at many (by 1.4, of which a part is predicted). Drafts were scored as sequences of their own.
+def test_published_crossovers_are_predicted_in_direction_and_within_a_quarter() -> None:
+    """vLLM's blog of October 2024, Llama-3-70B on four H100: 1.5 and 2.8 times as fast at one request a second, 1.4 and
+    1.8 times slower at ten and eight. The points at up to four a second were fitted to, those above were not. AdaServe
+    (arXiv 2501.12162): more tokens in time with drafts at every rate.
     """
-    first = known_hardware()["h100-sxm"].run_by(find_runtime("expanding"))
-    workload, method = Workload(devices=4), find_method("draft_model")
-    costs = StepCosts(LARGE, first, workload, DraftShape(5, 4, 2.5), cost_of_profile(method, LARGE))
-    plain = StepCosts(LARGE, first, workload)
+    # The number of requests matters only where they queue up, which is beyond the points that were fitted to.
+    few = {True: 60, False: 500}
+    settings = [
+        replace(each, requests=few[fit], points=tuple(p for p in each.points if p[2] == fit))
+        for each in load_settings().values()
+        for fit in few
+    ]
+    found = compare_loads(settings, seeds=(0,))
+    assert [(c.setting.name, c.rate) for c in found if abs(c.error) > 0.25] == []
+    beyond = [c for c in found if not c.fit]
+    assert len(beyond) >= 4 and sum(c.published < 1 for c in beyond) >= 2
+    for c in found:
+        assert (c.predicted > 1) == (c.published > 1) or abs(c.published - 1) < 0.1, (c.setting.name, c.rate)
 
-    def gain(rate: float, count: int) -> float:
-        load = poisson_requests(rate, count, 250, 200)
-        return LoadComparison(simulate(load, plain), simulate(load, costs)).speedup
 
-    assert gain(1.0, 30) == pytest.approx(1.5, rel=0.25)
-    assert gain(50.0, 150) < 1
-    one, several = (StepCosts(LARGE, each, workload, DraftShape(5, 4, 2.5)) for each in (H100, first))
-    assert several.seconds(64, 4000, 0) > 1.3 * one.seconds(64, 4000, 0)
+def test_the_host_work_of_a_first_implementation_is_near_its_fit() -> None:
+    fitted = find_runtime("expanding")
+    for name, figure in (("vllm-draft-model", "request_overhead"), ("vllm-ngram", "lookup_overhead")):
+        setting = load_settings()[name]
+        setting = replace(setting, requests=200, points=tuple(p for p in setting.points if p[2] and p[0] > 1))
+
+        def misfit(value: float, setting: LoadSetting = setting, figure: str = figure) -> float:
+            found = compare_loads([setting], replace(fitted, **{figure: value}), seeds=(0,))  # type: ignore[arg-type]
+            return sum(math.log1p(c.error) ** 2 for c in found)
+
+        value = getattr(fitted, figure)
+        assert misfit(value) < min(misfit(0.2 * value), misfit(3.0 * value)), name
+
+
+def test_a_first_implementation_reads_whole_prompts_before_it_goes_on() -> None:
+    first = StepCosts(SMALL, known_hardware()["h100-sxm"].run_by(find_runtime("expanding")), Workload())
+    load = [Request(0.0, 100, 50), *(Request(0.1, 1000, 2) for _ in range(3))]
+    found = simulate(load, first, prompt_tokens=2000)
+    alone = simulate(load[:1], first)
+    stalls = first.seconds(0, 0, 1000, 2) + first.seconds(0, 0, 1000, 1)
+    longest, least = found.percentiles["latency"][1], alone.mean_latency
+    assert longest > least + 0.8 * stalls
+    assert first.seconds(0, 0, 1000, 2) > 1.5 * first.seconds(0, 0, 1000, 1)
+
+
+def test_requests_with_a_promise_of_their_own_count_by_it() -> None:
+    load = [Request(0.0, 100, 50, tpot=1e-6), Request(5.0, 100, 30, tpot=1.0)]
+    found = simulate(load, PLAIN)
+    span = 5.0 + simulate(load[1:], PLAIN).mean_latency
+    assert found.goodput == pytest.approx(1 / span, rel=0.01)
+    assert found.good_tokens == pytest.approx(30 / span, rel=0.01)
 
 
 def test_the_advice_names_the_rate_up_to_which_drafts_help() -> None:
@@ -114,6 +151,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert row["rate"] == 2
 
 
+def test_a_simulation_that_takes_minutes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(10_000))
+    monkeypatch.setattr("foretell.cli.roofline_load.time.monotonic", lambda: float(next(seconds)))
+    options = ["load", "llama-3.1-8b", "--requests", "60", "--output", "5", "--rate", "1"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0
+    assert "The simulation of 120 requests takes about 2 minutes more" in " ".join(result.stderr.split())
+    assert result.stderr.count("minutes") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
@@ -121,6 +168,9 @@ def test_the_command(tmp_path: Path) -> None:
         ("arrival,prompt,output\n0,5,x\n", [], "line 2: output must be a number from 1, found 'x'"),
         ("arrival,prompt,output\n1,5,6\n-1,5,6\n", [], "line 3: arrival must be a number from 0"),
         ("arrival,prompt,output\n", [], "holds no request"),
+        ("arrival,prompt,output,tpot\n0,5,6,soon\n", [], "line 2: tpot must be a number from 0, found 'soon'"),
+        ("", ["--prompt-tokens", "0"], "one token of a prompt"),
+        ("", ["--method", "draft_model", "--draft-devices", "0"], "devices"),
         ("", ["--rate", "fast"], "--rate takes requests a second"),
         ("", ["--rate", "1", "--requests", "0"], "the number of requests must be a positive number"),
         ("", ["--rate", "1", "--running", "0"], "room for at least one request"),

@@ -22,10 +22,11 @@ from foretell.train.objective.block import (
     decay_weights,
     dpace_weights,
     place_losses,
+    sample_blocks,
 )
 from foretell.train.objective.unrolled import TargetLabels
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.dflash import DFlashRecipe, sample_blocks
+from foretell.train.recipe.dflash import DFlashRecipe
 from helpers import random_tokens, run, statistics_of, tokens_of, unchecked
 
 MASK = torch.tensor([[True, True, True, True], [True, True, False, False], [False] * 4])

@@ -2,22 +2,26 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from training_helpers import shared
 
 from command import expect_error, run_foretell, tiny_target
+from foretell.model.decoder import Decoder
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.speculator.checkpoint import read_config
 from foretell.speculator.network.base import TargetInfo
-from foretell.speculator.network.exits import Exits, ExitsConfig
+from foretell.speculator.network.exits import Exits, ExitsConfig, block_config
+from foretell.train.data.dataset import Document
+from foretell.train.exits.blocks import block_outputs, train_blocks
 from foretell.train.exits.classifiers import HaltingSettings, fit_classifiers
-from foretell.train.exits.fit import evaluate, fit_linear, refine, set_shared, target_tokens
+from foretell.train.exits.fit import evaluate, exit_loss, fit_linear, refine, set_shared, target_tokens
 from foretell.train.exits.job import default_layers, final_norm_weight
 from foretell.train.exits.least_squares import LeastSquares
-from foretell.train.exits.states import LayerStates
-from helpers import target
+from foretell.train.exits.states import LayerStates, collect_sequences
+from helpers import random_tokens, target
 
 WIDTH, VOCAB, TOKENS = 12, 40, 700
 
@@ -95,6 +99,17 @@ def test_the_error_falls_with_depth_and_refinement_raises_agreement() -> None:
     assert sum(losses[50:60]) < sum(losses[:10]) and after[0].agreement[0] > before[0].agreement[0]
 
 
+def test_an_exit_s_loss_has_no_gradient_elsewhere() -> None:
+    exits, found = exits_for(inner=8), states(noise=0.4)
+    fit_linear(exits, found)
+    before = {name: p.clone() for name, p in exits.state_dict().items()}
+    exits.requires_grad_(True)
+    exit_loss(exits, 0, found, torch.arange(64)).backward()
+    touched = {name for name, p in exits.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert touched and all(name.split(".")[1] == "0" for name in touched), touched
+    assert all(torch.equal(p, before[name]) for name, p in exits.state_dict().items())
+
+
 def test_classifiers_know_where_an_exit_is_right() -> None:
     exits, found = exits_for(), states(noise=0.5)
     fit_linear(exits, found)
@@ -138,12 +153,51 @@ def test_the_command_fits_exits_of_a_model_on_disk(tmp_path: Path) -> None:
     assert "| 1 | " in (out / "README.md").read_text()
 
 
+def test_an_exit_with_a_decoder_block_is_trained_and_drafts(tmp_path: Path) -> None:
+    out, options = tmp_path / "exits", ("--layers", "1", "--blocks", "1", "--steps", "3", "--draft-vocab", "64")
+    fitted = run_foretell("train", "exits", tiny_target(), "--out", out, "--data", shared(), *options)
+    assert fitted.exit_code == 0, (fitted.output, fitted.exception)
+    assert read_config(out)["blocks"]["layers"] == 1
+    answers = [
+        run_foretell("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "12", *method)
+        for method in (("--method", "layer_skip", "--draft-model", out), ("--method", "autoregressive"))
+    ]
+    assert all(a.exit_code == 0 for a in answers), [a.output for a in answers]
+    assert answers[0].stdout == answers[1].stdout
+
+
+def test_blocks_learn_to_give_the_target_s_tokens() -> None:
+    """Trained from the target's next block, an exit agrees more often on the sequences that it was trained on."""
+    network = target(vocab=29, layers=3)
+    info = TargetInfo(name="tiny", hidden=network.config.hidden, vocab=29, layers=3)
+    config = ExitsConfig(target=info, layers=(1,), blocks=block_config(network.config, 1, 1))
+    made = Exits(config, embedding_and_head_of(network)).float()
+    made.init_from_target(
+        Decoder(block_config(network.config, 1, 1), network.embedding, [network.block(1)], network.norm)
+    )
+    documents = [Document(np.array(random_tokens(40, seed=i)), 5, True) for i in range(30)]
+    found = collect_sequences(network, documents, 1, 10_000)
+    assert len(found.exit) == 30 and all(len(x) == 40 for x in found.exit)
+    before, losses = block_outputs(made, found, 10_000), list[float]()
+    fit_linear(made, before)
+    train_blocks(made, found, 40, 5e-3, on_step=lambda step, loss: losses.append(loss))
+    assert sum(losses[-8:]) < sum(losses[:8])
+    after = block_outputs(made, found, 10_000)
+    assert len(after) == len(before) == sum(len(x) for x in found.final) and not torch.equal(
+        after.layers[0], before.layers[0]
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (("--layers", "2"), "exits after layers [2] were asked for, and"),
         (("--layers", "x"), "--layers=x: layers of the target by number"),
         (("--inner", "8"), "--inner 8: a feed-forward network is trained by gradient; give --steps too"),
+        (("--blocks", "1"), "--blocks 1: decoder blocks are trained by gradient, with a linear map; give --steps"),
+        (("--blocks", "1", "--steps", "1"), "--blocks 1: one exit may have decoder blocks; name its layer"),
+        (("--blocks", "2", "--steps", "1", "--layers", "1"), "the blocks that follow it in the target (1 here)"),
+        (("--from", "draft"), "--from draft: a draft model begins decoder blocks; say how many with --blocks"),
         (("--tokens", "20"), "20 tokens to learn are too few to fit exits on; 500 at least"),
     ],
 )

@@ -96,6 +96,19 @@ def test_equal_rollouts_give_no_gradient_and_a_penalty_leads_to_the_first_exit()
     assert q[0] > 0.8 and ROLLOUTS == 8
 
 
+def test_only_the_difference_to_the_mean_reward_counts() -> None:
+    """The baseline: rewards that are higher everywhere give the same gradient (ConsistentEE)."""
+    found, gradients = outcomes(), list[torch.Tensor]()
+    for shift in (0.0, 7.0):
+        score = torch.zeros(60, 3, requires_grad=True)
+        raised = ExitOutcomes(found.likelihood + shift, found.correct, found.depth)
+        policy_loss(score, raised, 0.5, torch.Generator().manual_seed(1)).backward()
+        assert score.grad is not None
+        gradients.append(score.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+    assert gradients[0].abs().max() > 1e-4
+
+
 def _fitted(halting: Halting, penalty: float) -> tuple[Exits, LayerStates]:
     found = states(noise=0.4)
     exits = exits_for(halting=halting)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from foretell.catalogue.build_context import BuildContext, default_exit_layer, require_network
 from foretell.catalogue.exit_choice import best_exit
 from foretell.catalogue.options.lossy import EarlyExitOptions
@@ -10,6 +12,8 @@ from foretell.catalogue.speculators import read_speculator, target_card
 from foretell.draft.beta_mixture import AdaptiveThresholds, BetaMixtureThreshold
 from foretell.draft.early_exit import EarlyExitDrafter
 from foretell.draft.exit_heads import ExitHeads, ExitRule, SharedHead, TrainedExits
+from foretell.model.decoder import Decoder
+from foretell.model.network import Network
 from foretell.model.partial_pass import check_spans
 from foretell.speculator.exit_calibration import read_calibration
 from foretell.speculator.installed import find_installed
@@ -50,11 +54,11 @@ def draft_heads(context: BuildContext, layer: int | None, several: bool) -> Exit
     if exits is None:
         return SharedHead(network, layer or default_exit_layer(network.config))
     chosen = layer or best_exit(exits, network.config)
-    return packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen])
+    return packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen], network)
 
 
-def packed_exits(exits: Exits, layers: Sequence[int]) -> TrainedExits:
-    """The exits after these layers (none: all), packed for the CPU kernels where these run.
+def packed_exits(exits: Exits, layers: Sequence[int], network: Network) -> TrainedExits:
+    """The exits of a network after these layers (none: all), packed for the CPU kernels where these run.
 
     Raises:
         ValueError: there is no exit after one of these layers.
@@ -62,7 +66,8 @@ def packed_exits(exits: Exits, layers: Sequence[int]) -> TrainedExits:
     known = exits.config.layers
     heads = {i: pack_exit(exits, i, EXIT_PRECISION) for i, layer in enumerate(known) if layer in (layers or known)}
     packed = {i: head for i, head in heads.items() if head is not None}
-    return TrainedExits(pack_network(exits, EXIT_PRECISION), layers, packed)
+    floats = network.embedding.dtype if isinstance(network, Decoder) else torch.float32
+    return TrainedExits(pack_network(exits, EXIT_PRECISION), layers, packed, exits.decoder_blocks(floats))
 
 
 def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitDrafter:
@@ -80,10 +85,10 @@ def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitD
         )
     if options.calibration is not None:
         found = read_calibration(Path(options.calibration), target_card(context).fingerprint, exits)
-        heads = packed_exits(exits, found.layers)
+        heads = packed_exits(exits, found.layers, network)
         rule = ExitRule(found.measure, found.thresholds, found.decay, found.horizon)
     else:
-        heads = packed_exits(exits, options.exit_layers or ())
+        heads = packed_exits(exits, options.exit_layers or (), network)
         levels = (options.exit_threshold,) * len(heads.layers)
         rule = ExitRule(options.exit_confidence, levels, options.exit_decay)
     adaptive = None

@@ -4,6 +4,7 @@ from foretell.accept import Acceptor, Match, Rejection
 from foretell.catalogue.build_context import BuildContext, cost_aware_tree, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.feature_level import (
+    BeamSearchOptions,
     DFlashOptions,
     EagleOptions,
     EagleTreeOptions,
@@ -11,14 +12,24 @@ from foretell.catalogue.options.feature_level import (
     MLPSpeculatorOptions,
 )
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import DFlashDrafter, EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, Predictor
+from foretell.draft import (
+    DFlashDrafter,
+    EagleDrafter,
+    MLPSpeculatorDrafter,
+    MTPDrafter,
+    PEagleDrafter,
+    Predictor,
+    ReDrafterDrafter,
+)
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
+from foretell.shape import BeamSearch, Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
+from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import describe_packed, pack_network
+from foretell.speculator.network.redrafter import ReDrafter
 
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
@@ -130,8 +141,43 @@ def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
     return _method_of_levels(DFlashDrafter(network), network.depth, kind, options)
 
 
+def p_eagle(context: BuildContext, options: DFlashOptions) -> AnyMethod:
+    """P-EAGLE with the tree of the options."""
+    network = trained_speculator(context, "p_eagle")
+    assert isinstance(network, PEagle)
+    return p_eagle_method(pack_network(network), options)
+
+
+def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
+    """P-EAGLE with matching; sampled drafts with rejection sampling.
+
+    Raises:
+        ValueError: the tree is deeper than the network was trained for.
+    """
+    return _method_of_levels(PEagleDrafter(network), network.depth, "tokens in a pass, one for each level", options)
+
+
+def redrafter(context: BuildContext, options: BeamSearchOptions) -> AnyMethod:
+    """ReDrafter with beam search."""
+    network = trained_speculator(context, "redrafter")
+    assert isinstance(network, ReDrafter)
+    return redrafter_method(pack_network(network), options)
+
+
+def redrafter_method(network: ReDrafter, options: BeamSearchOptions) -> AnyMethod:
+    """ReDrafter with matching.
+
+    Raises:
+        ValueError: the sequences are longer than those that the network was trained for.
+    """
+    depth = options.num_steps or network.stages
+    if depth > network.stages:
+        raise ValueError(f"this speculator was trained to draft {network.stages} tokens, and {depth} were asked for")
+    return _method(ReDrafterDrafter(network), BeamSearch(depth, options.num_beams), draw=False)
+
+
 def _method_of_levels(
-    drafter: MLPSpeculatorDrafter | DFlashDrafter,
+    drafter: MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter,
     levels: int,
     kind: str,
     options: MLPSpeculatorOptions,
@@ -158,7 +204,7 @@ def _method_of_levels(
 
 
 def _method(
-    drafter: EagleDrafter | MLPSpeculatorDrafter | DFlashDrafter, shape: Shape[Predictor], draw: bool
+    drafter: EagleDrafter | MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter, shape: Shape[Predictor], draw: bool
 ) -> AnyMethod:
     """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
     accept: Acceptor = Rejection() if draw else Match()
@@ -291,6 +337,23 @@ ENTRIES = (
         aliases=("block_diffusion",),
     ),
     Entry(
+        name="p_eagle",
+        family="feature level",
+        description=(
+            "EAGLE-3's layers with masks in place of the tokens and states that do not exist yet, so that one pass "
+            "gives the distributions of all depths; their most probable tree is verified."
+        ),
+        when_to_use="where EAGLE's passes, one per level, are what limits the depth of its drafts.",
+        papers=(Paper("P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", "2602.01469"),),
+        drafter=PEagleDrafter,
+        shape=CostAwareTree,
+        acceptor=Match,
+        builder=p_eagle,
+        options=DFlashOptions,
+        speculator="p_eagle",
+        aliases=("parallel_eagle",),
+    ),
+    Entry(
         name="mlp_speculator",
         family="feature level",
         description=(
@@ -309,5 +372,22 @@ ENTRIES = (
         options=MLPSpeculatorOptions,
         speculator="mlp_speculator",
         aliases=("multi_stage_mlp",),
+    ),
+    Entry(
+        name="redrafter",
+        family="feature level",
+        description=(
+            "A small recurrent network reads the drafted tokens beside the target's last hidden state; the best "
+            "sequences of a beam search are verified, their common beginnings once."
+        ),
+        when_to_use="as a cheap drafter whose weights do not grow with the length of its drafts.",
+        papers=(Paper("Recurrent Drafter for Fast Speculative Decoding in Large Language Models", "2403.09919"),),
+        drafter=ReDrafterDrafter,
+        shape=BeamSearch,
+        acceptor=Match,
+        builder=redrafter,
+        options=BeamSearchOptions,
+        speculator="redrafter",
+        aliases=("recurrent_drafter",),
     ),
 )

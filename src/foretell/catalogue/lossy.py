@@ -56,12 +56,10 @@ def early_exit(context: BuildContext, options: EarlyExitOptions) -> AnyMethod:
     """Answers of exits, and of all layers where no exit is sure."""
     draft = exit_answers(context, options)
     after = ", ".join(map(str, draft.heads.layers))
-    return Method(
-        draft,
-        Chain(options.num_speculative_tokens),
-        AcceptExits(exact_keys=options.missing_keys == "recompute"),
-        drafter_label=f"exits after {after} layers",
-    )
+    accept: AcceptExits | BiLDRollback = AcceptExits(exact_keys=options.missing_keys == "recompute")
+    if options.rollback_threshold is not None:
+        accept = BiLDRollback(options.rollback_threshold)
+    return Method(draft, Chain(options.num_speculative_tokens), accept, drafter_label=f"exits after {after} layers")
 
 
 def skip_decode(context: BuildContext, options: SkipDecodeOptions) -> AnyMethod:

@@ -137,6 +137,8 @@ def exits(
     '{"calibration": "exits/calibration.json"}'
     """
     settings = CalibrationSettings(disagreement, confidence, measure, of, decay, longest=longest)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such directory; give exits of `foretell train exits`")
     console, target = Console(stderr=True), load(model, dtype)
     network = target.speculator(folder)
     if not isinstance(network, Exits):

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from foretell.api import Model
 from foretell.cli import data, options
 from foretell.load import load
+from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.exits import Halting
 from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import parse_hidden_layers
@@ -51,6 +53,21 @@ def exits(
     inner: Annotated[
         int, typer.Option(min=0, help="Width of a feed-forward network per exit, which the steps train; 0: none.")
     ] = _DEFAULTS.inner,
+    blocks: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Decoder blocks between the only exit and its head, begun as the model's next, trained by steps.",
+        ),
+    ] = _DEFAULTS.blocks,
+    blocks_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Begin the blocks as the last ones of this draft model, instead of the model's.",
+        ),
+    ] = None,
     joint: Annotated[
         bool,
         typer.Option(
@@ -100,9 +117,18 @@ def exits(
         raise ValueError(f"--inner {inner}: a feed-forward network is trained by gradient; give --steps too")
     if joint and not inner:
         raise ValueError("--joint trains a feed-forward network that all exits share; give its width with --inner")
+    if blocks and (inner or joint or kind != "linear" or not steps):
+        raise ValueError(
+            f"--blocks {blocks}: decoder blocks are trained by gradient, with a linear map; give --steps, and neither "
+            "--inner nor --kind shared"
+        )
     console = Console(stderr=True)
     target = load(model, dtype)
     chosen = parse_hidden_layers(layers, target.config.layers, "--layers") if layers else ()
+    if blocks_from is not None and not blocks:
+        raise ValueError(f"--from {blocks_from}: a draft model begins decoder blocks; say how many with --blocks")
+    if blocks and len(chosen) != 1:
+        raise ValueError(f"--blocks {blocks}: one exit may have decoder blocks; name its layer, as --layers 6")
     if data_folder is None:
         data_folder = out / "data"
         data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype, seed=seed)
@@ -112,6 +138,8 @@ def exits(
     settings = ExitSettings(
         *(which, kind, steps, lr, inner, draft_vocab, tokens, seed),
         JointSettings(parse_weights(exit_weights, which), weight_warmup) if joint else None,
+        blocks,
+        None if blocks_from is None else _draft_model(target, blocks_from),
         HaltingSettings(halting, oracle, depth_penalty, oracle_width),
     )
     with console.status("reading the data set") as status:
@@ -122,3 +150,17 @@ def exits(
         f"{out}: {len(fitted.quality)} exits, fitted on {fitted.tokens:,} tokens, measured on {fitted.held_out:,}; use "
         f"them with --method layer_skip --draft-model {out}", highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _draft_model(target: Model, folder: Path) -> DraftNetwork:
+    """The draft model whose blocks an exit begins with.
+
+    Raises:
+        ValueError: it is another kind of speculator.
+    """
+    found = target.speculator(folder)
+    if not isinstance(found, DraftNetwork):
+        raise ValueError(
+            f"--from {folder}: a speculator of kind {found.kind}; give one of `foretell train draft_model`"
+        )
+    return found

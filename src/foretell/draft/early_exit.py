@@ -11,6 +11,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, TopTokens, top_tokens
 from foretell.draft.beta_mixture import AdaptiveThresholds
+from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_chain import ExitChain
 from foretell.draft.exit_heads import ExitHeads, ExitRule, measure_confidence
 from foretell.model.compact_runner import check_whole
@@ -47,6 +48,8 @@ class EarlyExitDrafter(Predictor):
         missing_keys: MissingKeys = "recompute",
         adaptive: AdaptiveThresholds | None = None,
     ) -> None:
+        if heads.blocks and (missing_keys == "copy" or (rule is not None and rule.confidence == "state")):
+            raise ValueError("exits with decoder blocks need missing_keys recompute and no exit_confidence state")
         if rule is not None and len(rule.thresholds) != len(heads.layers):
             raise ValueError(f"{len(heads.layers)} exits need as many thresholds, found {len(rule.thresholds)}")
         self.heads, self.rule, self.missing_keys, self.adaptive = heads, rule, missing_keys, adaptive
@@ -61,6 +64,10 @@ class EarlyExitDrafter(Predictor):
         self._pass: PartialPass | None = None
         self._chain: ExitChain | None = None
         """Chains of the only exit, where the kernels can run them."""
+        self._blocks: ExitBlocks | None = None
+        """The decoder blocks of the only exit."""
+        if heads.blocks:
+            self.hidden_layers, self.reads_prompts = heads.layers, True
         self._depths: dict[int, Float[np.ndarray, " e"]] = {}
         """Per row the distribution function of the depth of its answer, with classifiers for whole answers."""
 
@@ -71,14 +78,18 @@ class EarlyExitDrafter(Predictor):
             ValueError: it keeps a part of the text's keys and values only.
         """
         check_whole(runner)
-        self._runner, self._pass, self._chain = runner, None, ExitChain.of(self.heads, runner)
+        if runner is self._runner:
+            return
+        self._runner, self._pass = runner, None
+        self._blocks = ExitBlocks(self.heads.blocks, self.heads.layers[0], runner) if self.heads.blocks else None
+        self._chain = ExitChain.of(self.heads, runner, self._blocks)
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """As `Drafter.max_depths`; 0 for the first token of an answer, so that drafts do not depend on how the prompt
         was read.
         """
         pairs = zip(context.rows, context.sequences, strict=True)
-        ready = [s.length > s.prompt_length and self._target.length(row) == s.length - 1 for row, s in pairs]
+        ready = [s.length > s.prompt_length and self._is_read(row, s.length - 1) for row, s in pairs]
         return np.where(ready, super().max_depths(context), 0)
 
     @property
@@ -86,6 +97,11 @@ class EarlyExitDrafter(Predictor):
         if self._runner is None:
             raise ValueError("a drafter with the target's first layers works in an engine only: it shares its cache")
         return self._runner
+
+    def _is_read(self, row: int, length: int) -> bool:
+        """Whether the target has read exactly so many tokens of a row, and the exit's blocks know their states."""
+        read = self._target.length(row) == length
+        return read if self._blocks is None else read and self._blocks.ready(row, length)
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -151,7 +167,7 @@ class EarlyExitDrafter(Predictor):
             last = i == len(self.heads.layers) - 1
             if self.rule is not None and self.rule.thresholds[i] >= 1 and not last:
                 continue
-            found = run.advance(staying, layer)
+            found = self._read_blocks(staying, run.advance(staying, layer), tree, context)
             logits = self.heads.logits(i, found.states)
             sure = None if self.rule is None else self._measure(staying, i, found, logits, depths)
             leaving = staying if sure is None else self._leaving(staying, i, sure, tree, context)
@@ -171,6 +187,19 @@ class EarlyExitDrafter(Predictor):
             width = self._target.vocab if self.heads.token_of is None else len(self.heads.token_of)
             parts.append(torch.zeros(0, width))
         return torch.cat(parts), index
+
+    def _read_blocks(
+        self, nodes: Bool[np.ndarray, "b n"], found: NodeStates, tree: TokenTree, context: Context
+    ) -> NodeStates:
+        """The outputs of the exit's blocks at nodes of a frontier, if it has any."""
+        if self._blocks is None:
+            return found
+        if tree.nodes == 1:
+            states = self._blocks.read_roots(context, np.flatnonzero(nodes[:, 0]).tolist(), found.states)
+        else:
+            length = np.array([self._target.length(row) for row in context.rows])
+            states = self._blocks.read_nodes(tree, context.rows, length, nodes, found.states)
+        return replace(found, states=states)
 
     def _measure(
         self,
@@ -249,14 +278,33 @@ class EarlyExitDrafter(Predictor):
     def observe(self, step: StepResult) -> None:
         """Forget the pass: the target has finished it."""
         self._pass = None
+        if self._blocks is not None:
+            self._blocks.observe(step)
         if self.adaptive is not None:
             self.adaptive.observe(step)
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self._depths.pop(row, None)
+        if self._blocks is not None:
+            self._blocks.release(row)
         if self.adaptive is not None:
             self.adaptive.release(row)
+
+    def rewind(self, row: int, length: int) -> int:
+        """As `Drafter.rewind`: the exit's blocks keep what they know of the shared tokens."""
+        if self._blocks is None:
+            return super().rewind(row, length)
+        kept = self._blocks.keep(row, length)
+        self._depths.pop(row, None)
+        return kept
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """As `Drafter.copy_row`: the cache holds the keys of the exit's blocks, too."""
+        if self._blocks is None:
+            return super().copy_row(source, target, length)
+        self.release(target)
+        return self._blocks.copy(source, target, length)
 
 
 def frontier_nodes(tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context) -> Bool[np.ndarray, "b n"]:

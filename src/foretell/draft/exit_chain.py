@@ -8,6 +8,7 @@ import torch
 from foretell.core.context import Context
 from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, root_tree, tree_from_scores
+from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_heads import ChainDecoder, ExitHeads
 from foretell.model.kernels import DynamicTrees, NodeLimits
 from foretell.model.partial_pass import PartialPass
@@ -16,7 +17,9 @@ from foretell.model.runner import DecoderRunner, Runner
 
 @dataclass(frozen=True)
 class GrownChains:
-    """Chains, the kernel's report on them, and the pass that goes on from where their nodes stopped."""
+    """Chains, the kernel's report on them, and the pass that goes on from where their nodes stopped, which is that of
+    the roots alone if the exit has blocks.
+    """
 
     tree: TokenTree
     trees: DynamicTrees
@@ -24,24 +27,26 @@ class GrownChains:
 
 
 class ExitChain:
-    """Grows chains in the target's cache, for an exit after `layer` layers."""
+    """Grows chains in the target's cache, for an exit after `layer` layers, and after `blocks` if it has some."""
 
-    def __init__(self, decoder: ChainDecoder, layer: int, runner: Runner) -> None:
-        self._decoder, self._layer, self._runner = decoder, layer, runner
+    def __init__(self, decoder: ChainDecoder, layer: int, runner: Runner, blocks: ExitBlocks | None = None) -> None:
+        self._decoder, self._layer, self._runner, self._blocks = decoder, layer, runner, blocks
 
     @staticmethod
-    def of(heads: ExitHeads, runner: Runner) -> "ExitChain | None":
+    def of(heads: ExitHeads, runner: Runner, blocks: ExitBlocks | None = None) -> "ExitChain | None":
         """None: there are several exits, or the kernels cannot run them."""
         if len(heads.layers) != 1 or not isinstance(runner, DecoderRunner):
             return None
-        decoder = heads.chain_decoder(0, runner.network)
-        return None if decoder is None else ExitChain(decoder, heads.layers[0], runner)
+        decoder = heads.chain_decoder(0, runner.network if blocks is None else blocks.network)
+        return None if decoder is None else ExitChain(decoder, heads.layers[0], runner, blocks)
 
     def grow(self, context: Context, length: int, limits: NodeLimits, refused: float | None) -> GrownChains:
         """Chains for requests that may all draft; `refused`: nodes of at most this confidence are not valid."""
         roots = root_tree(context.last_tokens)
         run = self._runner.begin_pass(context.rows, roots)
         states = run.advance(np.ones(roots.token.shape, bool), self._layer).states
+        if self._blocks is not None:
+            states = self._blocks.read_roots(context, range(len(context.rows)), states)
         run.reserve(length)
         rows, noise = np.array(context.rows), noise_for_kernels(context, length)
         trees = DynamicTrees(
@@ -54,6 +59,8 @@ class ExitChain:
         which = range(len(context.rows))
         tree = tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
         run.extend(tree)
+        if self._blocks is not None:
+            return GrownChains(tree, trees, run)
         place = trees.output_row[:, : tree.nodes]
         run.record(place >= 0, self._layer, trees.outputs[torch.from_numpy(place[place >= 0])])
         return GrownChains(tree, trees, run)

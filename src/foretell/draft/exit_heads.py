@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Real
 
+from foretell.model.decoder import DecoderBlock
 from foretell.model.kernels import rms_norm
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.network import Network
@@ -43,6 +44,8 @@ class ExitHeads(ABC):
 
     layers: tuple[int, ...]
     token_of: Int[np.ndarray, " w"] | None = None
+    blocks: Sequence[DecoderBlock] = ()
+    """Decoder blocks between the layer of the only exit and the exit, which then reads their outputs."""
     chooses_depth: bool = False
     """Whether the classifiers choose a depth at the first fitted exit, rather than at every exit whether to leave."""
     chooses_once: bool = False
@@ -58,7 +61,9 @@ class ExitHeads(ABC):
         """Logits of an exit, counted from 0, from the outputs of its last layer."""
 
     def chain_decoder(self, exit_: int, network: Network) -> ChainDecoder | None:
-        """The layers of a network up to an exit with the exit's head; None: the kernels cannot run these."""
+        """The layers and blocks of an exit, the first ones of a network, with the exit's head; None: the kernels cannot
+        run these.
+        """
         return None
 
     def classify(self, exit_: int, states: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, " k"]:
@@ -101,13 +106,20 @@ class SharedHead(ExitHeads):
 class TrainedExits(ExitHeads):
     """Exits that `foretell train exits` has fitted: all of them, or those after some layers.
 
-    `heads`: norm and head of exits by number, packed for the kernels, each head with the exit's map in it.
+    `heads`: norm and head of exits by number, packed for the kernels, each head with the exit's map in it. `blocks`:
+    those of the exits in the dtype of the target.
 
     Raises:
         ValueError: there is no exit after one of these layers.
     """
 
-    def __init__(self, network: Exits, layers: Sequence[int] = (), heads: Mapping[int, ExitHead] | None = None) -> None:
+    def __init__(
+        self,
+        network: Exits,
+        layers: Sequence[int] = (),
+        heads: Mapping[int, ExitHead] | None = None,
+        blocks: Sequence[DecoderBlock] = (),
+    ) -> None:
         known = network.config.layers
         missing = [layer for layer in layers if layer not in known]
         if missing:
@@ -116,6 +128,7 @@ class TrainedExits(ExitHeads):
         self._number = [known.index(layer) for layer in self.layers]
         self.token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._heads = heads or {}
+        self.blocks = tuple(blocks)
         self.chooses_depth = network.config.halting in ("token", "sequence")
         self.chooses_once = network.config.halting == "sequence"
 
@@ -128,7 +141,8 @@ class TrainedExits(ExitHeads):
 
     def chain_decoder(self, exit_: int, network: Network) -> ChainDecoder | None:
         """The first layers with the packed head."""
-        found, packed = _first_layers(network, self.layers[exit_]), self._heads.get(self._number[exit_])
+        depth, packed = self.layers[exit_] + len(self.blocks), self._heads.get(self._number[exit_])
+        found = _first_layers(network, depth)
         if found is None or packed is None:
             return None
         return ChainDecoder(found.with_head(packed.norm, packed.head), self._network.token_of)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from foretell.model.attention_config import AttentionSizes, LayerInputConfig, QueryScaling
+from foretell.model.compressed_config import LowRank
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_rope
 from foretell.model.state_config import StateConfig
@@ -164,6 +165,12 @@ class ModelConfig:
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
+    low_rank: LowRank = field(default_factory=LowRank)
+    """Matrices that are stored as two factors."""
+    shortcuts: bool = False
+    """Whether a matrix multiplies the residual stream before the outputs of attention and of the feed-forward network
+    are added (SliceGPT, arXiv 2401.15024).
+    """
     cache_dtype: CacheDtype = "auto"
     """Numbers of cached keys and values."""
     bos: int | None = None

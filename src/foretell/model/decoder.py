@@ -4,7 +4,7 @@ The modules hold weights only; key-value caches are arguments.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from foretell.model.config import Activation, ModelConfig
 from foretell.model.kv_cache import KVCache, LatentCache
 from foretell.model.layer_inputs import LayerInput, LayerInputs
 from foretell.model.layout import Layout, PaddedLayout
-from foretell.model.linear import Int8Linear, Linear, widen
+from foretell.model.linear import AnyLinear, Int8Linear, Linear, widen
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.state_layers import StateMixer
@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
     projection.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+    def __init__(self, gate_up: AnyLinear, down: AnyLinear, activation: Activation) -> None:
         super().__init__()
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
@@ -66,6 +66,13 @@ def gated_mlp(
 
 def _add(x: torch.Tensor, part: torch.Tensor, scale: float) -> torch.Tensor:
     return x + part if scale == 1 else x + part * scale
+
+
+def _shortcut(x: torch.Tensor, matrix: nn.Module | None) -> torch.Tensor:
+    if matrix is None:
+        return x
+    out: torch.Tensor = matrix(x)
+    return out.to(x.dtype)
 
 
 class HeadSizes(Protocol):
@@ -107,6 +114,9 @@ class LayerModules(NamedTuple):
     v_norm: nn.Module | None = None
     reads_keys: bool = False
     """Keys and values are those of an earlier layer: `qkv` gives queries only."""
+    attention_shortcut: nn.Module | None = None
+    """Multiplies the residual stream before the output of attention is added (SliceGPT)."""
+    mlp_shortcut: nn.Module | None = None
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -171,11 +181,20 @@ class DecoderLayer(nn.Module, ABC):
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)
+        x = self.shortcut_attention(x)
         return _add(x, part if p.post_attention_norm is None else p.post_attention_norm(part), p.residual_scale)
 
     def merge_heads(self, out: Float[torch.Tensor, "*t he"]) -> Float[torch.Tensor, "*t hv"]:
         """The input of the output projection from the output of the attention."""
         return out
+
+    def shortcut_attention(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream that the output of attention is added to."""
+        return _shortcut(x, self.layer_modules.attention_shortcut)
+
+    def shortcut_mlp(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream that the output of the feed-forward network is added to."""
+        return _shortcut(x, self.layer_modules.mlp_shortcut)
 
     def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> StreamAndRoutes:
         """Add the feed-forward network to the residual stream; returns also every token's experts (None: dense)."""
@@ -189,6 +208,7 @@ class DecoderLayer(nn.Module, ABC):
             part = flat.view_as(x)
         else:
             part = p.mlp(part)
+        x = self.shortcut_mlp(x)
         return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), routes
 
 
@@ -202,7 +222,7 @@ class DecoderBlock(DecoderLayer):
         self,
         attention_norm: RMSNorm,
         qkv: nn.Module,
-        output: Linear,
+        output: AnyLinear,
         mlp_norm: RMSNorm,
         mlp: FeedForward | ExpertFeedForward | DenseAndExperts,
         q_norm: RMSNorm | None = None,
@@ -217,8 +237,11 @@ class DecoderBlock(DecoderLayer):
         reads_keys: bool = False,
         layer_input: LayerInput | None = None,
         scale: float = 1.0,
+        shortcuts: tuple[Linear, Linear] | None = None,
     ) -> None:
         super().__init__()
+        self.attention_shortcut: Linear | None = None if shortcuts is None else shortcuts[0]
+        self.mlp_shortcut: Linear | None = None if shortcuts is None else shortcuts[1]
         self.v_norm, self.reads_keys, self.layer_input, self.scale = v_norm, reads_keys, layer_input, scale
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
@@ -234,6 +257,7 @@ class DecoderBlock(DecoderLayer):
         return LayerModules(
             *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
             *(self.mixer, self.attention_gate, self.residual_scale, self.sinks, self.v_norm, self.reads_keys),
+            *(self.attention_shortcut, self.mlp_shortcut),
         )
 
     def finish(
@@ -369,6 +393,11 @@ class Decoder(nn.Module):
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return self._sharing(replace(self.config, layers=layers), self._block_list()[:layers], SkipSet())
 
+    def followed_by(self, layers: int, blocks: Sequence[DecoderBlock]) -> "Decoder":
+        """The first `layers` blocks, and after them others of the same sizes."""
+        config = replace(self.config, layers=layers + len(blocks))
+        return self._sharing(config, [*self._block_list()[:layers], *blocks], SkipSet())
+
     def without_sublayers(self, skip: SkipSet) -> "Decoder":
         """The network without some sub-layers, sharing all weights (Draft & Verify, arXiv 2309.08168)."""
         return self._sharing(self.config, self._block_list(), skip)
@@ -450,7 +479,9 @@ class Decoder(nn.Module):
             if i not in self.skip.attention:
                 angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
                 x = block.add_attention(x, block.attention_norm(x), c.sizes_of(i), angles, i, attention)
-            x, experts = (x, None) if i in self.skip.mlp else block.add_mlp(x)
+            else:
+                x = block.shortcut_attention(x)
+            x, experts = (block.shortcut_mlp(x), None) if i in self.skip.mlp else block.add_mlp(x)
             return block.finish(x, None if inputs is None else inputs[:, i]), experts
 
         return forward

@@ -1,7 +1,7 @@
 """The key-value cache of attention layers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,16 +106,32 @@ class KVCache(Cache):
         if (needed := self.blocks.blocks) > old:
             size = max(needed, min(2 * old, old + _GROWTH_BYTES // max(1, self.block_bytes)))
             size = size if self.blocks.limit is None else min(size, self.blocks.limit)
-            for name in self._names:
-                part: torch.Tensor | None = getattr(self, name)
-                if part is not None:
-                    new = part.new_zeros(*part.shape[:2], size, *part.shape[3:])
-                    new[:, :, :old] = part
-                    setattr(self, name, new)
-            if self.shared:
-                self.v, self.v_scale = self.k, self.k_scale
-            self._movable = tuple(map(_movable_view, self._parts()))
+
+            def grown(part: torch.Tensor) -> torch.Tensor:
+                new = part.new_zeros(*part.shape[:2], size, *part.shape[3:])
+                new[:, :, :old] = part
+                return new
+
+            self._replace_parts(grown)
         self._copy_table()
+
+    def _replace_parts(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace keys, values and scales by what `make` makes of them."""
+        for name in self._names:
+            part: torch.Tensor | None = getattr(self, name)
+            if part is not None:
+                setattr(self, name, make(part))
+        if self.shared:
+            self.v, self.v_scale = self.k, self.k_scale
+        self._movable = tuple(map(_movable_view, self._parts()))
+
+    def add_layers(self, count: int) -> int:
+        """Make room for further layers of the same sizes, and return the index of the first one. Their keys and values
+        of tokens that rows hold already are zeros.
+        """
+        first = len(self.k)
+        self._replace_parts(lambda part: torch.cat([part, part.new_zeros(count, *part.shape[1:])]))
+        return first
 
     @property
     def block_bytes(self) -> int:

@@ -85,18 +85,20 @@ def split_text(
     Raises:
         ValueError: there is not enough text.
     """
-    total = sum(map(len, documents))
+    total, least = sum(map(len, documents)), max(held_back, length)
     first, second = list[int](), list[int]()
     for document in documents:
         if len(first) < calibration:
             first += document
-        elif len(second) < held_back:
+        elif len(second) < least:
             second += document
     wanted = calibration - calibration % length if calibration else 0
     if len(first) < wanted or len(second) < length:
+        needed = calibration + least
+        parts = "" if total < needed else f", in documents that leave {len(second):,} beside those of calibration"
         raise ValueError(
-            f"{origin}: {total:,} tokens of text were found, and {calibration + held_back:,} are needed; give more "
-            "text, or ask for fewer tokens"
+            f"{origin}: {total:,} tokens of text were found{parts}, and {needed:,} are needed; give more text, or ask "
+            "for fewer tokens"
         )
     return CalibrationText(_sequences(first, length, wanted), _sequences(second, length, held_back), origin)
 

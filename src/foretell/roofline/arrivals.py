@@ -1,7 +1,8 @@
 """Requests that arrive over time at a server with continuous batching: latencies and throughput, simulated.
 
 Each step is one pass over all running requests and, within a budget of tokens, the next piece of a waiting prompt
-(chunked prefill, arXiv 2308.16369). A running request gains one token a step, or with drafts as many as are accepted.
+(chunked prefill, arXiv 2308.16369); where the runtime reads prompts first, whole prompts have passes of their own.
+A running request gains one token a step, or with drafts as many as are accepted.
 """
 
 import csv
@@ -9,7 +10,7 @@ import io
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,11 +31,14 @@ TRACE_COLUMNS = ("arrival", "prompt", "output")
 
 @dataclass(frozen=True)
 class Request:
-    """A request: its arrival in seconds, and the tokens of its prompt and its output."""
+    """A request: its arrival in seconds, and the tokens of its prompt and its output. tpot: seconds per further token
+    within which it counts for the goodput; None: the limit of the simulation.
+    """
 
     arrival: float
     prompt: int
     output: int
+    tpot: float | None = None
 
 
 def poisson_requests(rate: float, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
@@ -54,7 +58,8 @@ def poisson_requests(rate: float, count: int, prompt: int, output: int, seed: in
 
 
 def read_trace(path: Path) -> list[Request]:
-    """Requests from a CSV file with the columns arrival (seconds), prompt and output (tokens).
+    """Requests from a CSV file with the columns arrival (seconds), prompt and output (tokens), and if it has one, tpot
+    (seconds per further token within which the request counts for the goodput).
 
     Raises:
         ValueError: no such file, a missing column, or a value that is no number; the line and the column are named.
@@ -69,28 +74,33 @@ def read_trace(path: Path) -> list[Request]:
         raise ValueError(f"{path}, line 1: a trace has the columns {', '.join(TRACE_COLUMNS)}; {missing[0]} is missing")
     found = list[Request]()
     for row in rows:
-        numbers = list[float]()
-        for name in TRACE_COLUMNS:
-            least = 0 if name == "arrival" else 1
-            try:
-                numbers.append(float(row[name]))
-            except (TypeError, ValueError):
-                numbers.append(math.nan)
-            if not least <= numbers[-1] < math.inf:
-                raise ValueError(
-                    f"{path}, line {rows.line_num}: {name} must be a number from {least}, found {row[name]!r}"
-                )
-        found.append(Request(numbers[0], int(numbers[1]), int(numbers[2])))
+        place = f"{path}, line {rows.line_num}"
+        arrival, prompt, output = (_trace_number(row, name, place) for name in TRACE_COLUMNS)
+        tpot = _trace_number(row, "tpot", place) if "tpot" in row else None
+        found.append(Request(arrival, int(prompt), int(output), tpot))
     if not found:
         raise ValueError(f"{path} holds no request")
     return sorted(found, key=lambda r: r.arrival)
+
+
+def _trace_number(row: Mapping[str, str | None], name: str, place: str) -> float:
+    """The figure of a column; an error names the place."""
+    text, least = row[name], 1 if name in ("prompt", "output") else 0
+    try:
+        number = float(text or "")
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise ValueError(f"{place}: {name} must be a number from {least}, found {text!r}")
+    return number
 
 
 @dataclass
 class StepCosts:
     """Times of steps of a server, kept by size.
 
-    shape, drafter: what is drafted for every running request and by what; no shape: plain decoding.
+    shape, drafter: what is drafted for every running request and by what; no shape: plain decoding. draft_devices: that
+    share the drafter; None: all of the workload.
     """
 
     model: AnalyzedModel
@@ -98,30 +108,32 @@ class StepCosts:
     workload: Workload
     shape: DraftShape | None = None
     drafter: DrafterCost | None = None
-    _kept: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    draft_devices: int | None = None
+    _kept: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
 
-    def seconds(self, running: int, context: int, prompt: int) -> float:
-        """A step over `running` requests of that mean context and `prompt` tokens of a prompt."""
-        key = (running, -(-context // CONTEXT_STEP) * CONTEXT_STEP, prompt)
+    def seconds(self, running: int, context: int, prompt: int, prompts: int = 1) -> float:
+        """A step over `running` requests of that mean context and `prompts` pieces of `prompt` tokens of a prompt."""
+        key = (running, -(-context // CONTEXT_STEP) * CONTEXT_STEP, prompt, prompts)
         if key not in self._kept:
             self._kept[key] = self._step(*key)
         return self._kept[key]
 
-    def _step(self, running: int, context: int, prompt: int) -> float:
+    def _step(self, running: int, context: int, prompt: int, prompts: int) -> float:
         nodes = self.shape.nodes if self.shape else 1
-        took = self._pass(self.model, self.workload, running, nodes, context, prompt)
+        took = self._pass(self.model, self.workload, running, nodes, context, prompt, prompts)
         if self.shape is None or not running:
             return took
-        took += self.hardware.runtime.step_overhead
+        took += self.hardware.runtime.step_seconds(running, self.drafter is None)
         if self.drafter is None:
             return took
         formats = replace(
             self.workload,
             weights=self.drafter.weights or self.workload.weights,
             kv=self.drafter.kv or self.workload.kv,
+            devices=self.workload.devices if self.draft_devices is None else self.draft_devices,
         )
         widths = self.shape.widths if self.drafter.per == "level" else (1,)
-        return took + sum(self._pass(self.drafter, formats, running, width, context, 0) for width in widths)
+        return took + sum(self._pass(self.drafter, formats, running, width, context) for width in widths)
 
     def _pass(
         self,
@@ -130,13 +142,14 @@ class StepCosts:
         running: int,
         tokens: int,
         context: int,
-        prompt: int,
+        prompt: int = 0,
+        prompts: int = 0,
     ) -> float:
         graph = of.graph if isinstance(of, DrafterCost) else of.graph(workload.fusion, False, workload.square)
         sequences, width = (running * tokens, 1) if self.hardware.runtime.expansion else (running, tokens)
         groups = [SequenceGroup(np.array([float(sequences)]), float(width), float(context))]
-        groups += [SequenceGroup(1.0, float(prompt), 0.0)] if prompt else []
-        rows = np.array([float(running * tokens + bool(prompt))])
+        groups += [SequenceGroup(float(prompts), float(prompt), 0.0)] if prompt else []
+        rows = np.array([float(running * tokens + (prompts if prompt else 0))])
         phase = Phase(tuple(groups), rows, 1.0, False)
         return scalar(total_cost(op_costs(graph, phase, device_rates(workload, self.hardware))).seconds)
 
@@ -144,7 +157,7 @@ class StepCosts:
 @dataclass(frozen=True)
 class LoadResult:
     """What requests saw, in seconds. percentiles: time to the first token, per further token, and of the whole answer,
-    at 50 and 99 %. goodput: requests a second within the limits.
+    at 50 and 99 %. goodput: requests a second within the limits; good_tokens: their tokens a second.
     """
 
     rate: float
@@ -153,6 +166,7 @@ class LoadResult:
     tokens_per_second: float
     goodput: float
     mean_running: float
+    good_tokens: float = 0.0
 
 
 @dataclass
@@ -160,6 +174,66 @@ class _Running:
     request: Request
     left: float
     first: float = 0.0
+
+
+@dataclass
+class _Server:
+    """A server between two steps. done: requests with the times of their first and their last token."""
+
+    costs: StepCosts
+    waiting: deque[Request]
+    max_running: int
+    prompt_tokens: int
+    draw: random.Random
+    running: list[_Running] = field(default_factory=list)
+    done: list[tuple[Request, float, float]] = field(default_factory=list)
+    now: float = 0.0
+    prompt_left: int = 0
+    busy: float = 0.0
+    running_seconds: float = 0.0
+
+    def step(self) -> None:
+        """One pass: prompts, and a token or the accepted drafts for the running requests."""
+        if not self.running and self.waiting[0].arrival > self.now:
+            self.now = self.waiting[0].arrival
+        first = self.costs.hardware.runtime.prefill_first
+        prompts, tokens = self._whole_prompts() if first else self._piece()
+        decoding = [] if first and prompts else self.running
+        context = sum(r.request.prompt + r.request.output - r.left for r in decoding) / max(1, len(decoding))
+        took = self.costs.seconds(len(decoding), int(context), tokens, prompts)
+        self.now, self.busy = self.now + took, self.busy + took
+        self.running_seconds += len(self.running) * took
+        tau = (self.costs.shape.tokens or 1.0) if self.costs.shape else 1.0
+        for each in decoding:
+            each.left -= math.floor(tau) + (self.draw.random() < tau - math.floor(tau))
+        if not first and prompts:
+            self.prompt_left -= tokens
+            prompts = not self.prompt_left
+        for _ in range(prompts):
+            request = self.waiting.popleft()
+            self.running.append(_Running(request, request.output - 1.0, self.now))
+        self.done += [(r.request, r.first, self.now) for r in self.running if r.left <= 0]
+        self.running = [r for r in self.running if r.left > 0]
+
+    def _arrived(self, at: int) -> bool:
+        """Whether the waiting request `at` that place has arrived and has room."""
+        room = len(self.running) + at < self.max_running
+        return room and at < len(self.waiting) and self.waiting[at].arrival <= self.now
+
+    def _piece(self) -> tuple[int, int]:
+        """The next piece of the first waiting prompt: pieces and their tokens."""
+        if not self._arrived(0):
+            return 0, 0
+        self.prompt_left = self.prompt_left or self.waiting[0].prompt
+        return 1, min(self.prompt_left, self.prompt_tokens)
+
+    def _whole_prompts(self) -> tuple[int, int]:
+        """The waiting prompts that fit into a pass, at least one: their number and mean tokens."""
+        count = total = 0
+        while self._arrived(count) and (not count or total + self.waiting[count].prompt <= self.prompt_tokens):
+            total += self.waiting[count].prompt
+            count += 1
+        return count, -(-total // max(1, count))
 
 
 def simulate(
@@ -170,11 +244,13 @@ def simulate(
     ttft_limit: float = 1.0,
     tpot_limit: float = 0.05,
     seed: int = 0,
+    finished: Callable[[int], None] | None = None,
 ) -> LoadResult:
     """Serve the requests in order of arrival.
 
     max_running: requests in a pass. prompt_tokens: of prompts in a pass. ttft_limit, tpot_limit: seconds to the first
-    token and per further token within which a request counts for the goodput.
+    token and per further token within which a request counts for the goodput. finished: called after each step with the
+    number of requests that have been answered.
 
     Raises:
         ValueError: nothing can run, or no request is given.
@@ -183,47 +259,40 @@ def simulate(
         raise ValueError("a server needs room for at least one request and one token of a prompt")
     if not requests:
         raise ValueError("no request was given")
-    draw, waiting, running = random.Random(seed), deque(sorted(requests, key=lambda r: r.arrival)), list[_Running]()
-    tau = (costs.shape.tokens or 1.0) if costs.shape else 1.0
-    now, prompt_left, steps_running, busy = 0.0, 0, 0.0, 0.0
-    done = list[tuple[Request, float, float]]()
-    while waiting or running:
-        if not running and waiting[0].arrival > now:
-            now = waiting[0].arrival
-        arrived = bool(waiting) and waiting[0].arrival <= now and len(running) < max_running
-        piece = 0
-        if arrived:
-            prompt_left = prompt_left or waiting[0].prompt
-            piece = min(prompt_left, prompt_tokens)
-        context = sum(r.request.prompt + r.request.output - r.left for r in running) / len(running) if running else 0
-        took = costs.seconds(len(running), int(context), piece)
-        now, steps_running, busy = now + took, steps_running + len(running) * took, busy + took
-        for each in running:
-            each.left -= math.floor(tau) + (draw.random() < tau - math.floor(tau))
-        if arrived:
-            prompt_left -= piece
-            if not prompt_left:
-                request = waiting.popleft()
-                running.append(_Running(request, request.output - 1.0, now))
-        done += [(r.request, r.first, now) for r in running if r.left <= 0]
-        running = [r for r in running if r.left > 0]
-    first = np.array([start - r.arrival for r, start, _ in done])
-    per_token = np.array([(end - start) / max(1, r.output - 1) for r, start, end in done])
-    whole = np.array([end - r.arrival for r, _, end in done])
-    span = now - min(r.arrival for r, _, _ in done)
-    within = int(((first <= ttft_limit) & (per_token <= tpot_limit)).sum())
+    waiting = deque(sorted(requests, key=lambda r: r.arrival))
+    server = _Server(costs, waiting, max_running, prompt_tokens, random.Random(seed))
+    while server.waiting or server.running:
+        server.step()
+        if finished is not None:
+            finished(len(server.done))
+    return _load_result(server, ttft_limit, tpot_limit)
+
+
+def _load_result(server: _Server, ttft_limit: float, tpot_limit: float) -> LoadResult:
+    """The result of a server that is done."""
+    served = [r for r, _, _ in server.done]
+    first, whole, per_token = (
+        np.array(times)
+        for times in zip(
+            *((s - r.arrival, e - r.arrival, (e - s) / max(1, r.output - 1)) for r, s, e in server.done), strict=True
+        )
+    )
+    limits = np.array([tpot_limit if r.tpot is None else r.tpot for r in served])
+    within = (first <= ttft_limit) & (per_token <= limits)
+    outputs, arrivals = np.array([r.output for r in served]), [r.arrival for r in served]
+    span, last = server.now - min(arrivals), max(arrivals) - min(arrivals)
 
     def both(times: Array) -> tuple[float, float]:
         return float(np.quantile(times, 0.5)), float(np.quantile(times, 0.99))
 
-    last = max(r.arrival for r in requests) - min(r.arrival for r in requests)
     return LoadResult(
-        (len(requests) - 1) / last if last else math.inf,
+        (len(served) - 1) / last if last else math.inf,
         {"ttft": both(first), "tpot": both(per_token), "latency": both(whole)},
         float(whole.mean()),
-        sum(r.output for r, _, _ in done) / span,
-        within / span,
-        steps_running / busy,
+        float(outputs.sum()) / span,
+        int(within.sum()) / span,
+        server.running_seconds / server.busy,
+        float(outputs[within].sum()) / span,
     )
 
 

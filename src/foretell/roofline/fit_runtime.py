@@ -32,6 +32,7 @@ FITTED: Mapping[str, tuple[str, ...]] = {
     "eager-hub": ("bandwidth", "launch", "step_overhead", "overlap"),
     "compiled": ("bandwidth", "convert", "op_overhead", "collective_latency", "overlap"),
     "graphs": ("bandwidth", "peak", "overlap", "op_overhead", "pass_overhead", "step_overhead"),
+    "expanding": ("pass_overhead", "collective_latency"),
 }
 """The figures of each runtime of runtimes.toml that its rows determine."""
 

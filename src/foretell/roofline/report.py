@@ -20,6 +20,7 @@ from foretell.roofline.offload import OffloadResult
 from foretell.roofline.paper.table1 import Table1Row
 from foretell.roofline.plan import SpeculationPlan
 from foretell.roofline.published import ComparedRow, GroupErrors
+from foretell.roofline.published_loads import ComparedLoad
 from foretell.roofline.runtime import Runtime, runtime_figures
 from foretell.roofline.speculation import MethodEstimate
 from foretell.roofline.sweep import SweepResult
@@ -414,6 +415,15 @@ def load_record(c: LoadComparison) -> dict[str, Any]:
             record[f"drafted_{name}_p{percent}"] = c.drafted.percentiles[name][at]
     tokens = {"tokens_per_second": c.plain.tokens_per_second, "drafted_tokens_per_second": c.drafted.tokens_per_second}
     return record | tokens | {"mean_running": c.plain.mean_running}
+
+
+def compared_load_record(c: ComparedLoad) -> dict[str, Any]:
+    """A published ratio under load beside the simulated one."""
+    return {
+        "setting": c.setting.name, "rate": c.rate, "measure": c.setting.measure, "published": c.published,
+        "predicted": c.predicted, "error_percent": 100 * c.error, "use": "fitted" if c.fit else "checked",
+        "basis": c.setting.basis, "source": c.setting.source,
+    }  # fmt: skip
 
 
 def plain_table(records: Sequence[Record], width: int, title: str = "") -> Table:

@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from foretell.roofline.names import look_up
 
 DEFAULT_RUNTIME = "graphs"
 """What a server does; the runtime of a prediction where none is named."""
 _SECONDS_PER_UNIT = 1e-6
-_TIMES = ("launch", "op_overhead", "pass_overhead", "step_overhead", "collective_latency", "cache_read", "logit_time")
+_TIMES = (
+    "launch", "op_overhead", "pass_overhead", "step_overhead", "request_overhead", "lookup_overhead",
+    "collective_latency", "cache_read", "logit_time",
+)  # fmt: skip
+_FLAGS = ("expansion", "prefill_first")
 _SHARES = ("bandwidth", "peak", "host")
 
 
@@ -27,11 +32,13 @@ class Runtime:
     compute and memory time that is hidden behind the longer; 1 is the classical roofline, 0 adds them. convert: OPs at
     the elementwise rate to widen one weight of at most 8 bits, where the device does not multiply it as it is.
     launch: least time of an operation that the host issues alone. op_overhead, pass_overhead, step_overhead: added per
-    operation, per pass of target or drafter, and per speculative step. collective_latency: added per exchange between
-    devices. cache_read: seconds per byte of keys and values, which attention adds to its compute time in place of the
-    bandwidth's (0: the bandwidth's). logit_time: added per logit. error: relative error within which 80 % of the
-    checked measurements lie; 0: unknown. expansion: every verified token is a sequence of its own, which reads the
-    cache again.
+    operation, per pass of target or drafter, and per speculative step. request_overhead: added per request of a
+    speculative step, for what the host does for one after the other. lookup_overhead: likewise where drafts are copied
+    from the text. collective_latency: added per exchange between devices. cache_read: seconds per byte of keys and
+    values, which attention adds to its compute time in place of the bandwidth's (0: the bandwidth's). logit_time: added
+    per logit. error: relative error within which 80 % of the checked measurements lie; 0: unknown. expansion: every
+    verified token is a sequence of its own, which reads the cache again. prefill_first: waiting prompts are read whole,
+    and running requests wait for them.
 
     Raises:
         ValueError: a share outside (0, 1], an overlap outside [0, 1] or a negative time.
@@ -49,11 +56,14 @@ class Runtime:
     op_overhead: float = 0.0
     pass_overhead: float = 0.0
     step_overhead: float = 0.0
+    request_overhead: float = 0.0
+    lookup_overhead: float = 0.0
     collective_latency: float = 0.0
     cache_read: float = 0.0
     logit_time: float = 0.0
     error: float = 0.0
     expansion: bool = False
+    prefill_first: bool = False
 
     def __post_init__(self) -> None:
         for name in _SHARES:
@@ -65,6 +75,10 @@ class Runtime:
             if not (seconds := getattr(self, name)) >= 0:
                 what = name.replace("_", " ")
                 raise ValueError(f"runtime {self.name!r}: the {what} must not be negative, found {seconds:g}")
+
+    def step_seconds(self, requests: float, copied: bool) -> float:
+        """Seconds of a speculative step outside the passes; `copied`: its drafts are found in the text."""
+        return self.step_overhead + requests * (self.request_overhead + (self.lookup_overhead if copied else 0.0))
 
 
 DATASHEET = Runtime("datasheet", "The data sheet's rates, no fixed times", "the definition of the roofline model")
@@ -78,13 +92,13 @@ def known_runtimes() -> Mapping[str, Runtime]:
 
 
 def _runtime(name: str, raw: Mapping[str, str | float]) -> Runtime:
-    figures = {
+    figures: dict[str, Any] = {
         f.name: float(raw[f.name]) * (_SECONDS_PER_UNIT if f.name in _TIMES else 1.0)
         for f in fields(Runtime)
         if f.name in (*_SHARES, *_TIMES, "overlap", "convert", "error") and f.name in raw
     }
-    expansion = bool(raw.get("expansion", False))
-    return Runtime(name, str(raw["title"]), str(raw["source"]), expansion=expansion, **figures)
+    flags = {flag: bool(raw.get(flag, False)) for flag in _FLAGS}
+    return Runtime(name, str(raw["title"]), str(raw["source"]), **flags, **figures)
 
 
 def find_runtime(name: str) -> Runtime:

@@ -2,6 +2,7 @@
 
 from foretell.shape.adaptive import AdaptiveChain, ConfidenceRule, HeuristicSchedule
 from foretell.shape.base import RootOnly, Shape, TreeBuilder
+from foretell.shape.beam_search import BeamSearch
 from foretell.shape.branching_tree import BranchingTree
 from foretell.shape.chain import Chain
 from foretell.shape.cost_aware_tree import CostAwareTree
@@ -18,6 +19,7 @@ from foretell.shape.trie import Trie
 
 __all__ = [
     "AdaptiveChain",
+    "BeamSearch",
     "BranchingTree",
     "Chain",
     "ConfidenceRule",

@@ -109,6 +109,17 @@ class EarlyExitOptions(MethodOptions):
         ),
     ] = "recompute"
 
+    rollback_threshold: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description=(
+                "A token that left is taken back, with those after it, where the whole model gives it a negative "
+                "log-probability above this (nats); the whole model's token follows (FREE's RollBack). Unset: none is."
+            ),
+        ),
+    ] = None
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         names = "exit_layers", "exit_threshold", "exit_confidence", "exit_decay", "exit_adaptive"
@@ -119,6 +130,11 @@ class EarlyExitOptions(MethodOptions):
             raise ValueError(
                 "exit_adaptive learns from the whole model's tokens after those that left, and sets the threshold: it "
                 "needs missing_keys recompute and exit_decay 0"
+            )
+        if self.rollback_threshold is not None and self.missing_keys == "copy":
+            raise ValueError(
+                "rollback_threshold compares tokens that left with the whole model's, which copied keys do not give: "
+                "it needs missing_keys recompute"
             )
         if self.exit_adaptive and self.exit_confidence not in ("softmax", "probability"):
             raise ValueError(

@@ -48,27 +48,30 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.latent import LatentProjection
 from foretell.model.layer_inputs import LayerInput
 from foretell.model.layout import Layout
-from foretell.model.linear import Linear
+from foretell.model.linear import FactoredLinear, Linear
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.sparsity import NeuronRule, check_sparse
 from foretell.model.state_store import build_cache
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
     assert isinstance(block, DecoderBlock)
-    plain, latent = block.qkv, None
+    plain, latent, factors = block.qkv, None, dict[str, Matrix]()
     if isinstance(plain, LatentProjection):
         parts, latent = _latent_weights(plain)
         plain = Linear(torch.cat(parts))
-    assert isinstance(plain, Linear)
+    assert isinstance(plain, Linear | FactoredLinear)
+    plain, output = _outer(plain, "qkv", factors), _outer(block.output, "output", factors)
     dense = block.mlp.dense if isinstance(block.mlp, DenseAndExperts) else block.mlp
-    mlp = gated_matrices(dense.gate_up, dense.down) if isinstance(dense, FeedForward) else None
+    mlp = None
+    if isinstance(dense, FeedForward):
+        mlp = gated_matrices(_outer(dense.gate_up, "gate_up", factors), _outer(dense.down, "down", factors))
     qkv, gate, gate_bias = plain.weight.detach(), None, None
     qkv_bias = None if plain.bias is None else plain.bias.detach()
     if block.attention_gate:
-        sizes = [len(qkv) - block.output.weight.shape[1], block.output.weight.shape[1]]
+        sizes = [len(qkv) - output.weight.shape[1], output.weight.shape[1]]
         qkv, gate = torch.split(qkv, sizes)
         qkv_bias, gate_bias = (None, None) if qkv_bias is None else torch.split(qkv_bias, sizes)
     mixes = len(block.attention_norm.weight) > 0
@@ -84,8 +87,8 @@ def block_weights(block: nn.Module) -> BlockWeights:
         latent=latent,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
-        output=block.output.weight if mixes else None,
-        output_bias=block.output.bias,
+        output=output.weight if mixes else None,
+        output_bias=output.bias,
         mlp_norm=block.mlp_norm.weight,
         gate=None if mlp is None else mlp.gate,
         up=None if mlp is None else mlp.up,
@@ -101,7 +104,18 @@ def block_weights(block: nn.Module) -> BlockWeights:
         reads_keys=block.reads_keys,
         layer_input=_layer_input(block.layer_input),
         scale=block.scale,
+        factors=factors,
+        shortcuts=[part.weight for part in (block.attention_shortcut, block.mlp_shortcut) if part is not None],
     )
+
+
+def _outer(linear: nn.Module, role: str, factors: dict[str, Matrix]) -> Linear:
+    """The matrix that gives the outputs of a layer; the factor of one of low rank is added to `factors`."""
+    if isinstance(linear, FactoredLinear):
+        factors[role] = linear.inner.weight.detach()
+        linear = linear.outer
+    assert isinstance(linear, Linear)
+    return linear
 
 
 def _latent_weights(projection: LatentProjection) -> tuple[list[torch.Tensor], LatentWeights]:
@@ -439,6 +453,19 @@ class NativeDecoder:
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
         return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
+
+    def followed_by(self, layers: int, blocks: Sequence[DecoderBlock], place: int) -> "NativeDecoder":
+        """The first `layers` blocks, and after them others of the same sizes, packed in this decoder's precision; see
+        `NativeStack.followed_by`.
+
+        Raises:
+            ValueError: the blocks of this decoder have several sizes.
+        """
+        if not self.stack.uniform:
+            raise ValueError("blocks of an exit need a model whose layers have the same sizes")
+        packed = [self.stack.pack_block(layers, block_weights(block)) for block in blocks]
+        config = replace(self.config, layers=layers + len(blocks))
+        return self._sharing(config, self.stack.followed_by(layers, packed, place))
 
     def with_head(self, norm: Float[torch.Tensor, " d"], head: NativeLinear) -> "NativeDecoder":
         """The same blocks with another final norm and head."""

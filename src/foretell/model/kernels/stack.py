@@ -5,9 +5,9 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -38,8 +38,8 @@ from foretell.model.state_layers import StateMixer
 from foretell.model.state_store import plan_stores
 from foretell.model.stored_matrix import Matrix
 
-_LAYER_LINEARS = 4
-"""Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
+FACTORED = ("qkv", "output", "gate_up", "down")
+"""Linear layers of a block that may be of low rank; the last two are empty in a layer with experts."""
 
 
 class LayerInputWeights(NamedTuple):
@@ -101,26 +101,40 @@ class BlockWeights:
     layer_input: LayerInputWeights | None = None
     scale: float = 1.0
     """Multiplies the residual stream after the block."""
+    factors: Mapping[str, Matrix] = field(default_factory=dict)
+    """Of matrices of low rank the factors that read their inputs, by `FACTORED`."""
+    shortcuts: Sequence[Matrix] = ()
+    """What multiplies the residual stream before the output of attention and of the feed-forward network is added."""
 
 
 def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
     """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
-    feed-forward network gate and up, and its output; then the gate of attention, and gate and projection of the
-    block's own input.
+    feed-forward network gate and up, and its output; then the gate of attention, gate and projection of the block's
+    own input, the factors of matrices of low rank, and the shortcuts.
     """
     layers = [] if block.output is None else [_plan_inputs(block, precision), plan_rows([block.output], precision)]
     if block.up is not None and block.down is not None:
         layers += [plan_inner(block.gate, block.up, precision), plan_rows([block.down], precision)]
     further = [] if block.attention_gate is None else [block.attention_gate]
     further += [] if block.layer_input is None else block.layer_input[:2]
-    return [*layers, *(plan_rows([matrix], precision) for matrix in further)]
+    further += block.factors.values()
+    return [
+        *layers,
+        *(plan_rows([matrix], precision) for matrix in further),
+        *(plan_rows([matrix], _float_precision(precision)) for matrix in block.shortcuts),
+    ]
+
+
+def _float_precision(precision: Precision) -> Precision:
+    """The precision of matrices that are floats in all precisions."""
+    return "float32" if precision == "float32" else "bfloat16"
 
 
 def _plan_inputs(block: BlockWeights, precision: Precision) -> list[Panels]:
     inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
     if gates is None:
         return inputs
-    return [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
+    return [*inputs, *plan_rows([gates.weight], _float_precision(precision))]
 
 
 def _mixer_gates(block: BlockWeights) -> Linear | None:
@@ -207,6 +221,8 @@ class NativeStack:
         """Whether all blocks have the same sizes and their own keys and values, so that one call can run them."""
         self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+        self._further: tuple[PackedBlock, ...] = ()
+        """Blocks beside those of the model, kept alive here; see `followed_by`."""
 
     def _segments(self, first: int, last: int) -> list[tuple[int, int]]:
         """Ranges of blocks of the same sizes."""
@@ -347,7 +363,7 @@ class NativeStack:
         layers = type(self.layers).from_buffer_copy(self.layers)
         for layer in layers:
             layer.attention, layer.mlp, layer.scale = structures.KEYS_ONLY * bool(layer.attention), 0, 0
-            layer.input_gate = structures.Weight()
+            layer.input_gate = layer.attention_shortcut = layer.mlp_shortcut = structures.Weight()
         return self._sharing(layers)
 
     @cached_property
@@ -368,6 +384,17 @@ class NativeStack:
         if not 1 <= layers <= len(self.layers):
             raise ValueError(f"the first {layers} blocks were asked for, but there are {len(self.layers)}")
         return self._sharing((structures.Layer * layers)(*self.layers[:layers]))
+
+    def followed_by(self, layers: int, blocks: Sequence[PackedBlock], place: int) -> "NativeStack":
+        """The first `layers` blocks, and after them others, whose keys and values are layers `place, place + 1, …` of
+        the cache. For uniform stacks.
+        """
+        other = self._sharing((structures.Layer * (layers + len(blocks)))(*self.layers[:layers]))
+        for i, block in enumerate(blocks):
+            other.layers[layers + i] = block.struct
+            other.layers[layers + i].store = place + i
+        other._further = tuple(blocks)
+        return other
 
     def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
         other = object.__new__(NativeStack)
@@ -394,9 +421,13 @@ class NativeStack:
             biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
         if block.attention_gate is not None:
             biases.append(block.attention_gate_bias)
-        biases += [None] * (2 * (block.layer_input is not None))
+        biases += [None] * (2 * (block.layer_input is not None) + len(block.factors) + len(block.shortcuts))
         packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self.kernels)
         structs = list(packed.structs)
+        shortcuts = [structs.pop() for _ in block.shortcuts][::-1] or [structures.Weight(), structures.Weight()]
+        factors = [structs.pop() for _ in block.factors][::-1]
+        for role, factor in zip(block.factors, factors, strict=True):
+            packed.set_factor(FACTORED.index(role), factor)
         own_input = [structures.Weight(), structures.Weight()]
         if block.layer_input is not None:
             structs, own_input = structs[:-2], structs[-2:]
@@ -419,7 +450,7 @@ class NativeStack:
             mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
         latent = None if block.latent is None else self._pack_latent(block.latent)
         struct = structures.Layer(
-            *(*structs[:_LAYER_LINEARS], gate),
+            *(*structs[: len(FACTORED)], gate),
             None if mixer is None else ctypes.addressof(mixer),
             None if latent is None else ctypes.addressof(latent.structs[0]),
             self._places[i][1] if i in self._places else 0,
@@ -431,10 +462,11 @@ class NativeStack:
                 input_norm,
                 0 if inputs is None else i * inputs.width,
                 0 if block.scale == 1 else block.scale,
+                *(None, *shortcuts),
             ),
         )
         memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
-        further: list[structures.Memory] = [struct, *packed.further]
+        further: list[structures.Memory] = [struct, *packed.further, *factors]
         if experts is not None:
             memory += experts.tensors
             further += experts.structs
@@ -454,8 +486,9 @@ class NativeStack:
         """Latent attention as an argument of the kernels; the matrices of the heads are floats."""
         sizes, precision = self.config.latent, self.precision
         assert sizes is not None
-        floats: Precision = "float32" if precision == "float32" else "bfloat16"
-        by_head = [plan_rows([head], floats) for head in (*weights.key.transpose(1, 2), *weights.value)]
+        by_head = [
+            plan_rows([head], _float_precision(precision)) for head in (*weights.key.transpose(1, 2), *weights.value)
+        ]
         queries = [] if weights.query is None else [plan_rows([weights.query], precision)]
         packed = PackedLinears.pack([(plan, None) for plan in (*by_head, *queries)], self.kernels)
         heads = self.config.heads

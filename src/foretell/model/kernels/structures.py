@@ -50,7 +50,7 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *(("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32)),
         *(("kind", c_int32), ("operand", c_int32), ("next", c_void_p)),
-        *(("threshold", c_float), ("stored_input", c_int32), ("places", c_void_p)),
+        *(("threshold", c_float), ("stored_input", c_int32), ("places", c_void_p), ("factor", c_void_p)),
     )
 
 
@@ -128,6 +128,7 @@ class Layer(ctypes.Structure):
         *(("v_norm", c_void_p), ("query_scale", c_void_p)),
         *(("input_gate", Weight), ("input_projection", Weight), ("input_norm", c_void_p)),
         *(("input_first", c_int32), ("scale", c_float), ("sparse", c_void_p)),
+        *(("attention_shortcut", Weight), ("mlp_shortcut", Weight)),
     )
 
 

@@ -13,6 +13,8 @@ from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmb
 from foretell.speculator.network.masked_diffusion import MaskedDiffusion, MaskedDiffusionConfig
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
+from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
+from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
 
 NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "apar": (AparConfig, AparAdapters),
@@ -25,6 +27,8 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "masked_diffusion": (MaskedDiffusionConfig, MaskedDiffusion),
     "medusa": (MedusaConfig, Medusa),
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
+    "p_eagle": (PEagleConfig, PEagle),
     "pass": (LookAheadConfig, LookAheadEmbeddings),
+    "redrafter": (ReDrafterConfig, ReDrafter),
 }
 """Configuration and network of every kind, by the `kind` in `config.json`."""

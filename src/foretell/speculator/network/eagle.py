@@ -17,6 +17,7 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeEagle
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
+from foretell.model.rope import RopeAngles
 from foretell.speculator.network.base import TokenSubset
 from foretell.speculator.network.cached_layers import CachedLayersConfig, CachedLayersNetwork
 from foretell.speculator.network.layer import (
@@ -28,9 +29,9 @@ from foretell.speculator.network.layer import (
 
 
 class EagleConfig(CachedLayersConfig):
-    """Configuration of the layers of EAGLE-1 and EAGLE-2 (`eagle`) or EAGLE-3 (`eagle3`)."""
+    """Configuration of the layers of EAGLE-1 and EAGLE-2 (`eagle`) or EAGLE-3 (`eagle3`, `p_eagle`)."""
 
-    kind: Literal["eagle", "eagle3"] = "eagle3"
+    kind: Literal["eagle", "eagle3", "p_eagle"] = "eagle3"
     hidden_layers: tuple[int, ...] = ()
     """EAGLE-3: the layers whose hidden states are fused; empty: blocks 2, `n / 2` and `n - 3` of `n`, their inputs."""
     fc_bias: bool | None = None
@@ -108,8 +109,17 @@ class EagleNetwork(CachedLayersNetwork):
         sight: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features, from the features of rotary positions and the tokens that follow them."""
-        angles = self.rope_angles(position)
-        x, attention_input = self.prepare_inputs(self.embed(token), feature)
+        return self.layers_over(self.embed(token), feature, self.rope_angles(position), sight)
+
+    def layers_over(
+        self,
+        embedded: Float[torch.Tensor, "*t d"],
+        feature: Float[torch.Tensor, "*t d"],
+        angles: RopeAngles,
+        sight: AttentionBackend,
+    ) -> Float[torch.Tensor, "*t d"]:
+        """The next features, from features and the embeddings of the tokens that follow them."""
+        x, attention_input = self.prepare_inputs(embedded, feature)
         first, *more = self.layers
         assert isinstance(first, EagleLayer)
         x = first.forward_from_input(x, attention_input, angles, 0, sight)
@@ -131,13 +141,24 @@ class EagleNetwork(CachedLayersNetwork):
         if self.native is not None:
             return self.native.forward(token, features, parent, layout, cache)
         device = cache.k.device
-        feature = features[parent.to(device)]
+        return self.run_layers(self.embed(token.to(device)), features[parent.to(device)], layout, cache)
+
+    def run_layers(
+        self,
+        embedded: Float[torch.Tensor, "t d"],
+        feature: Float[torch.Tensor, "t d"],
+        layout: Layout,
+        cache: KVCache,
+    ) -> Float[torch.Tensor, "t d"]:
+        """The next features of embedded tokens that follow features, over a cache."""
         if self.native_stack is None:
-            padded = PaddedLayout.from_layout(layout, device)
+            padded = PaddedLayout.from_layout(layout, cache.k.device)
             attention = CachedAttention(cache, padded, self.config.decoder_config)
-            return self.forward_layers(token.to(device), feature, padded.position, attention)
-        x, attention_input = self.prepare_inputs(self.embed(token), feature)
-        return self.next_feature(self.native_stack(x, layout, cache, 0, len(self.layers), attention_input.contiguous()))
+            return self.layers_over(embedded, feature, self.rope_angles(padded.position), attention)
+        x, attention_input = self.prepare_inputs(embedded, feature)
+        return self.next_feature(
+            self.native_stack(x.contiguous(), layout, cache, 0, len(self.layers), attention_input.contiguous())
+        )
 
     def forward_target_states(
         self,

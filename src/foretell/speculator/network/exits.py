@@ -9,9 +9,13 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
-from foretell.model.decoder import RMSNorm
+from foretell.model.config import ModelConfig
+from foretell.model.decoder import Decoder, DecoderBlock, RMSNorm
 from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.rope import RopeTables, rope_tables
+from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
+from foretell.speculator.network.draft_model import DraftNetwork, blank_blocks, draft_config, frozen_copy
 
 Halting = Literal["agreement", "geometric", "policy", "token", "sequence"]
 """What the classifiers of exits were trained for. `agreement`: whether an exit gives the target's token (CALM, arXiv
@@ -48,6 +52,8 @@ class ExitsConfig(SpeculatorConfig):
     """Width of the feed-forward network that each exit adds to that; 0: none."""
     shared_inner: bool = False
     """Whether all exits share this network."""
+    blocks: ModelConfig | None = None
+    """The target's configuration with the decoder blocks alone that the only exit has after its layer; None: none."""
     halting: Halting = "agreement"
     """What the classifiers were trained for."""
     drafting: tuple[DraftQuality, ...] = ()
@@ -61,6 +67,8 @@ class ExitsConfig(SpeculatorConfig):
             raise ValueError(
                 f"exits lie after 1 to {self.target.layers - 1} layers, in ascending order; found {list(self.layers)}"
             )
+        if self.blocks is not None and (len(self.layers) > 1 or self.inner):
+            raise ValueError(f"one exit may have decoder blocks, without a network; found exits {list(self.layers)}")
         if self.drafting and len(self.drafting) != len(self.layers):
             raise ValueError(f"{len(self.layers)} exits with the quality of {len(self.drafting)}")
         return self
@@ -69,7 +77,8 @@ class ExitsConfig(SpeculatorConfig):
 class Exits(Speculator):
     """Per exit a norm, a linear shortcut to the input of the target's head (Jump to Conclusions, arXiv 2303.09435), a
     feed-forward network if there is one (EE-Tuning, arXiv 2402.00518), and a classifier of whether to leave; see
-    `Halting`.
+    `Halting`. A single exit may have decoder blocks before them (Kangaroo, arXiv 2404.18911): all else then reads the
+    outputs of these.
 
     Exits without maps and networks are those of a head that all layers share: the target's norm and head.
     """
@@ -85,6 +94,9 @@ class Exits(Speculator):
         networks = (1 if config.shared_inner else count) * bool(inner)
         self.up = nn.ModuleList(nn.Linear(width, inner) for _ in range(networks))
         self.down = nn.ModuleList(_zeros(inner, width) for _ in range(networks))
+        self.blocks = nn.ModuleList() if config.blocks is None else blank_blocks(config.blocks)
+        for name, table in zip(("_cos", "_sin"), _rope(config.blocks), strict=True):
+            self.register_buffer(name, table, persistent=False)
         self.classifier = nn.Parameter(torch.zeros(count, width))
         self.classifier_bias = nn.Parameter(torch.zeros(count))
         self.agreement: torch.Tensor
@@ -106,6 +118,42 @@ class Exits(Speculator):
         added: torch.Tensor = self.down[i](F.silu(self.up[i](x)))
         return out + added
 
+    def init_from_target(self, target: Decoder) -> None:
+        """Copy blocks of the target."""
+        for mine, block in zip(self.blocks, target.blocks, strict=True):
+            mine.load_state_dict(block.state_dict())
+
+    def init_from_draft_model(self, draft: DraftNetwork) -> None:
+        """Copy the last blocks of a trained draft model of the same target, and its final norm.
+
+        Raises:
+            ValueError: it has fewer blocks, or blocks of other sizes.
+        """
+        count = len(self.blocks)
+        if len(draft.blocks) < count:
+            raise ValueError(
+                f"the draft model has {len(draft.blocks)} blocks, and {count} were asked for with --blocks"
+            )
+        for mine, block in zip(self.blocks, list(draft.blocks)[-count:], strict=True):
+            try:
+                mine.load_state_dict(block.state_dict())
+            except RuntimeError as error:
+                raise ValueError(
+                    f"the draft model's blocks do not fit: {str(error).splitlines()[-1].strip()}"
+                ) from error
+        self.norms[0].load_state_dict(draft.norm.state_dict())
+
+    def run_blocks(self, h: Float[torch.Tensor, "b s d"]) -> Float[torch.Tensor, "b s d"]:
+        """Outputs of the blocks over whole sequences, from the outputs of the exit's layer; the same without blocks."""
+        if self.config.blocks is None:
+            return h
+        rope = self.get_buffer("_cos"), self.get_buffer("_sin")
+        return forward_blocks(self.blocks, self.config.blocks, (rope, rope), h)
+
+    def decoder_blocks(self, dtype: torch.dtype) -> list[DecoderBlock]:
+        """Copies of the blocks for drafting."""
+        return [frozen_copy(block, dtype) for block in self.blocks]
+
     def exit_score(self, exit_: int, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t"]:
         """The classifier's logit for "this exit gives the target's token", from the outputs of its layer."""
         return self._normed(h) @ self.classifier[exit_] + self.classifier_bias[exit_]
@@ -119,6 +167,29 @@ class Exits(Speculator):
     def _normed(self, h: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         x = h.to(self.classifier.dtype)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps)
+
+
+def block_config(target: ModelConfig, layer: int, count: int) -> ModelConfig:
+    """The configuration of `count` blocks after some layers of a target.
+
+    Raises:
+        ValueError: the target's blocks are not alike, or have experts.
+    """
+    blocks = range(layer, min(layer + count, target.layers))
+    config = draft_config(target, blocks)
+    if len(blocks) < count or target.window_layers or target.unrotated_layers or target.rope is None:
+        raise ValueError(
+            f"--blocks {count}: an exit has the blocks that follow it in the target ({target.layers - layer} here), "
+            f"which must be alike, without sliding windows; fit exits without blocks"
+        )
+    return config
+
+
+def _rope(config: ModelConfig | None) -> RopeTables:
+    """Rotary tables of blocks; empty without."""
+    if config is None or config.rope is None:
+        return torch.empty(0), torch.empty(0)
+    return rope_tables(config.rope, config.head_dim, config.context)
 
 
 def _identity(width: int) -> nn.Linear:

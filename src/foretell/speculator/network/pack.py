@@ -27,6 +27,7 @@ from foretell.speculator.network.eagle import Eagle3
 from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
+from foretell.speculator.network.p_eagle import PEagle
 
 S = TypeVar("S", bound=Speculator)
 DraftPrecision = Literal[Precision, "int4"]
@@ -99,7 +100,7 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
         packed.native_stack = _pack_layers(packed, form)
         stacked = packed.layers if packed.native_stack else None
     packed.packed_head, packed.packed_precision = form.linear(head), precision
-    if isinstance(packed, Eagle3):
+    if isinstance(packed, Eagle3) and not isinstance(packed, PEagle):
         packed.native = _pack_eagle3(packed, form)
     _replace_modules(packed, form, stacked)
     for module in packed.modules():

@@ -139,8 +139,9 @@ def run_exits(model: Model, exits: Exits, document: Document, settings: Calibrat
     layers = exits.config.layers
     before = tuple(layer - 1 for layer in layers) if settings.measure == "state" else ()
     states = collect_states(
-        model.network, [document], (*layers, *before), settings.longest, document.start + settings.longest
-    )
+        model.network, [document], (*layers, *before), settings.longest, document.start + settings.longest,
+        blocks=exits.run_blocks if exits.config.blocks else None,
+    )  # fmt: skip
     heads, own = TrainedExits(exits), target_tokens(exits.full_lm_head.float(), states)
     confidence, agrees = list[np.ndarray](), list[np.ndarray]()
     depths: torch.Tensor | None = None

@@ -14,8 +14,10 @@ from foretell.model.network import Network
 from foretell.model.partial_pass import check_spans
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import TargetInfo
-from foretell.speculator.network.exits import Exits, ExitsConfig
+from foretell.speculator.network.draft_model import DraftNetwork
+from foretell.speculator.network.exits import Exits, ExitsConfig, block_config
 from foretell.train.data.dataset import Dataset, Document
+from foretell.train.exits.blocks import block_outputs, train_blocks
 from foretell.train.exits.classifiers import HaltingSettings, fit_classifiers
 from foretell.train.exits.fit import (
     ExitKind,
@@ -27,19 +29,22 @@ from foretell.train.exits.fit import (
     target_tokens,
 )
 from foretell.train.exits.joint import JointSettings, cosine_table, train_jointly
-from foretell.train.exits.states import LayerStates, collect_states
+from foretell.train.exits.states import LayerStates, collect_sequences, collect_states
 
 _HELD_OUT = 0.1
 """Share of the documents that exits are measured on."""
 _MIN_TOKENS = 500
 """Fewest tokens that exits are fitted on."""
+_SOME_TOKENS = 20_000
+"""Tokens that the map and the classifier of an exit with decoder blocks are fitted on."""
 
 
 @dataclass(frozen=True)
 class ExitSettings:
     """What is fitted. `layers`: empty, every tenth of the model; `steps`: of gradient training after the closed form;
     `draft_vocab`: most frequent tokens that exits may give, 0: all; `inner`: width of a feed-forward network per exit,
-    or with `joint` of one for all exits, which are then trained together.
+    or with `joint` of one for all exits, which are then trained together; `blocks`: decoder blocks of the only
+    exit, which begin as those of the model after it, or as the last ones of `draft_model`.
     """
 
     layers: tuple[int, ...] = ()
@@ -51,6 +56,8 @@ class ExitSettings:
     tokens: int = 60_000
     seed: int = 0
     joint: JointSettings | None = None
+    blocks: int = 0
+    draft_model: DraftNetwork | None = None
     halting: HaltingSettings = field(default_factory=HaltingSettings)
 
 
@@ -94,26 +101,55 @@ def fit_exits(
     train, held = (
         [data[i] for i in part] for part in data.split(max(1, min(len(data) // 2, round(_HELD_OUT * len(data)))))
     )
+    exits = build_exits(model, settings, layers, train)
     on_progress(f"reading the states of {len(layers)} layers")
-    states = collect_states(network, train, layers, settings.tokens)
+    if settings.blocks:
+        states, cosines = _train_with_blocks(exits, network, train, settings, on_progress, data), None
+    else:
+        states = _checked(collect_states(network, train, layers, settings.tokens), data)
+        if settings.kind == "linear":
+            fit_linear(exits, states)
+        else:
+            set_shared(exits, final_norm_weight(network))
+        cosines = _train_by_gradient(exits, states, settings, on_progress) if settings.steps else None
+    head = model.checkpoint.embedding_and_head(torch.float32).head
+    on_progress("fitting the classifiers")
+    fit_classifiers(exits, states, target_tokens(head, states), settings.halting, settings.seed)
+    on_progress("measuring")
+    through = exits.run_blocks if settings.blocks else None
+    others = collect_states(network, held, layers, max(_MIN_TOKENS, settings.tokens // 10), blocks=through)
+    quality = evaluate(exits, others, target_tokens(head, others))
+    return FittedExits(exits, quality, len(states), len(others), cosines)
+
+
+def _checked(states: LayerStates, data: Dataset) -> LayerStates:
+    """The states, if they are enough."""
     if len(states) < _MIN_TOKENS:
         raise ValueError(
             f"{data.folder}: {len(states)} tokens to learn are too few to fit exits on; {_MIN_TOKENS} at least are "
             "needed, and some tens of thousands make good exits: enlarge it with foretell data generate"
         )
-    exits = build_exits(model, settings, layers, train)
-    if settings.kind == "linear":
-        fit_linear(exits, states)
-    else:
-        set_shared(exits, final_norm_weight(network))
-    cosines = _train_by_gradient(exits, states, settings, on_progress) if settings.steps else None
-    head = model.checkpoint.embedding_and_head(torch.float32).head
-    on_progress("fitting the classifiers")
-    fit_classifiers(exits, states, target_tokens(head, states), settings.halting, settings.seed)
-    on_progress("measuring")
-    others = collect_states(network, held, layers, max(_MIN_TOKENS, settings.tokens // 10))
-    quality = evaluate(exits, others, target_tokens(head, others))
-    return FittedExits(exits, quality, len(states), len(others), cosines)
+    return states
+
+
+def _train_with_blocks(
+    exits: Exits,
+    network: Network,
+    documents: Sequence[Document],
+    settings: ExitSettings,
+    on_progress: Callable[[str], None],
+    data: Dataset,
+) -> LayerStates:
+    """Train the decoder blocks of the only exit with its norm and map; their outputs, for the classifier."""
+    layer = exits.config.layers[0]
+    sequences = collect_sequences(network, documents, layer, settings.tokens)
+    if settings.draft_model is None:
+        fit_linear(exits, _checked(block_outputs(exits, sequences, _SOME_TOKENS), data))
+    train_blocks(
+        exits, sequences, settings.steps, settings.rate, settings.seed,
+        lambda step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
+    )  # fmt: skip
+    return _checked(block_outputs(exits, sequences, _SOME_TOKENS), data)
 
 
 def _train_by_gradient(
@@ -146,12 +182,17 @@ def build_exits(model: Model, settings: ExitSettings, layers: tuple[int, ...], d
         maps=settings.kind == "linear",
         inner=settings.inner,
         shared_inner=settings.joint is not None,
+        blocks=block_config(c, layers[0], settings.blocks) if settings.blocks else None,
         halting=settings.halting.halting,
         norm_eps=c.norm_eps,
     )
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
         exits = Exits(config, model.checkpoint.embedding_and_head(torch.float32))
+    if settings.draft_model is not None:
+        exits.init_from_draft_model(settings.draft_model)
+    elif settings.blocks:
+        exits.init_from_target(model.checkpoint.decoder(torch.float32, range(layers[0], layers[0] + settings.blocks)))
     if tokens is not None:
         exits.set_draft_vocab(tokens)
     return exits.requires_grad_(False)

@@ -1,6 +1,6 @@
 """The states that exits are fitted on: the outputs of some layers at the tokens of a data set's answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,17 @@ class LayerStates:
         return len(self.final)
 
 
+@dataclass(frozen=True)
+class SequenceStates:
+    """States of whole documents: `exit` the outputs of a layer at all of their tokens, `final` those of the last layer
+    after the final norm at the tokens from `first` on, whose successors are to be learned. All bfloat16.
+    """
+
+    exit: tuple[Float[torch.Tensor, "s d"], ...]
+    final: tuple[Float[torch.Tensor, "t d"], ...]
+    first: tuple[int, ...]
+
+
 @torch.inference_mode()
 def collect_states(
     network: Network,
@@ -40,33 +51,64 @@ def collect_states(
     num_tokens: int,
     longest: int = 512,
     on_progress: Callable[[int], None] = lambda _: None,
+    blocks: Callable[[Float[torch.Tensor, "b s d"]], Float[torch.Tensor, "b s d"]] | None = None,
 ) -> LayerStates:
     """Run documents, each up to `longest` tokens, and keep the states at the tokens whose successors are to be learned,
     of at most `num_tokens` in all.
 
-    The target computes them as it does when it decodes. `on_progress` gets the number of tokens so far.
+    The target computes them as it does when it decodes. `on_progress` gets the number of tokens so far. `blocks`: what
+    follows the layers, over a whole document; None: nothing.
 
     Raises:
         ValueError: the documents have no token to learn.
     """
     wanted = (*layers, network.config.layers + 1)
     parts: list[list[torch.Tensor]] = [[] for _ in wanted]
-    lengths, runner = list[int](), DecoderRunner(network)
+    lengths = list[int]()
+    for first, found in _documents(network, documents, wanted, num_tokens, longest):
+        last = min(len(found[0]), first + num_tokens - sum(lengths))
+        if blocks is not None:
+            found = [*(blocks(states.float()[None])[0] for states in found[:-1]), found[-1]]
+        for part, states in zip(parts, found, strict=True):
+            part.append(states[first:last].to(torch.bfloat16).cpu())
+        lengths.append(last - first)
+        on_progress(sum(lengths))
+    joined = [torch.cat(part) for part in parts]
+    return LayerStates(tuple(joined[:-1]), joined[-1], tuple(lengths))
+
+
+@torch.inference_mode()
+def collect_sequences(
+    network: Network, documents: Sequence[Document], layer: int, num_tokens: int, longest: int = 512
+) -> SequenceStates:
+    """The states of whole documents, with at most `num_tokens` tokens to learn or as many more as the last one has.
+
+    Raises:
+        ValueError: the documents have no token to learn.
+    """
+    wanted = layer, network.config.layers + 1
+    found = [
+        (states[0].to(torch.bfloat16).cpu(), states[1][first:].to(torch.bfloat16).cpu(), first)
+        for first, states in _documents(network, documents, wanted, num_tokens, longest)
+    ]
+    return SequenceStates(*(tuple(part) for part in zip(*found, strict=True)))
+
+
+def _documents(
+    network: Network, documents: Sequence[Document], layers: Sequence[int], num_tokens: int, longest: int
+) -> Iterator[tuple[int, list[Float[torch.Tensor, "s d"]]]]:
+    """Per document the first token whose successor is to be learned, and the states of layers at all tokens."""
+    runner, count = DecoderRunner(network), 0
     for document in documents:
-        if (count := sum(lengths)) >= num_tokens:
+        if count >= num_tokens:
             break
         tokens, first = document.tokens[:longest].tolist(), max(document.start - 1, FIRST_POSITION)
         if len(tokens) <= first:
             continue
         tree = root_tree([tokens[-1]]).with_prefix([tokens])
-        output = runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=wanted)
-        last = min(len(tokens), first + num_tokens - count)
-        for part, states in zip(parts, output.hidden_states, strict=True):
-            part.append(states[first:last].to(torch.bfloat16).cpu())
+        output = runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers)
+        yield first, list(output.hidden_states)
         runner.truncate(0, 0)
-        lengths.append(last - first)
-        on_progress(count + lengths[-1])
-    if not lengths:
+        count += len(tokens) - first
+    if not count:
         raise ValueError("the data set has no answer of more than a few tokens; make one with foretell data generate")
-    found = [torch.cat(part) for part in parts]
-    return LayerStates(tuple(found[:-1]), found[-1], tuple(lengths))

@@ -1,13 +1,14 @@
-"""Losses of blocks whose tokens are predicted in parallel: weights by place, and the confidence head's labels."""
+"""Blocks whose tokens are predicted in parallel: random anchors, weights by place, the confidence head's labels."""
 
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from foretell.distributions.divergence import total_variation
 from foretell.train.objective.distillation import Objective, label_losses
+from foretell.train.objective.unrolled import TargetLabels
 
 Weighting = Literal["dpace", "decay"]
 """How the places of a block are weighted: by expected acceptance (D-PACE), or by a fixed exponential decay."""
@@ -68,3 +69,28 @@ def confidence_loss(
     label = 1 - total_variation(target.float(), draft.detach().float())
     loss = F.binary_cross_entropy_with_logits(confidence, label.clamp(0, 1), reduction="sum")
     return loss / max(1, len(label))
+
+
+def sample_blocks(
+    labels: TargetLabels, count: int, depth: int
+) -> tuple[Int[torch.Tensor, "b a"], Int[torch.Tensor, "b a p"]]:
+    """At most `count` random anchors per text, and the rows of the labels of the places after them, -1: none.
+
+    An anchor has a label after it and a position before it. A place has a label only if all places before it have one.
+    Texts with fewer anchors than others are filled with blocks without labels. torch's global generator is seeded at
+    every step.
+    """
+    possible = _possible_anchors(labels)
+    most = int(possible.sum(1).max()) if possible.numel() else 0
+    order = torch.rand(possible.shape, device="cpu").to(possible.device).masked_fill(~possible, -1.0)
+    anchor = order.topk(min(count, max(most, 1)), -1).indices
+    place = anchor[..., None] + torch.arange(depth, device=anchor.device)
+    row = F.pad(labels.row, (0, depth), value=-1).gather(1, place.flatten(1)).view(place.shape)
+    seen = ((row >= 0) & possible.gather(1, anchor)[..., None]).long().cumprod(-1).bool()
+    return anchor, torch.where(seen, row, -1)
+
+
+def _possible_anchors(labels: TargetLabels) -> Bool[torch.Tensor, "b t"]:
+    possible = labels.row >= 0
+    possible[:, :1] = False
+    return possible

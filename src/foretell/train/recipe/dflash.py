@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Int
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
@@ -18,9 +16,9 @@ from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_losses
+from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_losses, sample_blocks
 from foretell.train.objective.distillation import Objective
-from foretell.train.objective.unrolled import TargetLabels, target_labels, top1_agreement
+from foretell.train.objective.unrolled import target_labels, top1_agreement
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_dflash_from_target
 from foretell.utils.validation import validate
@@ -147,28 +145,3 @@ def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
         "convolution": o.convolution,
         **{name: getattr(o, name) for name in shared},
     }
-
-
-def sample_blocks(
-    labels: TargetLabels, count: int, depth: int
-) -> tuple[Int[torch.Tensor, "b a"], Int[torch.Tensor, "b a p"]]:
-    """At most `count` random anchors per text, and the rows of the labels of the places after them, -1: none.
-
-    An anchor has a label after it and a position before it. A place has a label only if all places before it have one.
-    Texts with fewer anchors than others are filled with blocks without labels. torch's global generator is seeded at
-    every step.
-    """
-    possible = _possible_anchors(labels)
-    most = int(possible.sum(1).max()) if possible.numel() else 0
-    order = torch.rand(possible.shape, device="cpu").to(possible.device).masked_fill(~possible, -1.0)
-    anchor = order.topk(min(count, max(most, 1)), -1).indices
-    place = anchor[..., None] + torch.arange(depth, device=anchor.device)
-    row = F.pad(labels.row, (0, depth), value=-1).gather(1, place.flatten(1)).view(place.shape)
-    seen = ((row >= 0) & possible.gather(1, anchor)[..., None]).long().cumprod(-1).bool()
-    return anchor, torch.where(seen, row, -1)
-
-
-def _possible_anchors(labels: TargetLabels) -> Bool[torch.Tensor, "b t"]:
-    possible = labels.row >= 0
-    possible[:, :1] = False
-    return possible

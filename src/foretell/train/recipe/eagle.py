@@ -65,11 +65,9 @@ class Eagle1Options(EagleOptions):
     """Weight of the loss on tokens relative to the regression."""
 
 
-class Eagle3Options(EagleOptions):
-    """Options of EAGLE-3's training-time test."""
+class Eagle3LayerOptions(EagleOptions):
+    """Options of EAGLE-3's layers."""
 
-    steps: int = Field(5, ge=1, le=MAX_COUNT)
-    """Unrolled steps on the layer's own output."""
     hidden_layers: str = ""
     """Hidden layers to fuse, separated by commas; empty: the paper's three, and the input of the target's head."""
     fc_norm: bool = True
@@ -77,6 +75,13 @@ class Eagle3Options(EagleOptions):
     norm_before_residual: bool = False
     norm_output: bool = False
     """Feed the output back after the final norm, not before (EAGLE-3.1)."""
+
+
+class Eagle3Options(Eagle3LayerOptions):
+    """Options of EAGLE-3's training-time test."""
+
+    steps: int = Field(5, ge=1, le=MAX_COUNT)
+    """Unrolled steps on the layer's own output."""
 
 
 class EagleRecipe(Recipe):
@@ -138,16 +143,9 @@ class Eagle3Recipe(EagleRecipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks, on four hidden states."""
-        o, n = setup.parse_options(Eagle3Options), setup.card.layers
-        hidden_layers = parse_hidden_layers(o.hidden_layers, n + 1, "--set hidden_layers") or (
-            min(2, n),
-            n // 2,
-            max(n - 3, 0),
-            n + 1,
-        )
-        more = {name: getattr(o, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
-        more |= {"hidden_layers": hidden_layers}
-        return cls(setup, Eagle3(eagle_config(setup, "eagle3", o, more), setup.embedding_and_head), o)
+        o = setup.parse_options(Eagle3Options)
+        config = validate(EagleConfig, eagle3_values(setup, "eagle3", o), "--set")
+        return cls(setup, Eagle3(config, setup.embedding_and_head), o)
 
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
@@ -176,7 +174,8 @@ class Eagle1Recipe(EagleRecipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks."""
         o = setup.parse_options(Eagle1Options)
-        return cls(setup, Eagle1(eagle_config(setup, "eagle", o, {}), setup.embedding_and_head), o)
+        config = validate(EagleConfig, eagle_values(setup, "eagle", o), "--set")
+        return cls(setup, Eagle1(config, setup.embedding_and_head), o)
 
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
@@ -197,10 +196,10 @@ class Eagle1Recipe(EagleRecipe):
         return Loss(total, metrics | {"covered": labels.covered})
 
 
-def eagle_config(setup: RecipeSetup, kind: str, options: EagleOptions, more: dict[str, Any]) -> EagleConfig:
+def eagle_values(setup: RecipeSetup, kind: str, options: EagleOptions) -> dict[str, Any]:
     """The configuration of layers of the size of the target's blocks."""
     c = setup.config
-    values = {
+    return {
         "kind": kind,
         "target": setup.card,
         "draft_vocab": setup.draft_vocab,
@@ -214,7 +213,15 @@ def eagle_config(setup: RecipeSetup, kind: str, options: EagleOptions, more: dic
         "norm_eps": c.norm_eps,
         "rope": c.rope or RopeConfig(),
     }
-    return validate(EagleConfig, values | more, "--set")
+
+
+def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerOptions) -> dict[str, Any]:
+    """The configuration of such layers on fused hidden states."""
+    n = setup.card.layers
+    given = parse_hidden_layers(options.hidden_layers, n + 1, "--set hidden_layers")
+    flags = {name: getattr(options, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
+    hidden_layers = given or (min(2, n), n // 2, max(n - 3, 0), n + 1)
+    return eagle_values(setup, kind, options) | flags | {"hidden_layers": hidden_layers}
 
 
 def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.Tensor, "b s"]:

@@ -5,11 +5,13 @@ from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.linear import Linear
+from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.block_layer import TwoTapConvolution
 from foretell.speculator.network.cached_layers import CachedLayersNetwork
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
+from foretell.speculator.network.p_eagle import PEagle
 
 OUTPUT_SCALE = 0.2
 """Scale of matrices that write to the residual stream, so that the identity dominates at first."""
@@ -43,8 +45,7 @@ def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int)
     d, count = network.target_info.hidden, len(network.hidden_layers)
     network.fc.weight += torch.eye(d).repeat(1, count) / count
     if network.mask is not None:
-        scale = network.embed(torch.arange(network.target_info.vocab)).float().std()
-        network.mask.copy_(torch.randn(d, generator=generator) * scale)
+        network.mask.copy_(random_embedding(network, generator))
     for module in network.modules():
         if isinstance(module, TwoTapConvolution):
             module.dynamic.weight.zero_()
@@ -54,6 +55,20 @@ def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int)
     if decoder is not None and decoder.config.hidden == d:
         copy_last_blocks(network, decoder)
         network.norm.weight.copy_(decoder.norm.weight * DRAFT_SCALE)
+
+
+@torch.no_grad()
+def init_masks(network: PEagle, seed: int) -> None:
+    """Initialise what stands for tokens and hidden states that do not exist yet."""
+    generator = torch.Generator().manual_seed(seed)
+    network.mask.copy_(random_embedding(network, generator))
+    network.mask_states.copy_(torch.randn(network.mask_states.shape, generator=generator))
+
+
+def random_embedding(network: Speculator, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers of the size of the target's embeddings."""
+    scale = float(network.embed(torch.arange(network.target_info.vocab)).float().std())
+    return torch.randn(network.target_info.hidden, generator=generator) * scale
 
 
 def init_linears(network: CachedLayersNetwork, generator: torch.Generator) -> None:

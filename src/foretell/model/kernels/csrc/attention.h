@@ -321,7 +321,7 @@ class Attention {
     const Float factor = splat(scale / divisor);
     cache_.rotate(result.mixed);
     for (int i = 0; i < m_.head_dim; i += kLanes)
-      store_operand(layer.output.operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
+      store_operand(reader(layer.output).operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
                     load<Float>(result.mixed + i) * factor);
   }
 

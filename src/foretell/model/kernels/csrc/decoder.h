@@ -34,10 +34,10 @@ class ForwardPass {
         inner_width_(std::max({ffn_, model.heads * model.head_dim, input_width(layers, first, last),
                                cache.states ? StatePass::output_width(*cache.states) : 0})),
         operands_(layout.count,
-                  std::max({layers[first].qkv.in, inner_width_, model.hidden, model.heads * model.head_dim, ffn_,
-                            experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
+                  std::max({reader(layers[first].qkv).in, inner_width_, model.hidden, model.heads * model.head_dim,
+                            ffn_, experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
                             latent_of_ ? latent_of_->query_rank : 0, widest_predictor(layers, first, last)}),
-                  team),
+                  team, largest_rank(layers, first, last)),
         qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
         inner_(buffer<float>((size_t)layout.count * inner_width_)),
         product_(buffer<float>((size_t)layout.count * model.hidden)) {
@@ -58,9 +58,12 @@ class ForwardPass {
         write_keys(i, team);
       else if (layers_[i].attention)
         layers_[i].state ? mix(i, team) : layers_[i].latent ? attend_latent(i, team) : attend(i, team);
+      else
+        take_shortcut(layers_[i].attention_shortcut, team);
       if (layers_[i].mlp) feed_forward(i, team);
       if (routes && layers_[i].mlp && layers_[i].experts && !team.thread)
         experts_->copy_routes(routes + (size_t)(i - first_) * experts_->entries());
+      if (!layers_[i].mlp) take_shortcut(layers_[i].mlp_shortcut, team);
       finish(layers_[i], team);
     }
   }
@@ -76,8 +79,9 @@ class ForwardPass {
     const Layer& layer = layers_[i];
     const bool given = attention_input_ && i == first_;
     const int width = layer.reads_keys ? m_.heads * m_.head_dim : qkv_width_;
-    operands_.multiply(layer.qkv, given ? attention_input_ : x_, layer.qkv.in, given ? nullptr : layer.attention_norm,
-                       m_.eps, {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0}, &layer.output, team);
+    operands_.multiply(layer.qkv, given ? attention_input_ : x_, reader(layer.qkv).in,
+                       given ? nullptr : layer.attention_norm, m_.eps,
+                       {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0}, &reader(layer.output), team);
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
@@ -87,6 +91,7 @@ class ForwardPass {
     else
       attention_.attend(layer, layer.store, inner_.get(), team);
     team.barrier();
+    take_shortcut(layer.attention_shortcut, team);
     add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, after_attention(i), team, !gated);
   }
 
@@ -98,7 +103,7 @@ class ForwardPass {
     const bool apart = layer.qkv.next && layer.qkv.out == queries;
     const Weight& keys = apart ? *layer.qkv.next : layer.qkv;
     const int width = apart ? qkv_width_ - queries : qkv_width_;
-    operands_.multiply(keys, x_, keys.in, layer.attention_norm, m_.eps,
+    operands_.multiply(keys, x_, m_.hidden, layer.attention_norm, m_.eps,
                        {qkv_.get() + (apart ? queries : 0), qkv_width_, width, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
@@ -147,13 +152,13 @@ class ForwardPass {
   }
 
   static const Weight* of_network(const Layer& layer) {
-    return layer.experts && !layer.gate_up.words ? &layer.experts->router : &layer.gate_up;
+    return layer.experts && !layer.gate_up.words ? &layer.experts->router : &reader(layer.gate_up);
   }
   // The weight that is read next, which is prefetched; null: there is none.
   const Weight* after_layer(int i) const {
     if (i + 1 == last_) return nullptr;
     const Layer& next = layers_[i + 1];
-    return next.qkv.words ? &next.qkv : of_network(next);
+    return next.qkv.words ? &reader(next.qkv) : of_network(next);
   }
   const Weight* after_attention(int i) const {
     const Weight* own = of_network(layers_[i]);
@@ -174,6 +179,14 @@ class ForwardPass {
     return widest;
   }
 
+  static int largest_rank(const Layer* layers, int first, int last) {
+    int rank = 0;
+    for (int i = first; i < last; ++i)
+      for (const Weight* w : {&layers[i].qkv, &layers[i].output, &layers[i].gate_up, &layers[i].down})
+        if (w->factor) rank = std::max(rank, w->factor->out);
+    return rank;
+  }
+
   static const Experts* first_experts(const Layer* layers, int first, int last) {
     for (int i = first; i < last; ++i)
       if (layers[i].experts) return layers[i].experts;
@@ -191,10 +204,12 @@ class ForwardPass {
       if (layer.sparse->places && !team.thread) give_back(*layer.sparse->places, m_.ffn);
       return;
     }
+    const Weight& down = reader(layer.down);
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
-                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
-                       &layer.down, team);
+                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down.operand}, &down,
+                       team);
     team.barrier();
+    take_shortcut(layer.mlp_shortcut, team);
     add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
   }
 
@@ -266,12 +281,25 @@ class ForwardPass {
     return {(const uint32_t*)inner_.get(), (size_t)stride};
   }
 
+  // The product of the residual stream with a shortcut, where the layer has one, takes its place.
+  void take_shortcut(const Weight& w, const Team& team) const {
+    if (!w.words) return;
+    operands_.multiply(w, x_, m_.hidden, nullptr, 0, {product_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0},
+                       nullptr, team);
+    team.barrier();
+    const auto [from, to] = team.share(tokens_);
+    std::memcpy(x_ + (size_t)from * m_.hidden, product_.get() + (size_t)from * m_.hidden,
+                4 * (size_t)(to - from) * m_.hidden);
+    team.barrier();
+  }
+
   // Adds the product of the inner operands with w, normed where the architecture asks for it, to the residual stream.
   void add_to_residual(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team,
                        bool rounded = true) const {
     const bool adds = !norm && m_.residual_scale == 1;
     float* y = adds ? x_ : product_.get();
-    multiply(w, inner_operands(stride, w, rounded, team), tokens_,
+    const Rows inner = inner_operands(stride, reader(w), rounded, team);
+    multiply(w, w.factor ? operands_.through_factor(w, inner, team) : inner, tokens_,
              {y, m_.hidden, m_.hidden, adds ? Epilogue::kAdd : Epilogue::kStore, 0, 0}, next, team);
     team.barrier();
     if (adds) return;

@@ -59,6 +59,7 @@ struct Weight {           // one packed linear layer
   float threshold;     // stored by input: inputs of at most this magnitude count as zero
   int32_t stored_in;   // inputs of the panels, of which the first `in` are read; 0: all
   const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
+  const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
 };
 
 // How the neurons of a token are chosen: by the magnitude of their activated gate (CATS, arXiv 2404.08763), or by the
@@ -157,6 +158,9 @@ struct Layer {
   int32_t input_first;
   float scale;  // multiplies the residual stream after the layer; 0: nothing does
   const SparseMlp* sparse;  // what takes the place of gate_up; `down` is then stored by input. Or null
+  // Multiply the residual stream before the output of attention or of the feed-forward network is added (SliceGPT,
+  // arXiv 2401.15024); words null: nothing does.
+  Weight attention_shortcut, mlp_shortcut;
 };
 
 struct Model {

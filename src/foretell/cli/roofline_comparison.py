@@ -1,0 +1,101 @@
+"""`foretell roofline published` and `compare`: predictions beside measurements."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from foretell.cli.roofline_measured import read_measured
+from foretell.cli.roofline_options import (
+    AsCsv,
+    AsJson,
+    DeviceFile,
+    DraftVocab,
+    RuntimeName,
+    check_folder,
+    check_output_options,
+    exit_with_error,
+    print_records,
+)
+from foretell.roofline import cli_inputs, report
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.fit_runtime import refit
+from foretell.roofline.hardware import CALIBRATED, known_hardware
+from foretell.roofline.measured import compare_measured, measured_workload
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.published import compare_published, group_errors
+from foretell.roofline.published_loads import compare_loads, load_settings
+from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime
+
+
+def published_command(
+    fit: Annotated[str | None, typer.Option(help="Fit this runtime anew to its rows and print its figures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Picture of published against predicted (.png, .svg, .pdf).")] = None,
+    loads: Annotated[
+        bool, typer.Option("--loads", help="Gains of drafts under load instead, beside their simulation.")
+    ] = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Compare predictions with published measurements: every row, and the errors by group."""
+    check_output_options(as_json, as_csv)
+    if loads:
+        settings = list(load_settings().values())
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            compared_loads = [
+                c for each in progress.track(settings, description="simulating") for c in compare_loads([each])
+            ]
+        title = "Published and simulated gains under load"
+        print_records([report.compared_load_record(c) for c in compared_loads], as_json, as_csv, title)
+        return
+    if fit is not None:
+        print_records([report.runtime_record(refit(find_runtime(fit)))], as_json, as_csv)
+        return
+    compared = compare_published()
+    if out is not None:
+        from foretell.roofline.paper.plots import draw_published
+
+        check_folder(out)
+        draw_published(compared, out)
+        typer.echo(f"{len(compared)} published measurements and their predictions: {out}", err=True)
+    print_records([report.published_record(c) for c in compared], as_json, as_csv, "Published and predicted")
+    if not as_csv and not as_json:
+        print_records(
+            [report.group_record(g) for g in group_errors(compared)], False, False, "Errors of the rows checked"
+        )
+
+
+def compare_command(
+    results: Annotated[Path, typer.Argument(help="Results of `foretell bench run`, or their folder.")],
+    hardware: Annotated[
+        str, typer.Option("--hardware", "-H", help="The machine of the run; `foretell roofline calibrate` adds it.")
+    ] = CALIBRATED,
+    hardware_file: DeviceFile = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    model: Annotated[str | None, typer.Option(help="Target, in place of the run's: as for plan.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
+    draft_vocab: DraftVocab = None,
+    context: Annotated[int | None, typer.Option(help="Cached tokens; by default those of the run.")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Compare the speed-ups of a benchmark with those predicted from its tokens per pass."""
+    check_output_options(as_json, as_csv)
+    run, methods = read_measured(results)
+    if hardware == CALIBRATED and hardware not in known_hardware(hardware_file):
+        raise ValueError("this machine is not calibrated: run `foretell roofline calibrate` first, or name a device")
+    device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
+    target, draft_model = (AnalyzedModel(*find_model(m)) if m else None for m in (model or run.settings.model, draft))
+    assert target is not None
+    workloads = [measured_workload(m, context) for m in methods]
+    rows, left_out = compare_measured(methods, target, device, workloads, draft_model, draft_vocab)
+    title = f"{target.name} on {device.title}: measured and predicted speed-up"
+    print_records([report.measured_record(row) for row in rows], as_json, as_csv, title)
+    for name, reason in left_out.items():
+        typer.echo(f"left out: {name}: {reason}", err=True)
+    if rows and not as_json and not as_csv:
+        errors = sorted(abs(row.error) for row in rows)
+        typer.echo(f"median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}, of {len(rows)} methods")
+    exit_with_error(None if rows else "nothing could be compared")

@@ -1,0 +1,116 @@
+"""Options, tables and checks that the commands of `foretell roofline` share."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from foretell.cli.errors import print_error
+from foretell.roofline import report
+from foretell.roofline.runtime import known_runtimes
+from foretell.roofline.workload import FUSIONS, STAGES
+
+ModelName = Annotated[str, typer.Argument(help="Built-in name, hub id, config.json, its directory, or a GGUF file.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--hardware", "-H", help="Device; see `foretell roofline hardware`; `custom` takes the next options alone."
+    ),
+]
+DeviceFile = Annotated[Path | None, typer.Option("--hardware-file", help="TOML file with more devices.")]
+RuntimeName = Annotated[
+    str,
+    typer.Option("--runtime", help=f"What is reached of the data sheet: {', '.join(known_runtimes())}. Not for CPUs."),
+]
+Bandwidth = Annotated[float | None, typer.Option(help="Memory bandwidth in GB/s, in place of the device's.")]
+Peak = Annotated[float | None, typer.Option(help="16-bit peak in 1e12 OPs/s; the other peaks follow in proportion.")]
+Capacity = Annotated[float | None, typer.Option(help="Memory in GB, in place of the device's.")]
+StageName = Annotated[str, typer.Option(help=f"One of {', '.join(STAGES)}.")]
+Batch = Annotated[int, typer.Option("--batch", "-b", help="Number of sequences.")]
+Context = Annotated[
+    int, typer.Option("--context", "-s", help="Cached tokens; for prefill, chunked and chat the prompt.")
+]
+Tokens = Annotated[int, typer.Option("--tokens", "-n", help="verify: tokens per sequence, root included.")]
+Bits = Annotated[
+    str, typer.Option(help="Format: 1 to 16, 32, fp8, fp4; 4g128 counts a scale per 128, 4g128z a zero point too.")
+]
+Head = Annotated[
+    str | None, typer.Option(help="Format of embedding and LM head, as 16 in AWQ and GPTQ; by default as --weights.")
+]
+FusionName = Annotated[
+    str, typer.Option(help=f"One of {', '.join(FUSIONS)}: flash fuses attention, full also element-wise work.")
+]
+Devices = Annotated[int, typer.Option("--devices", help="Devices that share every layer (tensor parallelism).")]
+Axes = Annotated[
+    list[str] | None, typer.Option("--sweep", help="batch=1:256, context=128:65536*2, weights=16,8,4; repeatable.")
+]
+OffloadParts = Annotated[
+    str | None,
+    typer.Option(
+        "--offload", help="Parts in memory outside the device, as weights=1,kv=0.5; auto: the weights that do not fit."
+    ),
+]
+OffloadTier = Annotated[str, typer.Option("--tier", help="Memory tier of --offload: ddr, ddr-server, nvme.")]
+OffloadCompute = Annotated[
+    str, typer.Option("--offload-compute", help="Where offloaded data are computed: device or host.")
+]
+DraftVocab = Annotated[
+    int | None, typer.Option(help="Tokens that drafters of one layer score, in place of those of the published ones.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
+ExtraModels = Annotated[
+    list[str] | None, typer.Option("--model", help="A model of your own beside the built-in ones; repeatable.")
+]
+
+
+def print_records(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str = "") -> None:
+    """Print records as a table, JSON or CSV."""
+    check_output_options(as_json, as_csv)
+    if as_json:
+        typer.echo(json.dumps(records, indent=1))
+    elif as_csv:
+        typer.echo(report.to_csv(records), nl=False)
+    else:
+        out = console()
+        out.print(report.plain_table(records, out.width, title))
+
+
+def check_output_options(as_json: bool, as_csv: bool) -> None:
+    """Check that one output format was chosen.
+
+    Raises:
+        ValueError: two were chosen.
+    """
+    if as_json and as_csv:
+        raise ValueError("--json and --csv were given; leave out one of them")
+
+
+_PIPED_WIDTH = 160
+"""Width of tables where neither a terminal nor COLUMNS sets one."""
+
+
+def console() -> Console:
+    """The console for tables, as wide as the terminal or COLUMNS."""
+    found = Console()
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPED_WIDTH)
+
+
+def exit_with_error(sentence: str | None) -> None:
+    """Print the sentence, if any, and exit with status 1."""
+    if sentence:
+        print_error(sentence)
+        raise typer.Exit(1)
+
+
+def check_folder(out: Path) -> None:
+    """Check that the directory of an output file exists.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no directory {out.parent} to write {out.name} to")

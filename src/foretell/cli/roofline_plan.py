@@ -1,0 +1,189 @@
+"""`foretell roofline analyze` and `plan`: the cost of a pass, and methods ranked by predicted gain."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretell.cli.roofline_measured import read_measured
+from foretell.cli.roofline_options import (
+    AsCsv,
+    AsJson,
+    Axes,
+    Bandwidth,
+    Batch,
+    Bits,
+    Capacity,
+    Context,
+    Device,
+    DeviceFile,
+    Devices,
+    DraftVocab,
+    FusionName,
+    Head,
+    ModelName,
+    OffloadCompute,
+    OffloadParts,
+    OffloadTier,
+    Peak,
+    RuntimeName,
+    StageName,
+    Tokens,
+    check_output_options,
+    console,
+    exit_with_error,
+    print_records,
+)
+from foretell.roofline import cli_inputs, report
+from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.formats import parse_format
+from foretell.roofline.method_profiles import with_draft_vocab
+from foretell.roofline.model_configs import find_model
+from foretell.roofline.model_variants import model_variants
+from foretell.roofline.offload import apply_offload
+from foretell.roofline.plan import rank_methods
+from foretell.roofline.runtime import DEFAULT_RUNTIME
+from foretell.roofline.speculation import MAX_NODES
+from foretell.roofline.sweep import parse_axis, sweep
+from foretell.roofline.workload import Workload
+
+
+def analyze_command(
+    model: ModelName,
+    hardware: Device = "a6000",
+    hardware_file: DeviceFile = None,
+    bandwidth: Bandwidth = None,
+    peak: Peak = None,
+    capacity: Capacity = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    stage: StageName = "decode",
+    batch: Batch = 1,
+    context: Context = 1024,
+    tokens: Tokens = 8,
+    chunk: Annotated[int, typer.Option(help="chunked: tokens of the prompt per pass.")] = 512,
+    generate: Annotated[int, typer.Option(help="chat: tokens generated after the prompt.")] = 256,
+    weights: Bits = "16",
+    activations: Bits = "16",
+    kv: Bits = "16",
+    head: Head = None,
+    fusion: FusionName = "flash",
+    devices: Devices = 1,
+    square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
+    axes: Axes = None,
+    offload: OffloadParts = None,
+    tier: OffloadTier = "ddr",
+    compute: OffloadCompute = "device",
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Predict the cost of every operation of a pass; totals, memory, and the largest sizes that fit."""
+    check_output_options(as_json, as_csv)
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
+    target = AnalyzedModel(*find_model(model))
+    workload = Workload(
+        cli_inputs.parse_stage(stage), batch, context, tokens, chunk, generate, parse_format(weights),
+        parse_format(activations), parse_format(kv), cli_inputs.parse_fusion(fusion), devices, square,
+        parse_format(head) if head else None,
+    )  # fmt: skip
+    if axes:
+        records = report.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
+        print_records(records, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
+        return
+    analysis, result = analyse(target, device, workload), None
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
+    if placed is not None:
+        result = apply_offload(analysis, placed)
+    if as_json:
+        typer.echo(
+            json.dumps(report.analysis_record(analysis) | ({"offload": vars(result)} if result else {}), indent=1)
+        )
+    elif as_csv:
+        typer.echo(report.to_csv([report.op_record(c) for c in analysis.op_costs]), nl=False)
+    else:
+        out = console()
+        operations = report.fit_width(report.operations_table(analysis), out.width, report.OPERATIONS_OPTIONAL)
+        out.print(operations, "", report.totals_table(analysis), *([report.offload_text(result)] if result else []))
+    exit_with_error(report.memory_warning(analysis, result))
+
+
+def plan_command(
+    model: ModelName,
+    hardware: Device = "a100-80g",
+    hardware_file: DeviceFile = None,
+    bandwidth: Bandwidth = None,
+    peak: Peak = None,
+    capacity: Capacity = None,
+    runtime: RuntimeName = DEFAULT_RUNTIME,
+    batch: Batch = 1,
+    context: Context = 1024,
+    weights: Bits = "16",
+    activations: Bits = "16",
+    kv: Bits = "16",
+    head: Head = None,
+    fusion: FusionName = "flash",
+    devices: Devices = 1,
+    method: Annotated[list[str] | None, typer.Option(help="Only these methods; repeatable.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
+    accept: Annotated[
+        float | None, typer.Option(help="Acceptance probability of the first choice, for every method.")
+    ] = None,
+    acceptance: Annotated[Path | None, typer.Option(help="JSON file of measured acceptance by method.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Results of `foretell bench run`: methods with the acceptance measured there.")
+    ] = None,
+    draft_vocab: DraftVocab = None,
+    nodes: Annotated[int, typer.Option(help="Largest tree, root included.")] = MAX_NODES,
+    tokens: Annotated[int | None, typer.Option(help="A chain of so many drafted tokens, in place of the best.")] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="A tree, drafted nodes x depth as 60x6, in place of the best.")
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Tokens per pass that the chain or tree yields.")] = None,
+    curve: Annotated[
+        bool,
+        typer.Option(
+            "--curve", help="Speed-up at batch 1 to 256, and the batch sizes at which each method is profitable."
+        ),
+    ] = False,
+    share: Annotated[float, typer.Option(help="Layers run by early exit and layer skipping.")] = 0.5,
+    density: Annotated[float, typer.Option(help="Feed-forward needed per token under contextual sparsity.")] = 0.2,
+    offload: OffloadParts = None,
+    tier: OffloadTier = "ddr",
+    compute: OffloadCompute = "device",
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Rank decoding methods by predicted speed-up, or advise against speculation."""
+    check_output_options(as_json, as_csv)
+    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
+    target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
+    given = {m.name: m.profile() for m in reversed(read_measured(measured)[1]) if m.shape} if measured else None
+    chosen = cli_inputs.select_methods(method, accept, acceptance, given)
+    profiles = {name: with_draft_vocab(profile, draft_vocab) for name, profile in chosen.items()}
+    shape = cli_inputs.parse_shape(tokens, tree, tau)
+    workload = Workload(
+        "decode", batch, context, weights=parse_format(weights), activations=parse_format(activations),
+        kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
+        head=parse_format(head) if head else None,
+    )  # fmt: skip
+    analysis = analyse(target, device, workload)
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
+    if curve:
+        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model, placed)
+        title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
+        print_records(records, as_json, as_csv, title)
+        return
+    plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape, placed)
+    variants = [] if placed else model_variants(target, device, workload, share, density)
+    if as_json:
+        typer.echo(json.dumps(report.plan_record(plan, variants), indent=1))
+    elif as_csv:
+        typer.echo(report.to_csv(report.plan_records(plan)), nl=False)
+    else:
+        out = console()
+        ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
+        cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
+        out.print(f"[bold]{plan.advice}[/]", "", ranking, *(["", cheaper] if variants else []))
+        for name, reason in plan.unavailable.items():
+            typer.echo(f"unavailable: {name}: {reason}")
+    exit_with_error(report.memory_warning(analysis, apply_offload(analysis, placed) if placed else None))

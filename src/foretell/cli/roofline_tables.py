@@ -1,0 +1,54 @@
+"""`foretell roofline table1`, `figure`, `models` and `hardware`: the survey's figures, and what is known."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretell.cli.roofline_options import AsCsv, AsJson, DeviceFile, check_folder, print_records
+from foretell.roofline import report
+from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.hardware import known_hardware
+from foretell.roofline.model_configs import builtin_models, find_model
+from foretell.roofline.paper.figures import FIGURES, figure
+from foretell.roofline.paper.table1 import table1
+
+
+def table1_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
+    """Table 1 of the survey: Llama-2-7b on an A6000, 2048 tokens; our exact counts are in the last two columns."""
+    rows, title = table1(), "Table 1 of arXiv 2402.16363: Llama-2-7b, RTX A6000, 2048 tokens, batch 1"
+    records = report.table1_records(rows) if as_json or as_csv else report.table1_text(rows)
+    print_records(records, as_json, as_csv, title)
+
+
+def figure_command(
+    number: Annotated[int, typer.Argument(help=f"Figure of the survey: {', '.join(map(str, FIGURES))}.")],
+    out: Annotated[
+        Path, typer.Option(help="Picture to write (.png, .svg, .pdf); its data are written beside it as .csv.")
+    ],
+) -> None:
+    """Draw a figure of the survey from our own numbers, and write its data as CSV."""
+    from foretell.roofline.paper.plots import draw
+
+    check_folder(out)
+    drawn = figure(number)
+    draw(drawn, out)
+    out.with_suffix(".csv").write_text(report.to_csv(drawn.records), "utf-8")
+    typer.echo(f"{drawn.title}: {out} and {out.with_suffix('.csv')}\n{drawn.note}")
+
+
+def models_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
+    """List the built-in models."""
+    print_records(
+        [
+            report.model_record(AnalyzedModel(*find_model(name)), str(raw["source"]))
+            for name, raw in builtin_models().items()
+        ],
+        as_json,
+        as_csv,
+    )
+
+
+def hardware_command(hardware_file: DeviceFile = None, as_json: AsJson = False, as_csv: AsCsv = False) -> None:
+    """List the known devices and the sources of their figures."""
+    print_records([report.hardware_record(h) for h in known_hardware(hardware_file).values()], as_json, as_csv)

@@ -1,0 +1,54 @@
+"""Drafting with P-EAGLE: all tokens in one pass, from the target's hidden states and masks."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+
+from foretell.core.context import TokenBuffer
+from foretell.draft.parallel_block import BlockPredictor
+from foretell.speculator.network.p_eagle import PEagle
+
+
+class PEagleDrafter(BlockPredictor):
+    """P-EAGLE's layers with their own cache (arXiv 2602.01469).
+
+    The cache holds keys and values of the positions that the target has read, as EAGLE's does. Those of the masks lie
+    in the slots after and are overwritten in the next step.
+    """
+
+    label = "EAGLE's layers over masks, in one pass"
+
+    def __init__(self, network: PEagle, max_pending: int = 32) -> None:
+        super().__init__(network, max_pending)
+        self.network = network
+
+    @torch.inference_mode()
+    def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
+        layout = self._reserve_pending(rows, counts)
+        token, states = self._take_pending(rows, texts, counts)
+        self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
+
+    def _draft(
+        self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]
+    ) -> Float[torch.Tensor, "n p d"]:
+        counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.depth - 1
+        layout = self._reserve_pending(rows, [count + masks for count in counts])
+        token, states = self._take_pending(rows, texts, counts)
+        order, last = _order(counts, masks)
+        index = torch.from_numpy(states.place).to(states.hidden_states[0].device)
+        features = torch.cat([state[index] for state in states.hidden_states], -1)
+        out = self.network.draft(torch.from_numpy(token), features, len(rows), order, layout, self._cache)
+        return self.network.head_input(out[last])
+
+
+def _order(counts: Sequence[int], masks: int) -> tuple[Int[torch.Tensor, " u"], Int[torch.Tensor, "n p"]]:
+    """Where the positions of rows, each followed by its masks, are in a list of all positions and then all masks; and
+    where every row's last position and its masks are in the former.
+    """
+    order, last, begin, total = list[int](), list[list[int]](), 0, sum(counts)
+    for i, count in enumerate(counts):
+        last.append(list(range(len(order) + count - 1, len(order) + count + masks)))
+        order += [*range(begin, begin + count), *range(total + i * masks, total + (i + 1) * masks)]
+        begin += count
+    return torch.tensor(order), torch.tensor(last)

@@ -1,0 +1,121 @@
+"""Drafting from distributions of all tokens of a draft that one pass gives."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from foretell.core.context import Context, TokenBuffer
+from foretell.core.tree import TokenTree
+from foretell.draft.base import TopTokens, top_tokens
+from foretell.draft.cached_states import CachedStatesNetwork, CachedStatesPredictor
+
+
+class BlockNetwork(CachedStatesNetwork, Protocol):
+    """What such a drafter needs of its network."""
+
+    token_of: torch.Tensor | None
+
+    @property
+    def depth(self) -> int: ...  # noqa: D102
+    @property
+    def hidden(self) -> int: ...  # noqa: D102
+    @property
+    def outputs(self) -> int: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    def compute_logits(self, x: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+    def to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+
+
+class BlockPredictor(CachedStatesPredictor):
+    """Drafts `depth` tokens in one pass over a cache of the positions that the target has read. All nodes of a depth
+    share the distribution of their place (trees from such distributions: arXiv 2604.12989).
+    """
+
+    def __init__(self, network: BlockNetwork, max_pending: int = 32) -> None:
+        super().__init__(network, max_pending)
+        self._network = network
+        self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
+        self._block: Int[np.ndarray, " b"] = np.zeros(0, np.int64)
+        """The block of every request, -1: none."""
+        self._states = torch.zeros(0, 0, 0)
+        """Inputs of the output head at the predicting slots of every block, [n p d]."""
+        self._logits = torch.zeros(0, 0, 0)
+        """Their logits over the draft vocabulary."""
+
+    @abstractmethod
+    def _draft(
+        self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]
+    ) -> Float[torch.Tensor, "n p d"]:
+        """Read the pending positions of some rows, and draft a block for each from its last token `anchor`: the inputs
+        of the output head.
+        """
+
+    def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
+        """At most the number of tokens that a block predicts."""
+        return np.minimum(super().max_depths(context), self._network.depth)
+
+    @torch.inference_mode()
+    def expand(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+        """Logits after the frontier; the first call drafts the block."""
+        logits, _, logit_index = self._scores(tree, frontier, context)
+        return self._network.to_target_vocab(logits), logit_index
+
+    @torch.inference_mode()
+    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
+        """The `count` most probable tokens after the frontier."""
+        logits, confidence, logit_index = self._scores(tree, frontier, context)
+        found = top_tokens(logits, logit_index, count, self._token_of)
+        if confidence is None or not len(logits):
+            return found
+        shared = torch.sigmoid(confidence.double()).cpu().numpy()[:, None]
+        # Rounded as in the kernels, which choose the same tree.
+        return TopTokens((found.probability * shared).astype(np.float32).astype(float), found.token, logit_index)
+
+    def _scores(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, " k"] | None, Int[np.ndarray, "b n"]]:
+        """Logits over the draft vocabulary after the frontier, and those of the confidence."""
+        if tree.nodes == 1:
+            self._draft_blocks(context)
+        row = np.arange(tree.rows)[:, None]
+        depth = tree.depth[row, frontier]
+        wanted = tree.valid[row, frontier] & (self._block >= 0)[:, None] & (depth < context.max_depth[:, None])
+        batch_row, node = np.nonzero(wanted)[0], frontier[wanted]
+        logit_index = np.full(tree.token.shape, -1, np.int64)
+        logit_index[batch_row, node] = np.arange(len(node))
+        device = self._logits.device
+        block, slot, before = (
+            torch.from_numpy(part).to(device)
+            for part in (self._block[batch_row], depth[wanted], tree.token[batch_row, node])
+        )
+        return *self._scores_after(block, slot, before), logit_index
+
+    def _scores_after(
+        self, block: Int[torch.Tensor, " k"], slot: Int[torch.Tensor, " k"], before: Int[torch.Tensor, " k"]
+    ) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, " k"] | None]:
+        """Logits at some slots of the blocks after the tokens `before`, and those of the confidence, if there is
+        one.
+        """
+        return self._logits[block, slot], None
+
+    def _draft_blocks(self, context: Context) -> None:
+        """Draft a block for every request that may have drafts."""
+        which, network = np.flatnonzero(context.max_depth), self._network
+        self._block = np.full(len(context.rows), -1)
+        self._block[which] = np.arange(len(which))
+        rows = [context.rows[i] for i in which.tolist()]
+        if not rows:
+            self._states = self._cache.k.new_zeros(0, network.depth, network.hidden, dtype=network.dtype)
+            self._logits = self._cache.k.new_zeros(0, network.depth, network.outputs)
+            return
+        self._restore(rows)
+        anchor = torch.tensor([context.last_tokens[i] for i in which.tolist()])
+        self._states = self._draft(rows, [context.sequences[i] for i in which.tolist()], anchor)
+        self._logits = network.compute_logits(self._states)

@@ -1,0 +1,93 @@
+"""Training of the decoder blocks of an exit, with its norm and map, on whole sequences of a target's states."""
+
+from collections.abc import Callable, Iterator
+from math import cos, pi
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+
+from foretell.speculator.network.exits import Exits
+from foretell.train.exits.states import LayerStates, SequenceStates
+from foretell.train.objective.candidates import sample_candidates
+
+BATCH_TOKENS = 1536
+"""Tokens of a batch, those of prompts included."""
+_CANDIDATES = 2048
+"""Tokens of the draft vocabulary in the loss of a batch."""
+_WARM_UP, _DECAY, _LARGEST_GRADIENT = 20, 0.01, 1.0
+
+
+def train_blocks(
+    exits: Exits,
+    states: SequenceStates,
+    steps: int,
+    rate: float,
+    seed: int = 0,
+    on_step: Callable[[int, float], None] = lambda *_: None,
+) -> None:
+    """Train the blocks, norm and map of the only exit on the cross-entropy with the target's distribution over the
+    draft vocabulary, a sample of it per batch; `on_step` gets the step and the loss.
+    """
+    parameters = [p.requires_grad_() for part in (exits.blocks, exits.norms, exits.maps) for p in part.parameters()]
+    optimizer = torch.optim.AdamW(parameters, rate, betas=(0.9, 0.95), weight_decay=_DECAY)
+    device = parameters[0].device
+    batches = _batches(states, seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1, (step + 1) / _WARM_UP) * 0.5 * (1 + cos(pi * step / steps))
+            x, mask, final = (part.to(device) for part in next(batches))
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = _loss(exits, x, mask, final)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, _LARGEST_GRADIENT)
+            optimizer.step()
+            on_step(step + 1, loss.item())
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+
+
+@torch.inference_mode()
+def block_outputs(exits: Exits, states: SequenceStates, num_tokens: int) -> LayerStates:
+    """Outputs of the exit's blocks at the first `num_tokens` tokens that are to be learned, or some more."""
+    outputs, count = list[torch.Tensor](), 0
+    for x, first in zip(states.exit, states.first, strict=True):
+        if count < num_tokens:
+            outputs.append(exits.run_blocks(x.float()[None])[0, first:].to(torch.bfloat16))
+            count += len(outputs[-1])
+    final = torch.cat(states.final[: len(outputs)])
+    return LayerStates((torch.cat(outputs),), final, tuple(map(len, outputs)))
+
+
+def _loss(
+    exits: Exits, x: Float[torch.Tensor, "b s d"], mask: Bool[torch.Tensor, "b s"], final: Float[torch.Tensor, "t d"]
+) -> Float[torch.Tensor, ""]:
+    with torch.no_grad():
+        target = exits.compute_logits(final)
+        candidates = sample_candidates(target.softmax(-1), _CANDIDATES)
+        target = (target if candidates is None else candidates.select(target)).softmax(-1)
+    logits = exits.compute_logits(exits(0, exits.run_blocks(x)[mask]), candidates)
+    return -(target * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def _batches(states: SequenceStates, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Sequences in a random order, without end: the states at the exit, padded at the end; which tokens are to be
+    learned; and the last layer's states there.
+    """
+    generator, queue = np.random.default_rng(seed), list[int]()
+    while True:
+        chosen, tokens = list[int](), 0
+        while tokens < BATCH_TOKENS:
+            queue = queue or generator.permutation(len(states.first)).tolist()
+            chosen.append(queue.pop())
+            tokens += len(states.exit[chosen[-1]])
+        longest = max(len(states.exit[i]) for i in chosen)
+        x = torch.zeros(len(chosen), longest, states.exit[0].shape[1])
+        mask = torch.zeros(len(chosen), longest, dtype=torch.bool)
+        for row, i in enumerate(chosen):
+            length = len(states.exit[i])
+            x[row, :length], mask[row, states.first[i] : length] = states.exit[i].float(), True
+        yield x, mask, torch.cat([states.final[i] for i in chosen]).float()
