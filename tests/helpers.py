@@ -74,6 +74,7 @@ SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "medusa": {"heads": 3},
     "mlp_speculator": {"stages": 3, "inner": 40},
     "p_eagle": {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256, "layers": 2, "depth": 4},
+    "pard": {"model": replace(TINY, layers=1), "depth": 4, "mask_token": 3},
     "pass": {"ahead": 3},
     "redrafter": {"stages": 4, "inner": 20},
 }

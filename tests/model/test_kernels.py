@@ -35,7 +35,7 @@ from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2, "int8-activations": 3e-2}
-CACHE_TOLERANCE = {"auto": 0, "int8": 1e-2, "int8-halves": 1e-2, "int4": 0.25}
+CACHE_TOLERANCE = {"auto": 0, "int8": 1e-2, "int8-halves": 1e-2, "int4": 0.25, "int4-kivi": 0, "int2-kivi": 0}
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -437,7 +437,8 @@ def test_the_library_has_the_interface_that_python_declares() -> None:
     assert lines == structures.interface().splitlines()
     assert {
         "panel 32",
-        "Cache 88 0:8 8:8 16:8 24:8 32:8 40:8 48:8 56:4 60:4 64:4 68:4 72:4 80:8",
+        "Cache 152 0:8 8:8 16:8 24:8 32:8 40:8 48:8 56:4 60:4 64:4 68:4 72:4 80:8 88:8 96:8 104:8 112:8 120:8 128:4 "
+        "132:4 136:4 140:4 144:8",
         "foretell_pack_rows viiipiip",
     } <= set(lines)
 

@@ -75,7 +75,7 @@ def calibrate_command(
         source += f"; while {disturbed}"
     stream = measure_bandwidth(where)
     here = calibrate.calibrated_hardware(key, title, source, stream, machine.device_memory(where), fits)
-    here = replace(here, drafting=machine.calibrate_drafting(list(forms), specs))
+    here = replace(here, drafting=machine.calibrate_drafting(forms, specs, here))
     calibrate.add_to_file(file, here, read_hardware_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {key!r} to {file}", err=True)
     errors = ", ".join(f"{name} bits {fit.median_error:.1%}" for name, fit in fits.items())

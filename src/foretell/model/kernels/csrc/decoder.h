@@ -85,6 +85,7 @@ class ForwardPass {
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
+    attention_.pack(layer.store, team);
     const bool gated = layer.attention_gate.words;
     if (gated)
       attend_gated(layer, team);
@@ -108,6 +109,7 @@ class ForwardPass {
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
     team.barrier();
+    attention_.pack(layer.store, team);
   }
 
   // Attention, multiplied by the sigmoid of its gates.
@@ -352,7 +354,12 @@ int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache
     };
     const VisibleKeys keys = visible_keys_of(layout, i);
     bool valid = has(layout.slot[i]) && keys.prefix >= 0 && keys.length > 0;
-    for (int slot = 0; valid && slot < keys.prefix; slot += kCacheBlock) valid = has(slot);
+    const int packed = packed_slots_for(cache, layout.position[i], keys.prefix);
+    valid = valid && packed <= cache.packed_row_blocks * kCacheBlock;
+    for (int slot = 0; valid && slot < packed; slot += kCacheBlock)
+      valid = within(cache.packed_table[(size_t)layout.row[i] * cache.packed_row_blocks + slot / kCacheBlock],
+                     cache.packed_blocks);
+    for (int slot = packed; valid && slot < keys.prefix; slot += kCacheBlock - slot % kCacheBlock) valid = has(slot);
     for (int j = keys.prefix; valid && j < keys.length; ++j) valid = has(keys.slot(j));
     if (!valid) return i;
   }

@@ -374,6 +374,9 @@ const char* foretell_abi() {
       F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
       F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
+      F(Cache, k_packed), F(Cache, v_packed), F(Cache, k_range), F(Cache, v_range), F(Cache, packed_table),
+      F(Cache, packed_slots), F(Cache, packed_blocks), F(Cache, packed_row_blocks), F(Cache, packed_bits),
+      F(Cache, packed_residual),
       F(Cache, states));
 #undef S
 #undef F
