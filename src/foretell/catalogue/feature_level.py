@@ -5,7 +5,6 @@ from foretell.catalogue.build_context import BuildContext, cost_aware_tree, requ
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.feature_level import (
     BeamSearchOptions,
-    DFlashOptions,
     EagleOptions,
     EagleTreeOptions,
     FeatureTreeOptions,
@@ -17,6 +16,7 @@ from foretell.draft import (
     EagleDrafter,
     MLPSpeculatorDrafter,
     MTPDrafter,
+    PardDrafter,
     PEagleDrafter,
     Predictor,
     ReDrafterDrafter,
@@ -24,13 +24,12 @@ from foretell.draft import (
 from foretell.engine.method import AnyMethod, Method
 from foretell.shape import BeamSearch, Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
-from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import describe_packed, pack_network
 from foretell.speculator.network.redrafter import ReDrafter
 
+OnePassDrafter = DFlashDrafter | PEagleDrafter | PardDrafter
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
     *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
@@ -121,40 +120,7 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
     Raises:
         ValueError: the tree is deeper than the network has stages.
     """
-    return _method_of_levels(MLPSpeculatorDrafter(network), network.stages, "stages, one for each level", options)
-
-
-def dflash(context: BuildContext, options: DFlashOptions) -> AnyMethod:
-    """DFlash with the tree of the options."""
-    network = trained_speculator(context, "dflash")
-    assert isinstance(network, DFlash)
-    return dflash_method(pack_network(network), options)
-
-
-def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
-    """DFlash with matching; sampled drafts with rejection sampling.
-
-    Raises:
-        ValueError: the tree is deeper than the blocks that the network was trained for.
-    """
-    kind = f"predicted tokens in a block of {network.config.block_size}, one for each level"
-    return _method_of_levels(DFlashDrafter(network), network.depth, kind, options)
-
-
-def p_eagle(context: BuildContext, options: DFlashOptions) -> AnyMethod:
-    """P-EAGLE with the tree of the options."""
-    network = trained_speculator(context, "p_eagle")
-    assert isinstance(network, PEagle)
-    return p_eagle_method(pack_network(network), options)
-
-
-def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
-    """P-EAGLE with matching; sampled drafts with rejection sampling.
-
-    Raises:
-        ValueError: the tree is deeper than the network was trained for.
-    """
-    return _method_of_levels(PEagleDrafter(network), network.depth, "tokens in a pass, one for each level", options)
+    return method_of_levels(MLPSpeculatorDrafter(network), network.stages, "stages, one for each level", options)
 
 
 def redrafter(context: BuildContext, options: BeamSearchOptions) -> AnyMethod:
@@ -176,8 +142,8 @@ def redrafter_method(network: ReDrafter, options: BeamSearchOptions) -> AnyMetho
     return _method(ReDrafterDrafter(network), BeamSearch(depth, options.num_beams), draw=False)
 
 
-def _method_of_levels(
-    drafter: MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter,
+def method_of_levels(
+    drafter: MLPSpeculatorDrafter | OnePassDrafter,
     levels: int,
     kind: str,
     options: MLPSpeculatorOptions,
@@ -204,7 +170,7 @@ def _method_of_levels(
 
 
 def _method(
-    drafter: EagleDrafter | MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter, shape: Shape[Predictor], draw: bool
+    drafter: EagleDrafter | MLPSpeculatorDrafter | OnePassDrafter, shape: Shape[Predictor], draw: bool
 ) -> AnyMethod:
     """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
     accept: Acceptor = Rejection() if draw else Match()
@@ -312,46 +278,6 @@ ENTRIES = (
         builder=mtp,
         options=EagleTreeOptions,
         needs="a checkpoint with such a layer",
-    ),
-    Entry(
-        name="dflash",
-        family="feature level",
-        description=(
-            "A few layers over the target's hidden states fill a block of masks in one pass; the most probable tree of "
-            "its distributions is verified."
-        ),
-        when_to_use=(
-            "where many tokens are drafted at a time: a deeper draft costs no further pass, where EAGLE pays one per "
-            "level."
-        ),
-        papers=(
-            Paper("DFlash: Block Diffusion for Flash Speculative Decoding", "2602.06036"),
-            Paper("Accelerating Speculative Decoding with Block Diffusion Draft Trees", "2604.12989"),
-        ),
-        drafter=DFlashDrafter,
-        shape=CostAwareTree,
-        acceptor=Match,
-        builder=dflash,
-        options=DFlashOptions,
-        speculator="dflash",
-        aliases=("block_diffusion",),
-    ),
-    Entry(
-        name="p_eagle",
-        family="feature level",
-        description=(
-            "EAGLE-3's layers with masks in place of the tokens and states that do not exist yet, so that one pass "
-            "gives the distributions of all depths; their most probable tree is verified."
-        ),
-        when_to_use="where EAGLE's passes, one per level, are what limits the depth of its drafts.",
-        papers=(Paper("P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", "2602.01469"),),
-        drafter=PEagleDrafter,
-        shape=CostAwareTree,
-        acceptor=Match,
-        builder=p_eagle,
-        options=DFlashOptions,
-        speculator="p_eagle",
-        aliases=("parallel_eagle",),
     ),
     Entry(
         name="mlp_speculator",

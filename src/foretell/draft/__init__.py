@@ -19,6 +19,7 @@ from foretell.draft.mlp_speculator import MLPSpeculatorDrafter, ReDrafterDrafter
 from foretell.draft.online import OnlineDrafter
 from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
+from foretell.draft.pard import PardDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
@@ -50,6 +51,7 @@ __all__ = [
     "OnlineDrafter",
     "PEagleDrafter",
     "ParallelDrafter",
+    "PardDrafter",
     "PhraseRetriever",
     "Predictor",
     "PromptLookup",

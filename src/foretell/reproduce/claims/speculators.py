@@ -139,11 +139,11 @@ def _look_ahead(lab: Lab) -> Finding:
     )
 
 
-def _block_in_one_pass(lab: Lab, method: str) -> Finding:
+def _block_in_one_pass(lab: Lab, method: str, least: float = 1.5) -> Finding:
     run = lab.run(method)
     deep = sum(run.accepted_per_position[1:]) / max(1, sum(run.accepted_per_position))
     return Finding(
-        run.tokens_per_pass > 1.5 and deep >= 0.3,
+        run.tokens_per_pass > least and deep >= 0.3,
         f"{run.tokens_per_pass:.2f} tokens per pass; {percent(deep)} of the accepted tokens stand behind the first of "
         "their block, though all were predicted in one pass",
         (Series.of(method, run.accepted_by_depth),),
@@ -227,5 +227,11 @@ CLAIMS = (
         "Wider beams of a recurrent drafter are accepted further.",
         "tokens per pass never fall over 1, 2, 4 and 8 sequences, and eight give 10 % more than one",
         _beams,
+    ),
+    Claim(
+        "pard",
+        "A draft model with mask tokens drafts several tokens in one pass.",
+        "above 1.3 tokens per pass, and 30 % of the accepted tokens stand behind the first of their draft",
+        partial(_block_in_one_pass, method="pard", least=1.3),
     ),
 )

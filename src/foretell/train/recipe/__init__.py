@@ -13,6 +13,7 @@ from foretell.train.recipe.masked_diffusion import MaskedDiffusionRecipe
 from foretell.train.recipe.medusa import MedusaRecipe
 from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe, ReDrafterRecipe
 from foretell.train.recipe.p_eagle import PEagleRecipe
+from foretell.train.recipe.pard import PardRecipe
 
 RECIPES: Mapping[str, type[Recipe]] = {
     "apar": AparRecipe,
@@ -25,6 +26,7 @@ RECIPES: Mapping[str, type[Recipe]] = {
     "medusa": MedusaRecipe,
     "mlp_speculator": MLPSpeculatorRecipe,
     "p_eagle": PEagleRecipe,
+    "pard": PardRecipe,
     "pass": LookAheadRecipe,
     "redrafter": ReDrafterRecipe,
 }
