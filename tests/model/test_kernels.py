@@ -1,5 +1,6 @@
 """The CPU kernels against plain torch, and their batch invariance."""
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -455,7 +456,8 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_library_with_another_interface_is_refused(small_library: Path) -> None:
     assert build.build().library is not None
-    small_library.write_text(small_library.read_text().replace("Weight 56", "Weight 48"))
+    size = ctypes.sizeof(structures.Weight)
+    small_library.write_text(small_library.read_text().replace(f"Weight {size}", f"Weight {size - 8}"))
     assert "does not have the interface" in build.build().reason
     small_library.write_text('extern "C" int something_else() { return 0; }')
     assert "does not have the interface" in build.build().reason

@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.context import ModelOutput
+from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import TokenTree
 from foretell.model.attention_sums import AttentionSums
 from foretell.model.backend import Backend
@@ -215,8 +216,10 @@ class DecoderRunner(Runner):
         if self.attention_sums is not None:
             layout = self.attention_sums.record(layout, rows, index)
         x = self._embed(tree.token[active], tree.probe_embeddings)
-        states, expert_counts = self._hidden_states(x, layout, hidden_layers)
-        return self._output(states, index, active, scored, hidden_layers, expert_counts)
+        states, found = self._hidden_states(x, layout, hidden_layers)
+        routes = tuple(layer.cpu().numpy() for layer in found)
+        output = self._output(states, index, active, scored, hidden_layers, count_experts(routes))
+        return replace(output, routes=routes) if routes else output
 
     def _layout(
         self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: Bool[np.ndarray, "b n"]
@@ -352,8 +355,8 @@ class DecoderRunner(Runner):
 
     def _hidden_states(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, hidden_layers: Sequence[int]
-    ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[int, ...]]:
-        """The requested hidden states and the last block's output, by layer; and the number of distinct experts per
+    ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[Int[torch.Tensor, "t k"], ...]]:
+        """The requested hidden states and the last block's output, by layer; and the experts of every token per
         mixture-of-experts layer.
         """
         layers = self.network.config.layers
@@ -362,7 +365,7 @@ class DecoderRunner(Runner):
         states = dict(zip((*blocks.hidden_layers, layers), output.hidden_states, strict=True))
         if layers + 1 in hidden_layers:
             states[layers + 1] = self.network.final_norm(states[layers])
-        return states, output.expert_counts
+        return states, output.routes
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         self._length += [0] * (max(rows) + 1 - len(self._length))

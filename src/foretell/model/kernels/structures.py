@@ -19,7 +19,7 @@ OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 SCORINGS = ("softmax", "sigmoid")
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
 PANEL = 32
 """Outputs that are packed together."""

@@ -9,7 +9,7 @@ extern "C" {
 constexpr int kMaxHeadDim = 576;
 constexpr int kMaxGroup = 16;  // query heads per key-value head
 
-constexpr int kAbiVersion = 2;  // raised when the meaning of a field changes but its layout does not
+constexpr int kAbiVersion = 3;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), as blocks of a GGUF file, as
 // bfloat16 of which two in four inputs may not be zero, or by input; see by_input.h.
