@@ -41,7 +41,7 @@ class PackedGroups {
         kv_heads_(kv_heads),
         dim_(head_dim),
         bits_(cache.packed_bits),
-        per_byte_(bits_ ? 8 / bits_ : 1) {}
+        byte_shift_(bits_ == 2 ? 2 : 1) {}
 
   bool any() const { return bits_ > 0; }
 
@@ -122,7 +122,7 @@ class PackedGroups {
  private:
   static constexpr int kBlockSlots = 64, kBlockGroups = kBlockSlots / kGroupSlots;  // kCacheBlock of cache.h
 
-  size_t group_bytes() const { return (size_t)kGroupSlots * dim_ / per_byte_; }
+  size_t group_bytes() const { return (size_t)kGroupSlots * dim_ >> byte_shift_; }
   size_t group_of(const PackedHead& at, int slot) const {
     return (size_t)at.table[slot / kBlockSlots] * kBlockGroups + slot % kBlockSlots / kGroupSlots;
   }
@@ -155,8 +155,9 @@ class PackedGroups {
   }
 
   Float number(const uint8_t* levels, int vector, uint32_t range) const {
-    const Int bytes = load_bytes<uint8_t>(levels + vector / per_byte_ * kLanes);
-    const Int level = (bytes >> (vector % per_byte_ * bits_)) & splat((1 << bits_) - 1);
+    const Int bytes = load_bytes<uint8_t>(levels + (vector >> byte_shift_) * kLanes);
+    const int place = vector & ((1 << byte_shift_) - 1);
+    const Int level = (bytes >> (place * bits_)) & splat((1 << bits_) - 1);
     return fma(to_float(level), splat(step_of(range)), splat(least_of(range)));
   }
 
@@ -177,7 +178,7 @@ class PackedGroups {
 
   const Cache& cache_;
   const int kv_heads_, dim_, bits_;  // bits_ 0: nothing is packed
-  const int per_byte_;
+  const int byte_shift_;             // a byte holds 2^byte_shift_ levels
 };
 
 }  // namespace
