@@ -8,7 +8,7 @@ import typer
 
 from foretell.cli.options import split_commas
 from foretell.cli.roofline_options import AsCsv, AsJson, print_records
-from foretell.roofline import calibrate, report
+from foretell.roofline import calibrate, records, report
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import CALIBRATED, read_hardware_file, user_hardware_file
 
@@ -86,6 +86,6 @@ def calibrate_command(
     for precision, form in forms.items():
         measure, config = machine.embedded_timer(precision, repeat, where)
         checks = calibrate.check_predictions(AnalyzedModel("smollm2-135m", config), here, form, measure)
-        rows += [report.check_record(precision, c) for c in checks]
+        rows += [records.check_record(precision, c) for c in checks]
         typer.echo(report.check_summary(precision, checks), err=True)
     print_records(rows, as_json, as_csv, "Predicted and measured passes of the embedded model")

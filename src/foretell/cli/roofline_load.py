@@ -21,7 +21,7 @@ from foretell.cli.roofline_options import (
     check_output_options,
     print_records,
 )
-from foretell.roofline import cli_inputs, report
+from foretell.roofline import cli_inputs, records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
 from foretell.roofline.formats import parse_format
@@ -135,4 +135,4 @@ def load_command(
         typer.echo(advice(compared))
     drafts = f"{profile.name}, {shape.nodes - 1} drafted, {shape.tokens:.2f} tokens per pass"
     title = f"{target.name} on {device.title}: {drafts}"
-    print_records([report.load_record(c) for c in compared], as_json, as_csv, title)
+    print_records([records.load_record(c) for c in compared], as_json, as_csv, title)

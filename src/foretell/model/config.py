@@ -21,7 +21,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu", "rel
 """
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
-CacheDtype = Literal["auto", "int8", "int8-halves", "int4"]
+CacheDtype = Literal["auto", "int8", "int8-halves", "int4", "int4-kivi", "int2-kivi"]
 """Numbers of cached keys and values: as the model computes, or with one scale per token and head. `int8-halves` has
 the numbers of int8, their upper and lower halves apart, so that drafts can read the upper ones alone."""
 

@@ -90,6 +90,8 @@ Projected = tuple[
     Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"] | None, Float[torch.Tensor, "*t g e"] | None
 ]
 """Queries, keys and values; None: those of an earlier layer."""
+StreamAndRoutes = tuple[Float[torch.Tensor, "*t d"], Int[torch.Tensor, "t k"] | None]
+"""The residual stream, and every token's experts (None: the layer is dense)."""
 
 
 class LayerModules(NamedTuple):
@@ -194,20 +196,20 @@ class DecoderLayer(nn.Module, ABC):
         """The residual stream that the output of the feed-forward network is added to."""
         return _shortcut(x, self.layer_modules.mlp_shortcut)
 
-    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
-        """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
-        p, expert_count = self.layer_modules, 0
+    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> StreamAndRoutes:
+        """Add the feed-forward network to the residual stream; returns also every token's experts (None: dense)."""
+        p, routes = self.layer_modules, None
         part: torch.Tensor = p.mlp_norm(x)
         if isinstance(p.mlp, DenseAndExperts):
-            flat, expert_count = p.mlp.forward_counting_experts(part.flatten(0, -2), x.flatten(0, -2))
+            flat, routes = p.mlp.forward_with_routes(part.flatten(0, -2), x.flatten(0, -2))
             part = flat.view_as(x)
         elif isinstance(p.mlp, ExpertFeedForward):
-            flat, expert_count = p.mlp.forward_counting_experts(part.flatten(0, -2))
+            flat, routes = p.mlp.forward_with_routes(part.flatten(0, -2))
             part = flat.view_as(x)
         else:
             part = p.mlp(part)
         x = self.shortcut_mlp(x)
-        return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), expert_count
+        return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), routes
 
 
 class DecoderBlock(DecoderLayer):
@@ -298,26 +300,31 @@ class BlockOutput(NamedTuple):
 
     hidden_states: tuple[Float[torch.Tensor, "t d"], ...]
     """The residual stream before every recorded layer, and after the last block."""
-    expert_counts: tuple[int, ...] = ()
-    """Number of distinct experts that each mixture-of-experts layer read."""
+    routes: tuple[Int[torch.Tensor, "t k"], ...] = ()
+    """Experts of every token in each mixture-of-experts layer."""
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """Number of distinct experts that each mixture-of-experts layer read."""
+        return tuple(len(part.unique()) for part in self.routes)
 
 
 B = TypeVar("B")
-BlockForward = Callable[[B, int, Float[torch.Tensor, "t d"]], tuple[Float[torch.Tensor, "t d"], int]]
-"""`(block, i, x)` to the residual stream after block `i`, and the number of distinct experts it read (0: dense)."""
+BlockForward = Callable[[B, int, Float[torch.Tensor, "t d"]], StreamAndRoutes]
+"""`(block, i, x)` to the residual stream after block `i`, and every token's experts (None: dense)."""
 
 
 def run_blocks(
     x: Float[torch.Tensor, "t d"], blocks: BlockRange, fetch: Callable[[int], B], forward: BlockForward[B]
 ) -> BlockOutput:
     """Run a range of blocks; `fetch(i)` returns block `i`."""
-    states, expert_counts = list[torch.Tensor](), list[int]()
+    states, routes = list[torch.Tensor](), list[Int[torch.Tensor, "t k"]]()
     for i in range(blocks.first, blocks.last):
         if i in blocks.hidden_layers:
             states.append(x)
-        x, count = forward(fetch(i), i, x)
-        expert_counts += [count] if count else []
-    return BlockOutput((*states, x), tuple(expert_counts))
+        x, own = forward(fetch(i), i, x)
+        routes += [] if own is None else [own]
+    return BlockOutput((*states, x), tuple(routes))
 
 
 @dataclass(frozen=True)
@@ -468,15 +475,13 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(padded.token, self.embed(padded.token))
 
-        def forward(
-            block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
-        ) -> tuple[Float[torch.Tensor, "t d"], int]:
+        def forward(block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]) -> StreamAndRoutes:
             if i not in self.skip.attention:
                 angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
                 x = block.add_attention(x, block.attention_norm(x), c.sizes_of(i), angles, i, attention)
             else:
                 x = block.shortcut_attention(x)
-            x, experts = (block.shortcut_mlp(x), 0) if i in self.skip.mlp else block.add_mlp(x)
+            x, experts = (block.shortcut_mlp(x), None) if i in self.skip.mlp else block.add_mlp(x)
             return block.finish(x, None if inputs is None else inputs[:, i]), experts
 
         return forward

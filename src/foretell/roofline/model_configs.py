@@ -15,6 +15,7 @@ from typing import Any
 
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.config_readers.architectures import ARCHITECTURES
+from foretell.model.config_readers.compressed import base_config
 from foretell.model.config_readers.gguf import from_gguf
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.state_config import DeltaNetConfig
@@ -94,7 +95,7 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         ValueError: a key is missing (named), a value is no number, or the architecture is unknown.
     """
     read = Fields(raw, source)
-    kind = read.text("model_type", default="")
+    kind = Fields(base_config(raw, source), source).text("model_type", default="")
     if kind == "opt":
         return _opt(read)
     if kind == "gptj":

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from foretell.core.context import ModelOutput
+from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
@@ -35,7 +35,14 @@ from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.placed_neurons import FileReads
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.sparse import NeuronCounts, SparseBlocks
-from foretell.model.kernels.stack import BlockWeights, LatentWeights, LayerInputWeights, NativeStack, PackedBlock
+from foretell.model.kernels.stack import (
+    BlockWeights,
+    LatentWeights,
+    LayerInputWeights,
+    NativeStack,
+    PackedBlock,
+    routes_of_layers,
+)
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
 from foretell.model.latent import LatentProjection
@@ -269,10 +276,10 @@ class NativeDecoder:
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
-        expert_counts = list[int]()
+        routes = list[torch.Tensor]()
         inputs = self._layer_inputs(layout)
-        states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts, layer_inputs=inputs)
-        return BlockOutput(states, tuple(expert_counts))
+        states = self.stack.run(x, layout, cache, *blocks, routes=routes, layer_inputs=inputs)
+        return BlockOutput(states, tuple(routes))
 
     def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
         """Write the keys and values of blocks whose input is `x`, all of them; see `Network.write_keys`."""
@@ -342,25 +349,26 @@ class NativeDecoder:
         states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
         by_layer = states.unbind()
         self.embedding.write(tree.token[active], by_layer[recorded_count])
-        expert_counts = None if self.config.experts is None else (c_int32 * len(stack.layers))()
+        found = stack.new_routes(len(stack.layers), tokens)
         normed = by_layer[-1] if norm_all else torch.empty(count, self.config.hidden)
         logits = torch.empty(count, width)
         invalid = stack.kernels.foretell_tree_pass(
             *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
             *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
-            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr(), expert_counts),
-            torch.get_num_threads(),
+            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
+            *(None if found is None else found.data_ptr(), torch.get_num_threads()),
         )
         if invalid >= 0:
             raise ValueError(
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
-        experts = () if expert_counts is None else tuple(filter(None, expert_counts))
+        routes = () if found is None else tuple(layer.numpy() for layer in routes_of_layers(found))
+        experts = count_experts(routes)
         hidden = tuple(by_layer[i] for i in place)
         if self.config.logit_softcap or self.config.logit_scale != 1:
             # Numbers that are rounded to the same one have another argmax.
-            return ModelOutput(self.bound_logits(logits), nodes[4], hidden, nodes[3], experts)
-        return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count])
+            return ModelOutput(self.bound_logits(logits), nodes[4], hidden, nodes[3], experts, routes=routes)
+        return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count], routes)
 
     @property
     def backend(self) -> Backend:

@@ -281,11 +281,11 @@ class NativeStack:
         last: int,
         hidden_layers: Sequence[int] = (),
         attention_input: Tensor | None = None,
-        expert_counts: list[int] | None = None,
+        routes: list[Tensor] | None = None,
         layer_inputs: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """As a call, but returns the residual stream before every block of `hidden_layers`, ascending, and then the
-        result. `expert_counts` is extended by the number of experts that every mixture-of-experts layer read.
+        result. `routes` is extended by the experts of every token, int32 [t, k], of every mixture-of-experts layer.
         `layer_inputs`: per-layer inputs, [t, numbers of all layers]; None: the model has none.
 
         Raises:
@@ -302,7 +302,7 @@ class NativeStack:
         out[-1] = x
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
-        counts = None if expert_counts is None or self.config.experts is None else (c_int32 * (last - first))()
+        found = None if routes is None else self.new_routes(last - first, x.shape[0])
         for begin, end in self._segments(first, last):
             recorded = [i for i in hidden_layers if begin <= i < end]
             states = out[sum(i < begin for i in hidden_layers) :]
@@ -312,13 +312,20 @@ class NativeStack:
                 *(part[0], self.layers, begin, end, out[-1].data_ptr()),
                 *(None if given is None else given.data_ptr(), layout_struct, part[1]),
                 *((c_int32 * len(recorded))(*recorded), len(recorded), states.data_ptr()),
-                None if counts is None else ctypes.byref(counts, 4 * (begin - first)),
+                None if found is None else found[begin - first :].data_ptr(),
                 torch.get_num_threads(),
             )
             self.check_result(invalid, layout, part[1])
-        if counts is not None and expert_counts is not None:
-            expert_counts += filter(None, counts)
+        if found is not None and routes is not None:
+            routes += routes_of_layers(found)
         return out.unbind()
+
+    def new_routes(self, layers: int, tokens: int) -> Tensor | None:
+        """Where the kernels write the experts of the tokens of so many layers, [layers, tokens, experts], -1; None: the
+        model is dense.
+        """
+        experts = self.config.experts
+        return None if experts is None else torch.full((layers, tokens, experts.active), -1, dtype=torch.int32)
 
     def _model_and_cache(self, i: int, caches: Sequence[structures.Cache]) -> tuple[structures.Model, structures.Cache]:
         """The sizes of block `i`, and its cache of keys and values."""
@@ -505,9 +512,9 @@ class NativeStack:
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, caches: Sequence[structures.Cache]
-    ) -> tuple[Tensor, int]:
-        """The residual stream after a packed block that is block `i` of the stack, and the number of experts that the
-        block read (0: it is dense).
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after a packed block that is block `i` of the stack, and the experts of every token
+        (None: it is dense).
 
         Raises:
             ValueError: a token has no visible slot or lies outside the cache.
@@ -516,15 +523,15 @@ class NativeStack:
         layers[i] = block.struct
         attention, mlp = (i not in skipped for skipped in self._skipped)
         layers[i].attention, layers[i].mlp = layers[i].attention and attention, layers[i].mlp and mlp
-        out, count = x.clone(), c_int32(0)
+        out, routes = x.clone(), self.new_routes(1, len(x))
         model, cache = self._model_and_cache(i, caches)
         invalid = self.kernels.foretell_stack(
-            *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
-            torch.get_num_threads(),
+            *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
+            *(None if routes is None else routes.data_ptr(), torch.get_num_threads()),
         )
         if invalid >= 0:
             raise ValueError(f"token {invalid} of the layout has no visible slot or lies outside the cache")
-        return out, count.value
+        return out, next(iter(() if routes is None else routes_of_layers(routes)), None)
 
     def _keep(self, tensor: Tensor) -> int:
         """Keep a tensor as long as the stack lives; returns its address."""
@@ -598,6 +605,11 @@ class NativeStack:
         struct.states = ctypes.addressof(states.struct)
         struct.kept = states
         return struct
+
+
+def routes_of_layers(routes: Tensor) -> list[Tensor]:
+    """Of what `NativeStack.new_routes` became, the layers that have experts."""
+    return [layer for layer in routes if layer.numel() and int(layer[0, 0]) >= 0]
 
 
 def _groups(sizes: AttentionSizes) -> int:

@@ -48,9 +48,9 @@ class ForwardPass {
     if (cache.states) states_.emplace(*cache.states, layout.count, team);
   }
 
-  // Every thread of the team runs this. expert_counts [last - first]: receives the number of experts that each layer
-  // read, 0 for dense layers; or null.
-  void run(const HiddenLayers& hidden, int32_t* expert_counts, const Team& team) const {
+  // Every thread of the team runs this. routes [last - first, tokens, active]: receives the experts of every token in
+  // layers that have some; or null.
+  void run(const HiddenLayers& hidden, int32_t* routes, const Team& team) const {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
@@ -60,10 +60,11 @@ class ForwardPass {
         layers_[i].state ? mix(i, team) : layers_[i].latent ? attend_latent(i, team) : attend(i, team);
       else
         take_shortcut(layers_[i].attention_shortcut, team);
-      const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
+      if (layers_[i].mlp) feed_forward(i, team);
+      if (routes && layers_[i].mlp && layers_[i].experts && !team.thread)
+        experts_->copy_routes(routes + (size_t)(i - first_) * experts_->entries());
       if (!layers_[i].mlp) take_shortcut(layers_[i].mlp_shortcut, team);
       finish(layers_[i], team);
-      if (expert_counts && !team.thread) expert_counts[i - first_] = experts;
     }
   }
 
@@ -84,6 +85,7 @@ class ForwardPass {
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
+    attention_.pack(layer.store, team);
     const bool gated = layer.attention_gate.words;
     if (gated)
       attend_gated(layer, team);
@@ -107,6 +109,7 @@ class ForwardPass {
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
     team.barrier();
+    attention_.pack(layer.store, team);
   }
 
   // Attention, multiplied by the sigmoid of its gates.
@@ -192,8 +195,7 @@ class ForwardPass {
     return nullptr;
   }
 
-  // Returns the number of experts that were read; 0: the layer is dense.
-  int feed_forward(int i, const Team& team) const {
+  void feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const Weight* following = after_layer(i);
     if (layer.experts && layer.down.words) return dense_and_experts(layer, following, team);
@@ -202,7 +204,7 @@ class ForwardPass {
       sparse_->run(layer, x_, inner_.get(), operands_, team);
       add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
       if (layer.sparse->places && !team.thread) give_back(*layer.sparse->places, m_.ffn);
-      return 0;
+      return;
     }
     const Weight& down = reader(layer.down);
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
@@ -211,11 +213,10 @@ class ForwardPass {
     team.barrier();
     take_shortcut(layer.mlp_shortcut, team);
     add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
-    return 0;
   }
 
   // A dense network and experts, each with its own norm, and the norm of their sum.
-  int dense_and_experts(const Layer& layer, const Weight* following, const Team& team) const {
+  void dense_and_experts(const Layer& layer, const Weight* following, const Team& team) const {
     const Experts& e = *layer.experts;
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
                        {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
@@ -224,7 +225,7 @@ class ForwardPass {
     multiply(layer.down, inner_operands(ffn_, layer.down, true, team), tokens_,
              {product_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, &e.router, team);
     team.barrier();
-    const int used = experts_->run(layer, x_, inner_.get(), operands_, following, team);
+    experts_->run(layer, x_, inner_.get(), operands_, following, team);
     const auto [from, to] = team.share(tokens_);
     for (int t = from; t < to; ++t) {
       float *dense = product_.get() + (size_t)t * m_.hidden, *sum = inner_.get() + (size_t)t * m_.hidden;
@@ -236,7 +237,6 @@ class ForwardPass {
       for (int i = 0; i < m_.hidden; ++i) residual[i] += m_.residual_scale * dense[i];
     }
     team.barrier();
-    return used;
   }
 
   // What follows attention and feed-forward: per-layer inputs, and the factor on the residual stream.
@@ -335,12 +335,12 @@ class ForwardPass {
 
 template <class C>
 void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
-               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* expert_counts,
+               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* routes,
                int threads) {
   const ForwardPass<C> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
   Barrier barrier_state;
 #pragma omp parallel num_threads(threads)
-  pass.run(hidden, expert_counts, Team::current(barrier_state));
+  pass.run(hidden, routes, Team::current(barrier_state));
 }
 
 // The first token that points outside the cache or the rotary tables, or has no visible key; -1: there is none.
@@ -354,7 +354,12 @@ int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache
     };
     const VisibleKeys keys = visible_keys_of(layout, i);
     bool valid = has(layout.slot[i]) && keys.prefix >= 0 && keys.length > 0;
-    for (int slot = 0; valid && slot < keys.prefix; slot += kCacheBlock) valid = has(slot);
+    const int packed = packed_slots_for(cache, layout.position[i], keys.prefix);
+    valid = valid && packed <= cache.packed_row_blocks * kCacheBlock;
+    for (int slot = 0; valid && slot < packed; slot += kCacheBlock)
+      valid = within(cache.packed_table[(size_t)layout.row[i] * cache.packed_row_blocks + slot / kCacheBlock],
+                     cache.packed_blocks);
+    for (int slot = packed; valid && slot < keys.prefix; slot += kCacheBlock - slot % kCacheBlock) valid = has(slot);
     for (int j = keys.prefix; valid && j < keys.length; ++j) valid = has(keys.slot(j));
     if (!valid) return i;
   }
@@ -363,11 +368,11 @@ int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache
 
 int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int threads,
-              int32_t* expert_counts = nullptr) {
+              int32_t* routes = nullptr) {
   const int invalid = first_invalid_token(m, layout, cache);
   if (invalid >= 0 || !layout.count || first == last) return invalid;
   const auto run = m.cache_kind == kFloat32 ? run_stack<Float32> : run_stack<Bfloat16>;
-  run(m, layers, first, last, x, attention_input, layout, cache, hidden, expert_counts, threads);
+  run(m, layers, first, last, x, attention_input, layout, cache, hidden, routes, threads);
   return -1;
 }
 
