@@ -18,8 +18,10 @@ from foretell.assess.noise import NOISES
 from foretell.assess.probes import CLEAN, conditions, read_probes
 from foretell.assess.report import broken_budgets
 from foretell.load import load
+from foretell.model.compress import fake_quantize
 from foretell.quantize.evaluate import compare_logits
 from foretell.verify.logits import target_logits
+from helpers import all_logits, random_tokens, target
 
 PROBES = Path(mkdtemp()) / "probes.jsonl"
 PROBES.write_text("\n".join(p.model_dump_json() for p in read_probes()[::40]))
@@ -99,6 +101,14 @@ def test_a_model_that_says_its_true_frequency_has_no_calibration_error() -> None
     right = [True, False, False, False, True, True, True, False]
     assert calibration_error(reliability(confidence, right)) == pytest.approx(0)
     assert calibration_error(reliability([0.8] * 5, [False] * 5)) == pytest.approx(0.8)
+
+
+def test_fewer_bits_cost_more() -> None:
+    tokens = random_tokens(120)
+    exact = torch.from_numpy(all_logits(target(), tokens))
+    rounded = [torch.from_numpy(all_logits(fake_quantize(target(), bits, 4), tokens)) for bits in (8, 5, 4, 3)]
+    found = [compare_logits([(exact, logits, exact.argmax(-1))]).kl for logits in rounded]
+    assert found == sorted(found) and 0 < found[0] < found[-1] / 20
 
 
 def test_calibration_and_perplexity_agree_with_the_comparison() -> None:
