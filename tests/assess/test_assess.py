@@ -18,8 +18,10 @@ from foretell.assess.noise import NOISES
 from foretell.assess.probes import CLEAN, conditions, read_probes
 from foretell.assess.report import broken_budgets
 from foretell.load import load
+from foretell.model.compress import fake_quantize
 from foretell.quantize.evaluate import compare_logits
 from foretell.verify.logits import target_logits
+from helpers import all_logits, target
 
 PROBES = Path(mkdtemp()) / "probes.jsonl"
 PROBES.write_text("\n".join(p.model_dump_json() for p in read_probes()[::40]))
@@ -153,3 +155,25 @@ def test_agreement_of_answers() -> None:
     assert agreement([[1]], [[1]]) == (1.0, 1.0, None)
     assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(0.2) and repeated_share([1]) == 0
     assert np.isclose(repeated_share([7] * 8), 0.8)
+
+
+def test_fewer_bits_diverge_more() -> None:
+    network, rng = target(layers=2), np.random.default_rng(0)
+    texts = [rng.integers(0, network.config.vocab, 64).tolist() for _ in range(3)]
+    exact = [torch.from_numpy(all_logits(network, text)) for text in texts]
+    kl = []
+    for bits in (8, 5, 4, 3):
+        changed = fake_quantize(network, bits=bits)
+        found = [torch.from_numpy(all_logits(changed, text)) for text in texts]
+        pairs = ((p, q, torch.tensor(t)) for p, q, t in zip(exact, found, texts, strict=True))
+        kl.append(compare_logits(pairs).kl)
+    assert kl == sorted(kl) and 0 < kl[0] < 1e-3 < kl[-1]
+
+
+def test_scores_do_not_depend_on_the_order_of_the_probes() -> None:
+    model = load(str(tiny_target()), "float32")
+    choices = [Choice.of(model.codec, p.prompts[0][:40], p.candidates) for p in read_probes()[:6]]
+    forward = list(score_choices(model.runner(), choices, 512))
+    backward = list(score_choices(model.runner(), choices[::-1], 512))[::-1]
+    for one, other in zip(forward, backward, strict=True):
+        assert list(one) == pytest.approx(list(other), abs=1e-5)
