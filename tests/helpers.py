@@ -34,7 +34,17 @@ from foretell.model.load.weights import Weights
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.model.sparsity_file import SparsityFile
-from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, Shape, Trie, optimal_tree
+from foretell.shape import (
+    BranchingTree,
+    Chain,
+    DynamicTree,
+    ExpertAwareTree,
+    ExpertSizes,
+    FixedTree,
+    Shape,
+    Trie,
+    optimal_tree,
+)
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.exits import Exits
@@ -64,7 +74,9 @@ SPECULATORS: Mapping[str, Mapping[str, object]] = {
     "medusa": {"heads": 3},
     "mlp_speculator": {"stages": 3, "inner": 40},
     "p_eagle": {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256, "layers": 2, "depth": 4},
+    "pard": {"model": replace(TINY, layers=1), "depth": 4, "mask_token": 3},
     "pass": {"ahead": 3},
+    "redrafter": {"stages": 4, "inner": 20},
 }
 """Sizes of a small speculator of every kind that methods of the catalogue draft with."""
 _FOLDER = Path(mkdtemp(prefix="foretell-speculators-"))
@@ -214,6 +226,11 @@ def exits(vocab: int, blocks: bool = False) -> EarlyExitDrafter:
     return EarlyExitDrafter(TrainedExits(found, blocks=[network.block(1)] if blocks else ()))
 
 
+def sharing_experts() -> ExpertAwareTree:
+    """A tree that expects tokens to have experts, which the tiny target has not."""
+    return ExpertAwareTree(DynamicTree(3, 3, 7), ExpertSizes(4, 2, 2, 1000, 5000))
+
+
 _CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 _RATES = [0.5, 0.2, 0.1]
 _BY_HAND = (
@@ -255,6 +272,7 @@ _BY_HAND = (
     Variant("pass_apart", lambda v: looking_ahead(v, 0), same_seed=False),
     Variant("pass_tree", lambda v: replace(looking_ahead(v, 2), tree=BranchingTree((2, 2))), same_seed=False),
     Variant("dynamic_match", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Match())),
+    Variant("expert_aware", lambda v: Method(good_model(v), sharing_experts(), Match())),
     Variant("dynamic_rejection", lambda v: Method(good_model(v), DynamicTree(3, 3, 7), Rejection())),
     Variant("first_copy", lambda v: Method(PromptLookup(2, 1, 4, choice="first"), Trie(4), Match())),
     Variant(

@@ -80,9 +80,11 @@ def load(
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
     `kv_cache_dtype`: `int8` and `int4` keep keys and values in 8 and 4 bits, one scale per token and head, which
     changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the upper halves
-    alone; `auto` keeps them as the model computes.
-    `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET` or `tova@BUDGET` keeps about so many keys and values per
-    layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all are kept.
+    alone; `int4-kivi` and `int2-kivi` round keys per dimension over 32 tokens (KIVI, arXiv 2402.02750) and keep the
+    last 128 tokens whole; `auto` keeps them as the model computes.
+    `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET`, `tova@BUDGET` or `h2o@BUDGET` keeps about so many keys
+    and values per layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all
+    are kept.
     `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
     neurons of feed-forward networks, so answers are lossy. With `memory_limit` the neurons that are needed most often
     are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
@@ -147,7 +149,7 @@ def check_cache_dtype(reference: str, config: ModelConfig) -> None:
         ValueError: they cannot.
     """
     dims = {config.cache_sizes_of(i).head_dim for i in range(config.layers)}
-    if config.cache_dtype in ("int4", "int8-halves") and any(dim % (2 * LANES) for dim in dims):
+    if config.cache_dtype not in ("auto", "int8") and any(dim % (2 * LANES) for dim in dims):
         raise ValueError(
             f"{reference}: kv_cache_dtype {config.cache_dtype} needs heads of a multiple of {2 * LANES} numbers, and "
             f"this model has heads of {', '.join(map(str, sorted(dims)))}; use int8"

@@ -11,6 +11,8 @@ import pytest
 from command import expect_error, run_foretell, tiny_draft, tiny_target
 from foretell.bench.frontier.predict import Predictor
 from foretell.bench.frontier.ways import FAMILIES, ModelOptions, WayInputs, all_ways
+from foretell.model.compressed_config import LowRank
+from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.model_configs import find_model
 
@@ -86,6 +88,38 @@ def test_predicted_gains_follow_the_bytes_of_a_pass() -> None:
     assert 1 < predict.kv_budget(64) < predict.kv_budget(8) and (predict.kv_dtype("int8") or 0) > 1
     assert predict.exits(1.0, ()) == pytest.approx(1) and 1.5 < predict.exits(0.5, (8,)) < 2
     assert predict.method("no_such_method") is None and (predict.method("eagle3") or 0) > 1.5
+
+
+def test_predictions_are_anchored_to_the_time_of_plain_decoding() -> None:
+    _, config = find_model("llama-2-7b")
+    device = known_hardware()["a100-80g"]
+    assert Predictor(device, config, "bfloat16", 64).anchored(1).bandwidth == 0, "not calibrated"
+    rates = {"fp16": ((1.0, device.bandwidth),), "int8": ((1.0, 1.6 * device.bandwidth),)}
+    fast = Predictor(replace(device, matmul_rates=rates), config, "bfloat16", 64)
+    plain = fast._plain
+    assert fast.anchored(plain / 2).bandwidth == device.bandwidth
+    slow = fast.anchored(2 * plain)
+    assert slow._plain == pytest.approx(2 * plain, rel=1e-6)
+    assert slow.bandwidth == pytest.approx(device.bandwidth / 2, rel=0.05)
+    assert 1.5 < (fast.dtype("int8") or 0) < 1.7 < 1.85 < (slow.dtype("int8") or 0) < 2
+    assert fast.dtype("int4") == pytest.approx(fast.dtype("int8"), rel=0.02), "the arithmetic takes all of the time"
+    assert 2.4 < (slow.dtype("int4") or 0) < 3.5
+
+
+def test_compressed_checkpoints_are_predicted_by_the_numbers_they_read() -> None:
+    _, config = find_model("llama-2-7b")
+    predict = Predictor(known_hardware()["a100-80g"], config, "bfloat16", 64)
+    h, rank = config.hidden, 512
+    thin = replace(config, low_rank=LowRank(qkv=rank, output=rank, gate_up=rank, down=rank))
+    factors = rank * ((h + 3 * h) + (h + h) + (h + 2 * config.ffn) + (config.ffn + h))
+    dense = 4 * h * h + 3 * h * config.ffn
+    saved = build_graph(config).parameters - build_graph(thin).parameters
+    assert saved == pytest.approx(config.layers * (dense - factors), rel=1e-6)
+    assert predict.checkpoint(thin, "dense") > 3
+    sliced = replace(config, shortcuts=True)
+    more = build_graph(sliced).parameters - build_graph(config).parameters
+    assert more == 2 * config.layers * h * h
+    assert predict.checkpoint(sliced, "dense") < 1 < predict.checkpoint(replace(sliced, hidden=h // 2), "dense")
 
 
 def test_sparsity_and_steps_outside_the_pass_are_predicted() -> None:

@@ -1,6 +1,7 @@
 """`foretell compress` from end to end, on a small random model."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,8 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from command import expect_error, run_foretell, save_tiny_model
 from foretell.compress import METHODS
+from foretell.compress.low_rank import SVD
 from foretell.load import load, open_checkpoint
+from foretell.model.load.build import build_block
 from foretell.quantize import calibration
+from foretell.quantize.base import linears, matrices
 from foretell.quantize.evaluate import compare
 from helpers import chain_tree, random_tokens
 
@@ -21,6 +25,7 @@ AMOUNT = {
     **dict.fromkeys(("magnitude", "wanda", "sparsegpt"), ("--pattern", "2:4")),
     **dict.fromkeys(("svd", "asvd", "svd_llm"), ("--rank-share", "0.5")),
     "shortgpt": ("--sparsity", "0.25"),
+    "slicegpt": ("--sparsity", "0.5"),
     "laser": ("--rank-share", "0.25"),
 }
 
@@ -82,6 +87,99 @@ def test_transformers_reads_the_numbers_that_foretell_reads(tmp_path: Path) -> N
             expected = theirs(torch.tensor([tokens])).logits[0]
         found = load(str(tmp_path / method), "float32").runner().forward([0], chain_tree(tokens)).logits
         torch.testing.assert_close(found.reshape(20, -1), expected, rtol=1e-3, atol=1e-4)
+
+
+def refuse_elsewhere(path: Path) -> None:
+    """What other programs cannot run as it is meant, they do not run."""
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="foretell_compressed"):
+        transformers.AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_low_rank_is_stored_as_factors_where_these_are_smaller(tmp_path: Path) -> None:
+    found = compress(tmp_path / "thin", "svd", "--rank-share", "0.4")
+    assert found["ranks"] == {"qkv": 6, "output": 6, "gate_up": 6, "down": 6}
+    refuse_elsewhere(tmp_path / "thin")
+    tensors = load_file(tmp_path / "thin" / "model.safetensors")
+    assert tensors["model.layers.0.self_attn.qkv_v_proj.weight"].shape == (6, 16)
+    assert "model.layers.0.self_attn.q_proj.weight" not in tensors
+    config, weights, _, _ = open_checkpoint(tmp_path / "thin")
+    opened = build_block(config, 1, weights, torch.float32, torch.device("cpu"))
+    dense, tensors_of_source, _, _ = open_checkpoint(model())
+    source = build_block(dense, 1, tensors_of_source, torch.float32, torch.device("cpu"))
+    for role, linear in linears(source).items():
+        wanted = SVD(0.4).compress(linear.weight.data, None)
+        torch.testing.assert_close(matrices(opened)[role].weight, wanted, rtol=1e-4, atol=1e-5)
+    partly = compress(tmp_path / "partly", "svd", "--rank-share", "0.6")
+    assert partly["ranks"] == {"qkv": 10, "gate_up": 10}
+    said = json.loads((tmp_path / "partly" / "config.json").read_text())
+    assert said["low_rank"] == partly["ranks"] and said["compressed_model_type"] == "llama"
+    text = (tmp_path / "partly" / "README.md").read_text()
+    assert "no smaller than output, down, which run dense" in text
+    assert compress(tmp_path / "whole", "svd", "--rank-share", "1")["ranks"] == {}
+    assert "It runs dense, as fast as the source" in (tmp_path / "whole" / "README.md").read_text()
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["model_type"] == "llama"
+
+
+def narrow_model(path: Path) -> Path:
+    """A model whose residual stream lies in 8 of its 16 dimensions."""
+    made = save_tiny_model(path, layers=4)
+    tensors = load_file(made / "model.safetensors")
+    axes = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(1))).Q[:, :8]
+    inside = axes @ axes.T
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] @ inside
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = inside @ tensors[name]
+    save_file(tensors, made / "model.safetensors")
+    return made
+
+
+def test_slicegpt_changes_nothing_without_a_cut_and_where_the_stream_has_no_more_dimensions(tmp_path: Path) -> None:
+    tokens = torch.from_numpy(np.array(random_tokens(40, 257)))[None]
+    narrow = narrow_model(tmp_path / "narrow")
+    for source, sparsity in ((model(), "0"), (narrow, "0.5")):
+        given = arguments(tmp_path / sparsity, "slicegpt", "--sparsity", sparsity)
+        given[1] = source
+        result = run_foretell(*given)
+        assert result.exit_code == 0, result.output
+        before, after = open_checkpoint(source), open_checkpoint(tmp_path / sparsity)
+        assert after.config.hidden == (16 if sparsity == "0" else 8) and after.config.shortcuts
+        assert compare(before[:2], after[:2], tokens).kl < 1e-6
+        logits = [load(str(p), "float32").runner().forward([0], chain_tree(tokens[0].tolist())).logits
+                  for p in (source, tmp_path / sparsity)]  # fmt: skip
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    refuse_elsewhere(tmp_path / "0.5")
+    assert "a model that is sliced already cannot be compressed" in expect_error(
+        "compress", tmp_path / "0.5", "--out", tmp_path / "new", "--method", "svd", "--rank-share", "0.5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"low_rank": None}, "neither low_rank nor shortcuts says of which kind"),
+        ({"compressed_model_type": None}, "has no compressed_model_type"),
+        ({"low_rank": {"qkw": 6}}, "qkw"),
+        ({"low_rank": {"qkv": 0}}, "qkv"),
+        ({"low_rank": {"qkv": 7, "output": 6, "gate_up": 6, "down": 6}}, "q_u_proj.weight has shape"),
+    ],
+)
+def test_a_compressed_checkpoint_that_is_not_described_is_refused(
+    change: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    shutil.copytree(thin(), tmp_path / "thin")
+    file = tmp_path / "thin" / "config.json"
+    raw = json.loads(file.read_text()) | change
+    file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    assert said in expect_error("generate", "a", "--model", tmp_path / "thin", "--max-new-tokens", "2")
+
+
+@cache
+def thin() -> Path:
+    out = Path(mkdtemp()) / "thin"
+    compress(out, "svd", "--rank-share", "0.4")
+    return out
 
 
 def test_shortgpt_leaves_out_the_block_that_does_nothing(tmp_path: Path) -> None:
@@ -170,6 +268,9 @@ def test_the_answer_of_its_source_stays_the_same_when_it_drafts(tmp_path: Path) 
         ("wanda", ["--pattern", "4:2"], "--pattern 4:2: name how many of how many weights are kept"),
         ("wanda", ["--pattern", "2:5"], "the 16 inputs of qkv in"),
         ("svd", ["--rank-share", "0"], "--rank-share 0: the share of the rank"),
+        ("slicegpt", ["--rank-share", "0.5"], "--method slicegpt takes --sparsity, found --rank-share"),
+        ("slicegpt", ["--sparsity", "1"], "--sparsity 1: slicegpt deletes a share of the hidden size"),
+        ("slicegpt", ["--sparsity", "0.5", "--calibration-tokens", "40000"], "tokens of text were found, and 41,024"),
         ("shortgpt", ["--sparsity", "0.1"], "leaves out 0 of 4 blocks"),
         ("shortgpt", ["--sparsity", "1"], "leaves out 4 of 4 blocks"),
         ("wanda", ["--sparsity", "0.5", "--calibration-tokens", "40000"], "tokens of text were found, and 41,024"),

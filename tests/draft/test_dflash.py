@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from foretell.accept import Match, Rejection
-from foretell.catalogue.feature_level import dflash_method
+from foretell.catalogue.one_pass import dflash_method
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists

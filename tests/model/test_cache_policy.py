@@ -93,6 +93,10 @@ def test_rules_select_what_their_papers_say() -> None:
     assert kept["streaming_llm"] == [[*range(4), *range(130, 150)]] * 3
     last = np.mean([softmax(k[g] @ q[-1, g, i]) for g in range(3) for i in range(2)], 0)
     assert kept["tova"] == [best(last, 24)] * 3
+    sums = np.random.default_rng(1).random((3, 150))
+    heavy = cache_policy("h2o", 24).select(queries[-1:], found, torch.from_numpy(sums)).tolist()
+    for g in range(3):
+        assert heavy[g] == sorted({*range(4), *range(138, 150), *(4 + np.argsort(-sums[g, 4:138])[:8]).tolist()})
     for g in range(3):
         votes = np.array([np.mean([softmax(k[g] @ query) for query in token], 0) for token in q[:, g]]).sum(0)
         pooled = [votes[max(0, j - 3) : j + 4].max() for j in range(150)]
@@ -263,11 +267,15 @@ def test_the_target_over_all_of_a_short_text_is_never_wrong() -> None:
 
 
 @networks
-@pytest.mark.parametrize("name", ["sparse_kv_draft", "triforce"])
-def test_selected_drafts_are_lossless_behind_shared_prefixes(kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("sparse_kv_draft", {}), ("sparse_kv_draft", {"cache_policy": "h2o"}), ("triforce", {})],
+)
+def test_selected_drafts_are_lossless_behind_shared_prefixes(kind: str, name: str, policy: dict[str, str]) -> None:
     network = network_of(kind)
     drafts = (DecoderRunner(wide_target(3, 1)),)
-    method = build(name, BuildContext(VOCAB, network, drafts), {"cache_budget": 8, "cache_refresh": 3})
+    options = {"cache_budget": 8, "cache_refresh": 3} | policy
+    method = build(name, BuildContext(VOCAB, network, drafts), options)
     engine = Engine(DecoderRunner(network), method, rows=2, chunk=16, prefix_caching=True)
     plain = Engine(DecoderRunner(network), build("autoregressive", BuildContext(VOCAB, network)), rows=1)
     for prompt in (TEXT, [*TEXT[:50], 3, 4], [*TEXT[:64], 9], TEXT[:20]):

@@ -15,7 +15,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import load
 from foretell.model import kernels
-from foretell.model.cache_policy import CachePolicy, SnapKV, StreamingLLM, parse_eviction
+from foretell.model.cache_policy import H2O, CachePolicy, SnapKV, StreamingLLM, parse_eviction
 from foretell.model.compact_runner import SparseCacheRunner
 from foretell.model.evicting_runner import EVICTION_INTERVAL, EvictingRunner
 from foretell.model.kernels.decoder import NativeDecoder
@@ -42,10 +42,12 @@ def read(runner: DecoderRunner, tokens: list[int]) -> torch.Tensor:
 
 
 @networks
-@pytest.mark.parametrize("policy", [StreamingLLM(16), SnapKV(16)])
+@pytest.mark.parametrize("policy", [StreamingLLM(16), SnapKV(16), H2O(16)])
 def test_what_is_left_is_what_the_policy_selects_and_memory_is_freed(kind: str, policy: CachePolicy) -> None:
     network = network_of(kind)
     whole, evicting = DecoderRunner(network), EvictingRunner(network, policy)
+    if policy.accumulates:
+        whole.record_attention()
     torch.testing.assert_close(read(evicting, TEXT), read(whole, TEXT), rtol=0, atol=0 if kind == "native" else 1e-5)
     assert (evicting.length(0), evicting.slots(0), evicting.store.blocks.slots(0)) == (120, 16, 64)
     sparse = SparseCacheRunner(network, policy, 8)

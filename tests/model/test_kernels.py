@@ -1,5 +1,6 @@
 """The CPU kernels against plain torch, and their batch invariance."""
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -34,7 +35,7 @@ from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
 TOLERANCE: dict[Precision, float] = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 4e-2, "int8-activations": 3e-2}
-CACHE_TOLERANCE = {"auto": 0, "int8": 1e-2, "int8-halves": 1e-2, "int4": 0.25}
+CACHE_TOLERANCE = {"auto": 0, "int8": 1e-2, "int8-halves": 1e-2, "int4": 0.25, "int4-kivi": 0, "int2-kivi": 0}
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -436,7 +437,8 @@ def test_the_library_has_the_interface_that_python_declares() -> None:
     assert lines == structures.interface().splitlines()
     assert {
         "panel 32",
-        "Cache 88 0:8 8:8 16:8 24:8 32:8 40:8 48:8 56:4 60:4 64:4 68:4 72:4 80:8",
+        "Cache 152 0:8 8:8 16:8 24:8 32:8 40:8 48:8 56:4 60:4 64:4 68:4 72:4 80:8 88:8 96:8 104:8 112:8 120:8 128:4 "
+        "132:4 136:4 140:4 144:8",
         "foretell_pack_rows viiipiip",
     } <= set(lines)
 
@@ -454,7 +456,8 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_library_with_another_interface_is_refused(small_library: Path) -> None:
     assert build.build().library is not None
-    small_library.write_text(small_library.read_text().replace("Weight 56", "Weight 48"))
+    size = ctypes.sizeof(structures.Weight)
+    small_library.write_text(small_library.read_text().replace(f"Weight {size}", f"Weight {size - 8}"))
     assert "does not have the interface" in build.build().reason
     small_library.write_text('extern "C" int something_else() { return 0; }')
     assert "does not have the interface" in build.build().reason

@@ -8,6 +8,7 @@ import torch
 
 from foretell.accept import Match
 from foretell.core.sampling import SamplingParams
+from foretell.core.tree import tree_from_lists
 from foretell.draft import DraftModel, NoDrafter, PromptLookup
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
@@ -15,6 +16,7 @@ from foretell.engine.request import Completion, Request
 from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.config import ModelConfig, MoEConfig
 from foretell.model.decoder import Decoder
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
 from foretell.model.runner import DecoderRunner
@@ -62,10 +64,10 @@ def test_distinct_experts_follow_the_formula_for_random_routing(count: int, acti
 def test_a_batched_pass_equals_passes_of_one_token() -> None:
     layer = mixture(8, 2).double()
     x = torch.randn(13, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    out, visited = layer.forward_counting_experts(x)
-    alone = [layer.forward_counting_experts(x[i : i + 1]) for i in range(len(x))]
+    out, routes = layer.forward_with_routes(x)
+    alone = [layer.forward_with_routes(x[i : i + 1]) for i in range(len(x))]
     assert torch.allclose(out, torch.cat([o for o, _ in alone]), atol=1e-12)
-    assert {n for _, n in alone} == {2} and 2 <= visited <= 8
+    assert torch.equal(routes, torch.cat([r for _, r in alone])) and routes.shape == (13, 2)
     order = torch.randperm(13, generator=torch.Generator().manual_seed(3))
     assert torch.allclose(layer(x[order]), out[order], atol=1e-12)
 
@@ -79,6 +81,23 @@ def test_a_pass_reports_distinct_experts_per_layer() -> None:
     several = runner.forward([0], chain_tree(random_tokens(9))).experts
     assert all(2 <= n <= 4 for n in several) and len(several) == 2
     assert DecoderRunner(tiny_decoder()).forward([0], chain_tree([5])).experts == ()
+
+
+def test_a_pass_reports_the_experts_of_every_node() -> None:
+    """A tree's nodes have the experts that they have when they are decoded alone (the card's fourth check)."""
+    wide = tiny_decoder(tiny_moe(replace(SMALL, hidden=64, head_dim=16)))
+    torch_runner, native_runner = DecoderRunner(wide), DecoderRunner(NativeDecoder(wide, "float32"))
+    for runner in (torch_runner, native_runner):
+        tree = tree_from_lists([[7, 8, 9, 10]], [[-1, 0, 0, 1]])
+        output = runner.forward([0], tree)
+        runner.truncate(0, 0)
+        assert len(output.routes) == 2
+        for path in ([0, 1, 3], [0, 2]):
+            runner.truncate(0, 0)
+            alone = runner.forward([0], chain_tree([int(tree.token[0, node]) for node in path]))
+            for whole, own in zip(output.routes, alone.routes, strict=True):
+                assert [sorted(r) for r in whole[path].tolist()] == [sorted(r) for r in own.tolist()]
+        assert output.experts == tuple(len(np.unique(layer)) for layer in output.routes)
 
 
 def test_speculation_reads_more_experts_per_pass_for_the_same_text() -> None:

@@ -13,6 +13,7 @@ from foretell.model.decoder import BlockRange, Decoder, FeedForward
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.structures import Precision
 from foretell.model.layout import Layout
+from foretell.model.linear import Linear
 from foretell.model.network import Network
 from foretell.model.sparsity import (
     FirstNeurons,
@@ -118,7 +119,7 @@ def test_the_oracle_set_of_a_gate_with_exact_zeros_is_the_dense_network() -> Non
     assert isinstance(block.mlp, FeedForward)
     gate_up = block.mlp.gate_up.weight.data.clone()
     gate_up[: FFN // 2] = 0
-    mlp = FeedForward(type(block.mlp.gate_up)(gate_up), block.mlp.down, "silu")
+    mlp = FeedForward(Linear(gate_up), block.mlp.down, "silu")
     x = torch.randn(7, HIDDEN)
     chosen = SparseFeedForward(mlp, GateThreshold(0.0))
     assert not chosen.choose(x)[:, : FFN // 2].any() and torch.equal(chosen(x), mlp(x))
@@ -130,9 +131,7 @@ def test_first_neurons_are_views_and_equal_the_others_masked() -> None:
     short = first_neurons(mlp, size)
     storages = {p.untyped_storage().data_ptr() for p in short.parameters()}
     assert storages == {p.untyped_storage().data_ptr() for p in mlp.parameters()}
-    masked = FeedForward(
-        type(mlp.gate_up)(mlp.gate_up.weight.data), type(mlp.down)(mlp.down.weight.data.clone()), "silu"
-    )
+    masked = FeedForward(Linear(mlp.gate_up.weight.data), Linear(mlp.down.weight.data.clone()), "silu")
     masked.down.weight.data[:, size:] = 0
     x = torch.randn(5, HIDDEN)
     torch.testing.assert_close(short(x), masked(x))

@@ -151,6 +151,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert row["rate"] == 2
 
 
+def test_a_simulation_that_takes_minutes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(10_000))
+    monkeypatch.setattr("foretell.cli.roofline_load.time.monotonic", lambda: float(next(seconds)))
+    options = ["load", "llama-3.1-8b", "--requests", "60", "--output", "5", "--rate", "1"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0
+    assert "The simulation of 120 requests takes about 2 minutes more" in " ".join(result.stderr.split())
+    assert result.stderr.count("minutes") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
 from foretell.roofline.calibrate import add_to_file
-from foretell.roofline.drafting_time import DraftingSample, DraftingTime, fit_drafting_time
+from foretell.roofline.drafting_time import DraftingSample, DraftingTime, at_predicted_pace, fit_drafting_time
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, known_hardware, read_hardware_file
 from foretell.roofline.measured import PLAIN, MeasuredMethod, MeasuredPasses, compare_measured, measured_workload
@@ -38,6 +38,15 @@ def test_a_fit_finds_the_times_that_made_its_steps() -> None:
 def test_what_happens_in_some_steps_is_part_of_all() -> None:
     samples = [DraftingSample(1, 1, 1e-2 if i % 6 == 5 else 1e-3) for i in range(60)]
     assert fit_drafting_time(samples).seconds(1, 1) == pytest.approx(2.5e-3, rel=1e-3)
+
+
+def test_steps_are_scaled_to_the_pace_at_which_passes_are_predicted() -> None:
+    """The machine was half as fast while drafting was calibrated; one step in ten was interrupted besides."""
+    true = DraftingTime(1e-3, 0.0, 0.0, 0.0)
+    samples = [DraftingSample(2, 4, 2 * true.seconds(2, 2), 6, 80, 4e-3 * (9 if i % 10 == 3 else 1)) for i in range(40)]
+    scaled = at_predicted_pace(samples, lambda s: 2e-3 * s.read / 6)
+    assert scaled[0] == DraftingSample(2, 4, 1e-3, 6, 80, 2e-3)
+    assert fit_drafting_time(scaled).seconds(2, 2) == pytest.approx(1e-3, rel=1e-6)
 
 
 def method(name: str, requests: float, read: float, drafted: float, tokens: float) -> MeasuredMethod:

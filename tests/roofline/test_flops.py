@@ -10,13 +10,13 @@ from foretell.roofline.analysis import AnalyzedModel, phase_graphs
 from foretell.roofline.attention import SOFTMAX_OPS
 from foretell.roofline.cost import scalar
 from foretell.roofline.linear_cost import LinearCost
-from foretell.roofline.model_configs import builtin_models, find_model
+from foretell.roofline.model_configs import builtin_models, find_model, read_config
 from foretell.roofline.op_graph import Op
 from foretell.roofline.workload import Workload, phase_extents
 
 transformers = pytest.importorskip("transformers")
 LAYERS = 2
-NAMES = ("llama-3-8b", "gemma-2-9b", "qwen3-8b", "opt-6.7b", "gpt-j-6b")
+NAMES = ("llama-3-8b", "gemma-2-9b", "qwen3-8b", "opt-6.7b", "gpt-j-6b", "glm-4-9b")
 
 
 def multiplied(op: Op) -> LinearCost:
@@ -113,3 +113,19 @@ def test_every_builtin_model_has_the_parameters_of_the_reference() -> None:
         _, config = find_model(name)
         expected = sum(p.numel() for p in dict.fromkeys(reference(name, None).parameters())) + buffers.get(name, 0)
         assert AnalyzedModel(name, config).graph("none", False).parameters == expected, name
+
+
+def test_a_checkpoint_of_glm_with_code_of_its_own_is_the_same_model() -> None:
+    """The keys of the config.json of THUDM/glm-4-9b-chat."""
+    own = {
+        "model_type": "chatglm", "add_qkv_bias": True, "ffn_hidden_size": 13696, "hidden_size": 4096,
+        "kv_channels": 128, "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 32,
+        "num_layers": 40, "rope_ratio": 500, "padded_vocab_size": 151552, "seq_length": 131072,
+    }  # fmt: skip
+    _, config = find_model("THUDM/glm-4-9b-chat")
+    read = read_config(own, "config.json")
+    assert config.rope is not None and read.rope is not None and read.rope.theta == 500 * config.rope.theta
+    assert replace(read, rope=config.rope) == config
+    assert AnalyzedModel("glm", read).graph("none", False).parameters == 9_399_951_360
+    with pytest.raises(ValueError, match=r"config\.json: the configuration has no 'ffn_hidden_size', 'seq_length'"):
+        read_config({k: v for k, v in own.items() if k not in ("ffn_hidden_size", "seq_length")}, "config.json")

@@ -191,7 +191,7 @@ def test_the_commands() -> None:
         (["plan", "llama-3-8b", "--tokens", "3", "--tree", "60x6"], "leave out one of them"),
         (["plan", "llama-3-8b", "--tokens", "0"], "at least 1"),
         (["plan", "llama-3-8b", "--tree", "60"], "looks like 60x6"),
-        (["plan", "llama-3-8b", "--tree", "3x6"], "needs more than 6 nodes"),
+        (["plan", "llama-3-8b", "--tree", "3x6"], "of depth 6 drafts at least 6 nodes, found 3 drafted"),
         (["plan", "llama-3-8b", "--tokens", "3", "--tau", "7"], "yields 1 to 4 tokens per pass, found 7"),
         (["analyze", "llama-3-8b", "--sweep", "batch=1:256:0"], "its step must be above 0"),
         (["published", "--fit", "datasheet"], "nothing of the runtime 'datasheet' is fitted"),

@@ -10,7 +10,7 @@ from foretell.roofline.memory import memory_use
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.paper.accounting import paper_graph
 from foretell.roofline.paper.table1 import table1
-from foretell.roofline.report import table1_text
+from foretell.roofline.records import table1_text
 from foretell.roofline.workload import Stage, Workload, phases, workload_sizes
 
 PRINTED = """

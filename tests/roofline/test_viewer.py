@@ -207,11 +207,15 @@ def test_typing_changes_the_numbers_and_the_link_restores_them(browser: Any, add
     field = browser.find_element("css selector", "input[name=batch]:not([type=range])")
     field.clear()
     field.send_keys("32")
-    settle(browser)
+    for _ in range(20):
+        settle(browser)
+        if "batch=32" in browser.current_url:
+            break
     after, link = text(browser, "#headline"), browser.current_url
     assert before != after and "batch=32" in link
     browser.get("about:blank")
     browser.get(link)
+    settle(browser)
     assert text(browser, "#headline") == after
 
 

@@ -17,7 +17,7 @@ from foretell.core.tree import TokenTree, concatenate_trees, merge_trees, tree_f
 from foretell.draft import Continuation, NoDrafter, Predictor, PromptLookup, Retriever
 from foretell.draft.base import Drafter
 from foretell.engine.method import Method
-from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, RootOnly, Shape, Trie, optimal_tree
+from foretell.shape import BeamSearch, BranchingTree, Chain, DynamicTree, FixedTree, RootOnly, Shape, Trie, optimal_tree
 from foretell.shape.base import TreeBuilder
 from foretell.shape.optimal_tree import expected_tokens
 from helpers import context_of
@@ -86,6 +86,7 @@ SHAPES: list[Shape[Predictor]] = [
     DynamicTree(4, 3, 8),
     DynamicTree(3, 9, 50),
     DynamicTree(3, 2, 5, min_score=0.2),
+    BeamSearch(3, 4),
     optimal_tree(12, [0.5, 0.2, 0.1]),
 ]
 
@@ -327,3 +328,26 @@ def test_a_tree_is_not_written_to_once_it_is_made(
     monkeypatch.setattr(TreeBuilder, "add", frozen)
     tree = Chain(4, confidence=confidence).grow(Table(), context_of([1, 2], [3], [5], [0], sampling=sampling))
     assert len(set(tree.valid.sum(1).tolist())) > 1, "some chains stopped early"
+
+
+@pytest.mark.parametrize("width", [1, 3, 5])
+def test_beam_search_keeps_the_best_sequences_of_every_length(width: int) -> None:
+    table, depth = Table(), 4
+    context = context_of([1, 2], [3], [4, 4, 5])
+    context.max_depth[:] = [9, 2, 0]
+    tree = BeamSearch(depth, width).grow(table, context)
+    well_formed(tree)
+    for row, (root, length) in enumerate(((2, depth), (3, 2))):
+        beams: list[tuple[int, ...]] = [()]
+        for _ in range(length):
+            longer = [(*beam, token) for beam in beams for token in range(VOCAB)]
+            beams = sorted(longer, key=lambda path: -path_probability(table.p, root, path))[:width]
+        beginnings = {beam[:n] for beam in beams for n in range(1, length + 1)}
+        found = paths(tree, row)
+        assert set(found) == beginnings and len(found) == len(beginnings)
+    assert paths(tree, 2) == []
+
+
+def test_a_beam_of_no_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="beam search needs a depth and a width of at least 1, found 3 and 0"):
+        BeamSearch(3, 0)

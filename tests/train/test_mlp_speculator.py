@@ -20,7 +20,7 @@ from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
 from foretell.train.objective.stages import SoftLabels, label_loss, stage_labels, stage_losses
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
+from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe, RecurrentRecipe, ReDrafterRecipe
 from helpers import chain_tree, random_tokens, run, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64)
@@ -31,11 +31,15 @@ def made_target() -> Decoder:
     return tiny_decoder(CONFIG, dtype=torch.float32)
 
 
-def recipe_of(network: Decoder, options: dict[str, str], kept: int | None = None) -> MLPSpeculatorRecipe:
+def setup_of(network: Decoder, options: dict[str, str], kept: int | None = None) -> RecipeSetup:
     ends = EmbeddingAndHead(network.embedding.detach(), network.head.weight.detach())
     card = TargetInfo(name="tiny", hidden=CONFIG.hidden, vocab=CONFIG.vocab, layers=CONFIG.layers)
     chosen = None if kept is None else torch.arange(0, 2 * kept, 2)
-    return MLPSpeculatorRecipe.build(RecipeSetup(card, network.config, ends, draft_tokens=chosen, options=options))
+    return RecipeSetup(card, network.config, ends, draft_tokens=chosen, options=options)
+
+
+def recipe_of(network: Decoder, options: dict[str, str], kept: int | None = None) -> MLPSpeculatorRecipe:
+    return MLPSpeculatorRecipe.build(setup_of(network, options, kept))
 
 
 def batch_of(network: Decoder, texts: list[list[int]], start: int, hidden_layers: tuple[int, ...]) -> Batch:
@@ -121,14 +125,17 @@ def test_the_cross_entropy_is_least_for_the_distribution_itself() -> None:
         {"candidates": "24"},
         {"tied": "1", "scale_input": "1"},
         {"soft": "0", "more_hidden_layers": "1", "own_head": "1"},
+        {"kind": "redrafter", "stages": "4"},
     ],
 )
 def test_a_tiny_set_is_learned_to_near_perfect_acceptance(options: dict[str, str]) -> None:
+    kind: type[RecurrentRecipe] = ReDrafterRecipe if options.get("kind") else MLPSpeculatorRecipe
+    options = {name: value for name, value in options.items() if name != "kind"}
     network = made_target()
     prompts = [random_tokens(5, CONFIG.vocab, seed=i) for i in range(3)]
     plain = Engine(DecoderRunner(network), PLAIN, rows=3)
     texts = [p + tokens_of(u) for p, u in zip(prompts, run(plain, requests(prompts)), strict=True)]
-    recipe = recipe_of(network, {"inner": "64", **options})
+    recipe = kind.build(setup_of(network, {"inner": "64", **options}))
     batch = batch_of(network, texts, 5, recipe.hidden_layers)
     optimizer = torch.optim.AdamW(recipe.network.parameters(), 6e-3, weight_decay=0)
     first = recipe.loss(recipe.network, batch).total.item()

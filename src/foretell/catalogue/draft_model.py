@@ -5,8 +5,16 @@ from itertools import chain as concatenated
 from itertools import repeat
 
 from foretell.accept import BlockVerification, KSequentialSelection, Match, Rejection
-from foretell.catalogue.build_context import BuildContext, chain, dynamic_tree, rejection, sorted_paths
+from foretell.catalogue.build_context import (
+    BuildContext,
+    chain,
+    dynamic_tree,
+    rejection,
+    require_network,
+    sorted_paths,
+)
 from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.exit_choice import layer_weights
 from foretell.catalogue.options.draft_model import (
     DraftModelOptions,
     DynamicTreeOptions,
@@ -30,10 +38,22 @@ from foretell.draft import (
     DraftModel,
     MixtureDrafter,
     OnlineDrafter,
+    Predictor,
     PromptLookup,
 )
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import BranchingTree, Chain, DynamicTree, FixedTree, LLMCadTree, Trie, optimal_tree
+from foretell.shape import (
+    BranchingTree,
+    Chain,
+    DynamicTree,
+    ExpertAwareTree,
+    ExpertSizes,
+    FixedTree,
+    LLMCadTree,
+    Shape,
+    Trie,
+    optimal_tree,
+)
 from foretell.speculator.network.draft_model import DraftNetwork
 
 _CASCADE_TRIE_NODES, _CASCADE_CHAIN_LENGTH = 8, 5
@@ -80,8 +100,29 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
 
 
 def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
-    """EAGLE-2's tree of a draft model."""
-    return Method(require_draft_predictor(context), dynamic_tree(options, options.num_steps), Match())
+    """EAGLE-2's tree of a draft model, or those of its nodes that share experts."""
+    shape: Shape[Predictor] = dynamic_tree(options, options.num_steps)
+    if options.expert_aware:
+        shape = ExpertAwareTree(shape, _expert_sizes(context))
+    return Method(require_draft_predictor(context), shape, Match())
+
+
+def _expert_sizes(context: BuildContext) -> ExpertSizes:
+    """The sizes of the target's experts.
+
+    Raises:
+        ValueError: it has none.
+    """
+    config = require_network(context, "reads which experts the target's tokens have").config
+    experts = config.experts
+    if experts is None:
+        raise ValueError(
+            f"expert_aware is for mixtures of experts, and this target ({config.architecture}) is dense; leave it out"
+        )
+    expert = (3 if config.gated else 2) * config.hidden * experts.ffn
+    beside = layer_weights(config) - len(experts.layers) * experts.active * expert
+    head = config.vocab * config.hidden
+    return ExpertSizes(experts.count, experts.active, len(experts.layers), expert, beside + head)
 
 
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:

@@ -28,14 +28,19 @@ class ExitCosts:
 def exit_costs(config: ModelConfig, exits: Exits) -> ExitCosts:
     """Predicted costs of the exits of a target."""
     c, e = config, exits.config
-    attention = sum((2 * s.heads + 2 * s.kv_heads) * s.head_dim for s in map(c.sizes_of, range(c.layers)))
-    matrices = 3 if c.gated else 2
-    layers = c.hidden * (attention + matrices * sum(_read_neurons(c, i) for i in range(c.layers)))
     # The kernels fold the map into the head; beside a network they cannot.
+    layer = layer_weights(c) / c.layers
     own: float = 2 * e.inner * c.hidden + (c.hidden**2 if e.maps else 0) if e.inner else 0
     if e.blocks is not None:
-        own += e.blocks.layers * layers / c.layers
-    return ExitCosts(layers / c.layers, c.vocab * c.hidden, (e.draft_vocab or c.vocab) * c.hidden + own)
+        own += e.blocks.layers * layer
+    return ExitCosts(layer, c.vocab * c.hidden, (e.draft_vocab or c.vocab) * c.hidden + own)
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Weights of all layers that a token reads."""
+    c, matrices = config, 3 if config.gated else 2
+    attention = sum((2 * s.heads + 2 * s.kv_heads) * s.head_dim for s in map(c.sizes_of, range(c.layers)))
+    return c.hidden * (attention + matrices * sum(_read_neurons(c, i) for i in range(c.layers)))
 
 
 def _read_neurons(config: ModelConfig, layer: int) -> int:

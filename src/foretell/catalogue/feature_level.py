@@ -4,23 +4,32 @@ from foretell.accept import Acceptor, Match, Rejection
 from foretell.catalogue.build_context import BuildContext, cost_aware_tree, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.feature_level import (
-    DFlashOptions,
+    BeamSearchOptions,
     EagleOptions,
     EagleTreeOptions,
     FeatureTreeOptions,
     MLPSpeculatorOptions,
 )
 from foretell.catalogue.speculators import trained_speculator
-from foretell.draft import DFlashDrafter, EagleDrafter, MLPSpeculatorDrafter, MTPDrafter, PEagleDrafter, Predictor
+from foretell.draft import (
+    DFlashDrafter,
+    EagleDrafter,
+    MLPSpeculatorDrafter,
+    MTPDrafter,
+    PardDrafter,
+    PEagleDrafter,
+    Predictor,
+    ReDrafterDrafter,
+)
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import Chain, CostAwareTree, FixedTree, Shape, optimal_tree
+from foretell.shape import BeamSearch, Chain, CostAwareTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
-from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import describe_packed, pack_network
+from foretell.speculator.network.redrafter import ReDrafter
 
+OnePassDrafter = DFlashDrafter | PEagleDrafter | PardDrafter
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
     *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
@@ -111,44 +120,30 @@ def mlp_speculator_method(network: MLPSpeculator, options: MLPSpeculatorOptions)
     Raises:
         ValueError: the tree is deeper than the network has stages.
     """
-    return _method_of_levels(MLPSpeculatorDrafter(network), network.stages, "stages, one for each level", options)
+    return method_of_levels(MLPSpeculatorDrafter(network), network.stages, "stages, one for each level", options)
 
 
-def dflash(context: BuildContext, options: DFlashOptions) -> AnyMethod:
-    """DFlash with the tree of the options."""
-    network = trained_speculator(context, "dflash")
-    assert isinstance(network, DFlash)
-    return dflash_method(pack_network(network), options)
+def redrafter(context: BuildContext, options: BeamSearchOptions) -> AnyMethod:
+    """ReDrafter with beam search."""
+    network = trained_speculator(context, "redrafter")
+    assert isinstance(network, ReDrafter)
+    return redrafter_method(pack_network(network), options)
 
 
-def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
-    """DFlash with matching; sampled drafts with rejection sampling.
-
-    Raises:
-        ValueError: the tree is deeper than the blocks that the network was trained for.
-    """
-    kind = f"predicted tokens in a block of {network.config.block_size}, one for each level"
-    return _method_of_levels(DFlashDrafter(network), network.depth, kind, options)
-
-
-def p_eagle(context: BuildContext, options: DFlashOptions) -> AnyMethod:
-    """P-EAGLE with the tree of the options."""
-    network = trained_speculator(context, "p_eagle")
-    assert isinstance(network, PEagle)
-    return p_eagle_method(pack_network(network), options)
-
-
-def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
-    """P-EAGLE with matching; sampled drafts with rejection sampling.
+def redrafter_method(network: ReDrafter, options: BeamSearchOptions) -> AnyMethod:
+    """ReDrafter with matching.
 
     Raises:
-        ValueError: the tree is deeper than the network was trained for.
+        ValueError: the sequences are longer than those that the network was trained for.
     """
-    return _method_of_levels(PEagleDrafter(network), network.depth, "tokens in a pass, one for each level", options)
+    depth = options.num_steps or network.stages
+    if depth > network.stages:
+        raise ValueError(f"this speculator was trained to draft {network.stages} tokens, and {depth} were asked for")
+    return _method(ReDrafterDrafter(network), BeamSearch(depth, options.num_beams), draw=False)
 
 
-def _method_of_levels(
-    drafter: MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter,
+def method_of_levels(
+    drafter: MLPSpeculatorDrafter | OnePassDrafter,
     levels: int,
     kind: str,
     options: MLPSpeculatorOptions,
@@ -175,7 +170,7 @@ def _method_of_levels(
 
 
 def _method(
-    drafter: EagleDrafter | MLPSpeculatorDrafter | DFlashDrafter | PEagleDrafter, shape: Shape[Predictor], draw: bool
+    drafter: EagleDrafter | MLPSpeculatorDrafter | OnePassDrafter, shape: Shape[Predictor], draw: bool
 ) -> AnyMethod:
     """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
     accept: Acceptor = Rejection() if draw else Match()
@@ -285,46 +280,6 @@ ENTRIES = (
         needs="a checkpoint with such a layer",
     ),
     Entry(
-        name="dflash",
-        family="feature level",
-        description=(
-            "A few layers over the target's hidden states fill a block of masks in one pass; the most probable tree of "
-            "its distributions is verified."
-        ),
-        when_to_use=(
-            "where many tokens are drafted at a time: a deeper draft costs no further pass, where EAGLE pays one per "
-            "level."
-        ),
-        papers=(
-            Paper("DFlash: Block Diffusion for Flash Speculative Decoding", "2602.06036"),
-            Paper("Accelerating Speculative Decoding with Block Diffusion Draft Trees", "2604.12989"),
-        ),
-        drafter=DFlashDrafter,
-        shape=CostAwareTree,
-        acceptor=Match,
-        builder=dflash,
-        options=DFlashOptions,
-        speculator="dflash",
-        aliases=("block_diffusion",),
-    ),
-    Entry(
-        name="p_eagle",
-        family="feature level",
-        description=(
-            "EAGLE-3's layers with masks in place of the tokens and states that do not exist yet, so that one pass "
-            "gives the distributions of all depths; their most probable tree is verified."
-        ),
-        when_to_use="where EAGLE's passes, one per level, are what limits the depth of its drafts.",
-        papers=(Paper("P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", "2602.01469"),),
-        drafter=PEagleDrafter,
-        shape=CostAwareTree,
-        acceptor=Match,
-        builder=p_eagle,
-        options=DFlashOptions,
-        speculator="p_eagle",
-        aliases=("parallel_eagle",),
-    ),
-    Entry(
         name="mlp_speculator",
         family="feature level",
         description=(
@@ -343,5 +298,22 @@ ENTRIES = (
         options=MLPSpeculatorOptions,
         speculator="mlp_speculator",
         aliases=("multi_stage_mlp",),
+    ),
+    Entry(
+        name="redrafter",
+        family="feature level",
+        description=(
+            "A small recurrent network reads the drafted tokens beside the target's last hidden state; the best "
+            "sequences of a beam search are verified, their common beginnings once."
+        ),
+        when_to_use="as a cheap drafter whose weights do not grow with the length of its drafts.",
+        papers=(Paper("Recurrent Drafter for Fast Speculative Decoding in Large Language Models", "2403.09919"),),
+        drafter=ReDrafterDrafter,
+        shape=BeamSearch,
+        acceptor=Match,
+        builder=redrafter,
+        options=BeamSearchOptions,
+        speculator="redrafter",
+        aliases=("recurrent_drafter",),
     ),
 )

@@ -3,38 +3,56 @@
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, require_network
 from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.feature_level import eagle3
+from foretell.catalogue.options.feature_level import EagleTreeOptions
+from foretell.catalogue.options.retrieval import NgramOptions, SamRecyclingOptions
 from foretell.catalogue.options.sparse_cache import SparseKVDraftOptions, TriForceOptions
+from foretell.catalogue.retrieval import ngram, sam_recycling
 from foretell.catalogue.speculators import mix_draft_models, require_draft_models
 from foretell.draft import CascadeDrafter, DraftModel, SparseCacheDrafter
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.cache_policy import CachePolicy, Retrieval, cache_policy
+from foretell.model.cache_policy import cache_policy
 from foretell.model.compact_runner import SparseCacheRunner
 from foretell.model.halves_runner import UpperHalvesRunner
 from foretell.shape import Chain
 
+_DRAFT_MODEL_TOKENS, _FREE_TOKENS = 2, 8
+"""Tokens that a small model, or a first level that costs nearly nothing, drafts for a pass of the middle one."""
+
 
 def sparse_kv_draft(context: BuildContext, options: SparseKVDraftOptions) -> AnyMethod:
     """MagicDec: the target over selected keys drafts a chain."""
-    runner: SparseCacheRunner | UpperHalvesRunner
-    if options.cache_policy == "upper_halves":
-        runner = UpperHalvesRunner(require_network(context, "drafts with a part of the target's cache"))
-    else:
-        runner = _runner(context, cache_policy(options.cache_policy, options.cache_budget), options.cache_refresh)
     shape = Chain(options.num_speculative_tokens, draw=False, confidence=options.confidence_threshold)
-    return Method(SparseCacheDrafter(DraftModel(runner)), shape, Match())
+    return Method(SparseCacheDrafter(DraftModel(_runner(context, options))), shape, Match())
 
 
 def triforce(context: BuildContext, options: TriForceOptions) -> AnyMethod:
-    """TriForce: a small model drafts for the target over retrieved keys, which drafts for the whole target."""
-    runner = _runner(context, Retrieval(options.cache_budget), options.cache_refresh)
-    small = mix_draft_models(require_draft_models(context))
-    proposer = Method(small, Chain(options.draft_model_tokens, draw=False), Match())
+    """TriForce: what is cheap drafts for the target over retrieved keys, which drafts for the whole target."""
+    drafter = CascadeDrafter(_runner(context, options), _first_level(context, options))
     shape = Chain(options.num_speculative_tokens, draw=False, confidence=options.confidence_threshold)
-    return Method(SparseCacheDrafter(CascadeDrafter(runner, proposer)), shape, Match())
+    return Method(SparseCacheDrafter(drafter), shape, Match())
 
 
-def _runner(context: BuildContext, policy: CachePolicy, refresh: int) -> SparseCacheRunner:
-    return SparseCacheRunner(require_network(context, "drafts with a part of the target's cache"), policy, refresh)
+def _first_level(context: BuildContext, options: TriForceOptions) -> AnyMethod:
+    count = options.draft_model_tokens
+    if options.first_level == "draft_model":
+        small = mix_draft_models(require_draft_models(context))
+        return Method(small, Chain(_DRAFT_MODEL_TOKENS if count is None else count, draw=False), Match())
+    count = _FREE_TOKENS if count is None else count
+    if options.first_level == "eagle3":
+        return eagle3(context, EagleTreeOptions(num_draft_tokens=max(1, count)))
+    if options.first_level == "ngram":
+        return ngram(context, NgramOptions(num_speculative_tokens=count))
+    return sam_recycling(context, SamRecyclingOptions(num_speculative_tokens=count))
+
+
+def _runner(
+    context: BuildContext, options: SparseKVDraftOptions | TriForceOptions
+) -> SparseCacheRunner | UpperHalvesRunner:
+    network = require_network(context, "drafts with a part of the target's cache")
+    if options.cache_policy == "upper_halves":
+        return UpperHalvesRunner(network)
+    return SparseCacheRunner(network, cache_policy(options.cache_policy, options.cache_budget), options.cache_refresh)
 
 
 ENTRIES = (
@@ -68,9 +86,13 @@ ENTRIES = (
         name="triforce",
         family="self-drafting",
         description=(
-            "A small model drafts for the target over retrieved chunks of its cache, which drafts for the whole target."
+            "A small model, or copied text, drafts for the target over a part of its cache, which drafts for the whole "
+            "target."
         ),
-        when_to_use="as `sparse_kv_draft`, where a draft model exists and the weights of a pass cost much, too.",
+        when_to_use=(
+            "as `sparse_kv_draft`, where the weights of a pass cost much, too, and a draft model exists or text can be "
+            "copied."
+        ),
         papers=(
             Paper(
                 "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical Speculative Decoding",
@@ -82,7 +104,7 @@ ENTRIES = (
         acceptor=Match,
         builder=triforce,
         options=TriForceOptions,
-        needs="draft model",
-        drafts_with="target over retrieved keys, itself drafted for by a draft model",
+        needs="draft model, or another first_level",
+        drafts_with="target over a part of its cache, itself drafted for by a draft model or text",
     ),
 )

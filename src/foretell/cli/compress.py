@@ -1,4 +1,4 @@
-"""`foretell compress`: write a pruned, low-rank or shallower model with a card that says what it costs."""
+"""`foretell compress`: write a pruned, low-rank, shallower or narrower model with a card that says what it costs."""
 
 import json
 import sys
@@ -34,7 +34,10 @@ def compress(
     method: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(METHODS)}.")] = "sparsegpt",
     sparsity: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Weights that become zero; of shortgpt, blocks that are left out."),
+        typer.Option(
+            metavar="SHARE",
+            help="Weights that become zero; of shortgpt, blocks that are left out; of slicegpt, hidden size.",
+        ),
     ] = None,
     pattern: Annotated[
         str | None, typer.Option(metavar="N:M", help="Keep N of every M consecutive weights, such as 2:4.")
@@ -55,7 +58,7 @@ def compress(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Compress a model by pruning, low rank or fewer blocks. Lossy: the result is another model.
+    """Compress a model by pruning, low rank, fewer blocks or a smaller hidden size. Lossy: the result is another model.
 
     The directory is for foretell and transformers; its card says what was done, and what it costs on text held back
     from calibration. An interrupted run goes on where it was. As a draft model of its source it changes no answer:

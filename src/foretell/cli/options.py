@@ -130,7 +130,7 @@ KvCachePolicy = Annotated[
     typer.Option(
         "--kv-cache-policy",
         metavar="NAME@BUDGET",
-        help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv or tova).",
+        help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv, tova or h2o).",
     ),
 ]
 Sparsity = Annotated[
@@ -147,7 +147,8 @@ KvCacheDtype = Annotated[
         "--kv-cache-dtype",
         metavar="NAME",
         help="Cached keys and values: auto (as the model computes), int8 (half the bytes of bfloat16), int8-halves "
-        "(int8, whose upper halves drafts may read) or int4 (a quarter).",
+        "(int8, whose upper halves drafts may read), int4 (a quarter), or int4-kivi and int2-kivi (4 and 2 bits in "
+        "groups of 32 tokens, the last 128 tokens whole).",
     ),
 ]
 

@@ -8,7 +8,7 @@ import typer
 
 from foretell.cli.options import split_commas
 from foretell.cli.roofline_options import AsCsv, AsJson, print_records
-from foretell.roofline import calibrate, report
+from foretell.roofline import calibrate, records, report
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import CALIBRATED, read_hardware_file, user_hardware_file
 
@@ -75,7 +75,7 @@ def calibrate_command(
         source += f"; while {disturbed}"
     stream = measure_bandwidth(where)
     here = calibrate.calibrated_hardware(key, title, source, stream, machine.device_memory(where), fits)
-    here = replace(here, drafting=machine.calibrate_drafting(list(forms), specs))
+    here = replace(here, drafting=machine.calibrate_drafting(forms, specs, here))
     calibrate.add_to_file(file, here, read_hardware_file(file) if file.is_file() else {})
     typer.echo(f"{here.title}: {here.bandwidth / 1e9:.1f} GB/s; added as {key!r} to {file}", err=True)
     errors = ", ".join(f"{name} bits {fit.median_error:.1%}" for name, fit in fits.items())
@@ -86,6 +86,6 @@ def calibrate_command(
     for precision, form in forms.items():
         measure, config = machine.embedded_timer(precision, repeat, where)
         checks = calibrate.check_predictions(AnalyzedModel("smollm2-135m", config), here, form, measure)
-        rows += [report.check_record(precision, c) for c in checks]
+        rows += [records.check_record(precision, c) for c in checks]
         typer.echo(report.check_summary(precision, checks), err=True)
     print_records(rows, as_json, as_csv, "Predicted and measured passes of the embedded model")

@@ -19,7 +19,7 @@ from foretell.cli.roofline_options import (
     exit_with_error,
     print_records,
 )
-from foretell.roofline import cli_inputs, report
+from foretell.roofline import cli_inputs, records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.fit_runtime import refit
 from foretell.roofline.hardware import CALIBRATED, known_hardware
@@ -48,10 +48,10 @@ def published_command(
                 c for each in progress.track(settings, description="simulating") for c in compare_loads([each])
             ]
         title = "Published and simulated gains under load"
-        print_records([report.compared_load_record(c) for c in compared_loads], as_json, as_csv, title)
+        print_records([records.compared_load_record(c) for c in compared_loads], as_json, as_csv, title)
         return
     if fit is not None:
-        print_records([report.runtime_record(refit(find_runtime(fit)))], as_json, as_csv)
+        print_records([records.runtime_record(refit(find_runtime(fit)))], as_json, as_csv)
         return
     compared = compare_published()
     if out is not None:
@@ -60,10 +60,10 @@ def published_command(
         check_folder(out)
         draw_published(compared, out)
         typer.echo(f"{len(compared)} published measurements and their predictions: {out}", err=True)
-    print_records([report.published_record(c) for c in compared], as_json, as_csv, "Published and predicted")
+    print_records([records.published_record(c) for c in compared], as_json, as_csv, "Published and predicted")
     if not as_csv and not as_json:
         print_records(
-            [report.group_record(g) for g in group_errors(compared)], False, False, "Errors of the rows checked"
+            [records.group_record(g) for g in group_errors(compared)], False, False, "Errors of the rows checked"
         )
 
 
@@ -92,7 +92,7 @@ def compare_command(
     workloads = [measured_workload(m, context) for m in methods]
     rows, left_out = compare_measured(methods, target, device, workloads, draft_model, draft_vocab)
     title = f"{target.name} on {device.title}: measured and predicted speed-up"
-    print_records([report.measured_record(row) for row in rows], as_json, as_csv, title)
+    print_records([records.measured_record(row) for row in rows], as_json, as_csv, title)
     for name, reason in left_out.items():
         typer.echo(f"left out: {name}: {reason}", err=True)
     if rows and not as_json and not as_csv:

@@ -44,7 +44,7 @@ def drafting_samples(model: Model, method: MethodSpec) -> Iterator[DraftingSampl
 
 def _time_steps(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[DraftingSample]:
     numbers = [engine.submit(Request(p, max_new_tokens=1 << 10)) for p in prompts]
-    decoded = 0
+    decoded, prompt = 0, sum(map(len, prompts)) // len(prompts)
     while decoded < _WARM_UP + STEPS and engine.busy:
         started = time.perf_counter()
         engine.step()
@@ -53,6 +53,9 @@ def _time_steps(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[Dr
             continue
         decoded += 1
         if decoded > _WARM_UP:
-            yield DraftingSample(step.counts.requests, step.counts.drafted, seconds - step.verify)
+            counts = step.counts
+            yield DraftingSample(
+                counts.requests, counts.drafted, seconds - step.verify, counts.read, prompt + decoded, step.verify
+            )
     for number in numbers:
         engine.cancel(number)

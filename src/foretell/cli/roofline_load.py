@@ -1,5 +1,7 @@
 """`foretell roofline load`: requests that arrive over time."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +21,7 @@ from foretell.cli.roofline_options import (
     check_output_options,
     print_records,
 )
-from foretell.roofline import cli_inputs, report
+from foretell.roofline import cli_inputs, records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
 from foretell.roofline.formats import parse_format
@@ -29,6 +31,47 @@ from foretell.roofline.plan import cost_of_profile, profiles_for
 from foretell.roofline.runtime import DEFAULT_RUNTIME
 from foretell.roofline.speculation import estimate_method
 from foretell.roofline.workload import Workload
+
+
+class SimulationProgress:
+    """A progress bar over the requests of several simulations, and a sentence if they will take minutes."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._before, self._now, self._told = total, 0, 0, False
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("simulating", total=total)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> "SimulationProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def start(self) -> Callable[[int], None]:
+        """Begin the next simulation; what is returned takes the number of its requests that are answered."""
+        self._before = self._now
+        return self._update
+
+    def _update(self, answered: int) -> None:
+        if (now := self._before + answered) == self._now:
+            return
+        self._now = now
+        self._bar.update(self._task, completed=now)
+        took = time.monotonic() - self._started
+        left = took * (self._total / now - 1)
+        if not self._told and took > TELL_AFTER and left > LONG:
+            self._told = True
+            self._bar.console.print(
+                f"The simulation of {self._total:,} requests takes about {left / 60:.0f} minutes more; fewer "
+                "--requests or a shorter --trace take less.",
+                highlight=False,
+            )
+
+
+TELL_AFTER, LONG = 3.0, 60.0
+"""Seconds after which the rest of a simulation is estimated, and from which it is called long."""
 
 
 def load_command(
@@ -81,12 +124,15 @@ def load_command(
     plain = StepCosts(target, device, workload)
     drafted = StepCosts(target, device, workload, shape, drafter, draft_devices)
     compared = list[LoadComparison]()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for load in progress.track(loads, description="simulating"):
-            results = (simulate(load, costs, running, prompt_tokens, ttft, tpot) for costs in (plain, drafted))
+    with SimulationProgress(2 * sum(map(len, loads))) as progress:
+        for load in loads:
+            results = [
+                simulate(load, costs, running, prompt_tokens, ttft, tpot, finished=progress.start())
+                for costs in (plain, drafted)
+            ]
             compared.append(LoadComparison(*results))
     if not as_json and not as_csv:
         typer.echo(advice(compared))
     drafts = f"{profile.name}, {shape.nodes - 1} drafted, {shape.tokens:.2f} tokens per pass"
     title = f"{target.name} on {device.title}: {drafts}"
-    print_records([report.load_record(c) for c in compared], as_json, as_csv, title)
+    print_records([records.load_record(c) for c in compared], as_json, as_csv, title)

@@ -4,8 +4,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from datetime import date
 
 import numpy as np
@@ -22,10 +22,14 @@ from foretell.model.load.native import finish_writing
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.network import Network
 from foretell.model.runner import DecoderRunner
+from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.calibrate import PROBES, PassTimer
-from foretell.roofline.drafting_time import fit_drafting_time
+from foretell.roofline.drafting_time import DraftingSample, at_predicted_pace, fit_drafting_time
 from foretell.roofline.formats import NumberFormat, parse_format
+from foretell.roofline.hardware import Hardware
+from foretell.roofline.measured import pass_seconds
 from foretell.roofline.names import look_up
+from foretell.roofline.workload import Workload
 
 DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 PROMPT_CHUNK = 256
@@ -125,9 +129,10 @@ def embedded_timer(precision: str, repeat: int, device: torch.device) -> tuple[P
 
 
 def calibrate_drafting(
-    precisions: Sequence[str], methods: Sequence[MethodSpec]
+    forms: Mapping[str, NumberFormat], methods: Sequence[MethodSpec], hardware: Hardware
 ) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Figures of each method's `DraftingTime` with the embedded model, by its name with the dtype.
+    """Figures of each method's `DraftingTime` with the embedded model, by its name with the dtype, relative to the
+    passes that `hardware` predicts. forms: number formats by dtype.
 
     Raises:
         ValueError: a method cannot be built for it.
@@ -135,11 +140,22 @@ def calibrate_drafting(
     if not methods:
         return {}
     found = dict[str, dict[str, tuple[float, ...]]]()
-    for precision in precisions:
+    for precision, form in forms.items():
         model = load(DEFAULT_MODEL, dtype=precision)
         model.cache_checkpoint()
         finish_writing()
-        fits = {m.label: fit_drafting_time(list(drafting_samples(model, m))) for m in methods}
+        target, workload = (
+            AnalyzedModel(model.name, model.config),
+            Workload(weights=form, activations=form, fusion="full"),
+        )
+
+        def predicted(sample: DraftingSample, target: AnalyzedModel = target, workload: Workload = workload) -> float:
+            there = replace(workload, context=sample.context)
+            return pass_seconds(target, hardware, there, sample.requests, sample.read / sample.requests)
+
+        fits = {
+            m.label: fit_drafting_time(at_predicted_pace(list(drafting_samples(model, m)), predicted)) for m in methods
+        }
         found[f"{model.name} {precision}"] = {name: astuple(fit) for name, fit in fits.items()}
     return found
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli.errors import print_error
-from foretell.roofline import report
+from foretell.roofline import records, report
 from foretell.roofline.runtime import known_runtimes
 from foretell.roofline.workload import FUSIONS, STAGES
 
@@ -67,16 +67,16 @@ ExtraModels = Annotated[
 ]
 
 
-def print_records(records: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str = "") -> None:
+def print_records(rows: list[dict[str, Any]], as_json: bool, as_csv: bool, title: str = "") -> None:
     """Print records as a table, JSON or CSV."""
     check_output_options(as_json, as_csv)
     if as_json:
-        typer.echo(json.dumps(records, indent=1))
+        typer.echo(json.dumps(rows, indent=1))
     elif as_csv:
-        typer.echo(report.to_csv(records), nl=False)
+        typer.echo(records.to_csv(rows), nl=False)
     else:
         out = console()
-        out.print(report.plain_table(records, out.width, title))
+        out.print(report.plain_table(rows, out.width, title))
 
 
 def check_output_options(as_json: bool, as_csv: bool) -> None:

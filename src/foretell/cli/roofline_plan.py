@@ -35,7 +35,7 @@ from foretell.cli.roofline_options import (
     exit_with_error,
     print_records,
 )
-from foretell.roofline import cli_inputs, report
+from foretell.roofline import cli_inputs, records, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.formats import parse_format
 from foretell.roofline.method_profiles import with_draft_vocab
@@ -87,8 +87,8 @@ def analyze_command(
         parse_format(head) if head else None,
     )  # fmt: skip
     if axes:
-        records = report.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
-        print_records(records, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
+        swept = records.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
+        print_records(swept, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
         return
     analysis, result = analyse(target, device, workload), None
     placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
@@ -96,10 +96,10 @@ def analyze_command(
         result = apply_offload(analysis, placed)
     if as_json:
         typer.echo(
-            json.dumps(report.analysis_record(analysis) | ({"offload": vars(result)} if result else {}), indent=1)
+            json.dumps(records.analysis_record(analysis) | ({"offload": vars(result)} if result else {}), indent=1)
         )
     elif as_csv:
-        typer.echo(report.to_csv([report.op_record(c) for c in analysis.op_costs]), nl=False)
+        typer.echo(records.to_csv([records.op_record(c) for c in analysis.op_costs]), nl=False)
     else:
         out = console()
         operations = report.fit_width(report.operations_table(analysis), out.width, report.OPERATIONS_OPTIONAL)
@@ -169,16 +169,16 @@ def plan_command(
     analysis = analyse(target, device, workload)
     placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
     if curve:
-        records = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model, placed)
+        curves = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model, placed)
         title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
-        print_records(records, as_json, as_csv, title)
+        print_records(curves, as_json, as_csv, title)
         return
     plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape, placed)
     variants = [] if placed else model_variants(target, device, workload, share, density)
     if as_json:
-        typer.echo(json.dumps(report.plan_record(plan, variants), indent=1))
+        typer.echo(json.dumps(records.plan_record(plan, variants), indent=1))
     elif as_csv:
-        typer.echo(report.to_csv(report.plan_records(plan)), nl=False)
+        typer.echo(records.to_csv(records.plan_records(plan)), nl=False)
     else:
         out = console()
         ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)

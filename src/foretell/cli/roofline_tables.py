@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from foretell.cli.roofline_options import AsCsv, AsJson, DeviceFile, check_folder, print_records
-from foretell.roofline import report
+from foretell.roofline import records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.model_configs import builtin_models, find_model
@@ -16,9 +16,9 @@ from foretell.roofline.paper.table1 import table1
 
 def table1_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """Table 1 of the survey: Llama-2-7b on an A6000, 2048 tokens; our exact counts are in the last two columns."""
-    rows, title = table1(), "Table 1 of arXiv 2402.16363: Llama-2-7b, RTX A6000, 2048 tokens, batch 1"
-    records = report.table1_records(rows) if as_json or as_csv else report.table1_text(rows)
-    print_records(records, as_json, as_csv, title)
+    table, title = table1(), "Table 1 of arXiv 2402.16363: Llama-2-7b, RTX A6000, 2048 tokens, batch 1"
+    rows = records.table1_records(table) if as_json or as_csv else records.table1_text(table)
+    print_records(rows, as_json, as_csv, title)
 
 
 def figure_command(
@@ -33,7 +33,7 @@ def figure_command(
     check_folder(out)
     drawn = figure(number)
     draw(drawn, out)
-    out.with_suffix(".csv").write_text(report.to_csv(drawn.records), "utf-8")
+    out.with_suffix(".csv").write_text(records.to_csv(drawn.records), "utf-8")
     typer.echo(f"{drawn.title}: {out} and {out.with_suffix('.csv')}\n{drawn.note}")
 
 
@@ -41,7 +41,7 @@ def models_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """List the built-in models."""
     print_records(
         [
-            report.model_record(AnalyzedModel(*find_model(name)), str(raw["source"]))
+            records.model_record(AnalyzedModel(*find_model(name)), str(raw["source"]))
             for name, raw in builtin_models().items()
         ],
         as_json,
@@ -51,4 +51,4 @@ def models_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
 
 def hardware_command(hardware_file: DeviceFile = None, as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """List the known devices and the sources of their figures."""
-    print_records([report.hardware_record(h) for h in known_hardware(hardware_file).values()], as_json, as_csv)
+    print_records([records.hardware_record(h) for h in known_hardware(hardware_file).values()], as_json, as_csv)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from foretell.compress.base import Compressor
-from foretell.compress.low_rank import ASVD, SVD, SVDLLM
+from foretell.compress.low_rank import ASVD, SVD, SVDLLM, LowRankCompressor
 from foretell.compress.pruning import Magnitude, Wanda
 from foretell.compress.sparsegpt import SparseGPT
 from foretell.compress.sparsity import Sparsity
@@ -14,13 +14,15 @@ PRUNING: Mapping[str, Callable[[Sparsity], Compressor]] = {
     "sparsegpt": SparseGPT,
 }
 """Methods that set weights to zero, by name."""
-LOW_RANK: Mapping[str, Callable[[float], Compressor]] = {"svd": SVD, "asvd": ASVD, "svd_llm": SVDLLM}
+LOW_RANK: Mapping[str, Callable[[float], LowRankCompressor]] = {"svd": SVD, "asvd": ASVD, "svd_llm": SVDLLM}
 """Methods that replace matrices by products of two thin ones, by name; made of the share of the rank that is kept."""
 SHORTGPT = "shortgpt"
 """The method that leaves out blocks."""
+SLICEGPT = "slicegpt"
+"""The method that rotates the residual stream and cuts it."""
 LASER = "laser"
 """The method that lowers the rank of one matrix."""
-METHODS = (*PRUNING, *LOW_RANK, SHORTGPT, LASER)
+METHODS = (*PRUNING, *LOW_RANK, SHORTGPT, SLICEGPT, LASER)
 """Names of all methods."""
 
-__all__ = ["LASER", "LOW_RANK", "METHODS", "PRUNING", "SHORTGPT"]
+__all__ = ["LASER", "LOW_RANK", "METHODS", "PRUNING", "SHORTGPT", "SLICEGPT"]

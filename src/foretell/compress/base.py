@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from jaxtyping import Float
 
+from foretell.model.linear import AnyLinear, Linear
 from foretell.quantize.base import InputStatistics
 
 Tensor = torch.Tensor
@@ -27,3 +28,7 @@ class Compressor(ABC):
     @abstractmethod
     def compress(self, weight: Float[Tensor, "o i"], inputs: InputStatistics | None) -> Float[Tensor, "o i"]:
         """The compressed matrix in dense form; `inputs` is None where the method is not calibrated."""
+
+    def replace(self, linear: Linear, inputs: InputStatistics | None, dtype: torch.dtype) -> AnyLinear:
+        """What takes the place of a matrix of a block, its numbers in `dtype`, stored as float32."""
+        return Linear(self.compress(linear.weight.data, inputs).to(dtype).float(), linear.bias)

@@ -1,10 +1,12 @@
 """The card of a compressed model: what was done to it, on which text, and what it cost."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foretell.compress import LASER, LOW_RANK, SHORTGPT
+from foretell.compress import LASER, LOW_RANK, SHORTGPT, SLICEGPT
+from foretell.quantize.base import ROLES
 from foretell.quantize.evaluate import Comparison
 
 CARD = "compression.json"
@@ -21,6 +23,8 @@ class Card:
     """Blocks of the source that are left."""
     two_of_four: bool
     """Whether the CPU kernels have a product of their own for its matrices."""
+    ranks: Mapping[str, int]
+    """Of the matrices of the blocks that are stored and run as two factors; the others are dense."""
     zeros: float
     """Share of zeros in the matrices of the blocks."""
     calibration: str
@@ -37,13 +41,27 @@ class Card:
         """How Foretell runs the model, in a sentence."""
         if self.method == SHORTGPT:
             return "It has fewer blocks, so a pass reads less."
+        if self.method == SLICEGPT:
+            return (
+                "Its residual stream has fewer numbers, so every matrix is smaller; two more per block multiply "
+                "the stream. Foretell runs it, other programs do not."
+            )
         if self.method == LASER:
             return "One matrix has a lower rank and is stored dense, so it is as fast as the source."
         if self.method in LOW_RANK:
-            return "The products of the thin matrices are stored and run as dense matrices, as fast as the source."
+            return self._low_rank_speed
         if self.two_of_four:
             return "The CPU kernels multiply its 2:4 matrices from 9 bits per weight; elsewhere it runs dense."
         return "It runs as a dense model, as fast as the source: zeros are multiplied like other numbers."
+
+    @property
+    def _low_rank_speed(self) -> str:
+        dense = ", ".join(role for role in ROLES if role not in self.ranks)
+        if not self.ranks:
+            return "It runs dense, as fast as the source: two factors of this rank would be no smaller than any matrix."
+        factored = ", ".join(f"{role} (rank {rank})" for role, rank in self.ranks.items())
+        rest = f" Two factors would be no smaller than {dense}, which run dense." if dense else ""
+        return f"It is stored and run as two factors in {factored}, so a pass reads less.{rest}"
 
 
 def write_card(folder: Path, card: Card) -> None:

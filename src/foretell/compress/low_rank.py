@@ -11,15 +11,31 @@ import torch
 from jaxtyping import Float
 
 from foretell.compress.base import Compressor
-from foretell.quantize.base import InputStatistics
+from foretell.model.compressed_config import LowRank
+from foretell.model.config import ModelConfig
+from foretell.model.linear import AnyLinear, FactoredLinear, Linear
+from foretell.quantize.base import ROLES, InputStatistics
+from foretell.quantize.layout import inputs_of, parts_of
 
 Tensor = torch.Tensor
 _DAMPING = 1e-6
 """Added to the moment's diagonal, as a share of its mean, so that fewer tokens than inputs still span all of them."""
 _LEAST = 1e-30
 """Mean of the diagonal of inputs that are all zero."""
+_RANK_STEP = 32
+"""Outputs that the kernels multiply together."""
 _ASVD_EXPONENT = 0.5
 """Of the mean magnitudes of the inputs in ASVD (alpha in the paper)."""
+
+
+def ranks_of(config: ModelConfig, compressor: Compressor | None) -> LowRank:
+    """The ranks of the matrices of a model that a method stores as two factors."""
+    if not isinstance(compressor, LowRankCompressor):
+        return LowRank()
+    inputs, parts = inputs_of(config), parts_of(config)
+    return LowRank(
+        **{role: compressor.stored_rank(sum(p.outputs for p in parts[role]), inputs[role]) for role in ROLES}
+    )
 
 
 def check_share(share: float) -> None:
@@ -32,14 +48,20 @@ def check_share(share: float) -> None:
         raise ValueError(f"--rank-share {share:g}: the share of the rank that is kept lies above 0, up to 1")
 
 
+def saves(rank: int, outputs: int, inputs: int) -> bool:
+    """Whether two factors of this rank have fewer numbers than the matrix."""
+    return rank * (outputs + inputs) < outputs * inputs
+
+
 def rank_of(share: float, outputs: int, inputs: int) -> int:
     """The rank that is a share of the full one, at least 1."""
     return max(1, round(share * min(outputs, inputs)))
 
 
 @dataclass(frozen=True)
-class _LowRank(Compressor):
-    """`share`: of the full rank, min(o, i), that is kept.
+class LowRankCompressor(Compressor):
+    """`share`: of the full rank, min(o, i), that is kept; ranks from 32 on are multiples of 32, as the kernels multiply
+    so many outputs at a time.
 
     Raises:
         ValueError: a share that is not above 0 and at most 1.
@@ -52,7 +74,15 @@ class _LowRank(Compressor):
 
     def rank(self, outputs: int, inputs: int) -> int:
         """The rank of a matrix of this shape."""
-        return rank_of(self.share, outputs, inputs)
+        rank = rank_of(self.share, outputs, inputs)
+        return rank if rank < _RANK_STEP or rank == min(outputs, inputs) else rank - rank % _RANK_STEP
+
+    def stored_rank(self, outputs: int, inputs: int) -> int:
+        """The rank with which a matrix of this shape is stored as two factors; 0: they would be no smaller, and their
+        product is stored.
+        """
+        rank = self.rank(outputs, inputs)
+        return rank if saves(rank, outputs, inputs) else 0
 
     @abstractmethod
     def moment(self, inputs: InputStatistics | None, width: int) -> Float[Tensor, "i i"]:
@@ -70,8 +100,15 @@ class _LowRank(Compressor):
         first, second = self.factors(weight, inputs)
         return (first @ second).to(weight.dtype)
 
+    def replace(self, linear: Linear, inputs: InputStatistics | None, dtype: torch.dtype) -> AnyLinear:
+        """As two factors, whose numbers are in `dtype`, where these are smaller."""
+        if not self.stored_rank(*linear.weight.shape):
+            return super().replace(linear, inputs, dtype)
+        outer, inner = (factor.to(dtype).float() for factor in self.factors(linear.weight.data, inputs))
+        return FactoredLinear(Linear(inner), Linear(outer, linear.bias))
 
-class SVD(_LowRank):
+
+class SVD(LowRankCompressor):
     """The nearest matrix of this rank, whatever the inputs."""
 
     calibrated = False
@@ -81,7 +118,7 @@ class SVD(_LowRank):
         return torch.eye(width)
 
 
-class ASVD(_LowRank):
+class ASVD(LowRankCompressor):
     """Weighs every input by the root of its mean magnitude (Yuan et al., arXiv 2312.05821)."""
 
     def moment(self, inputs: InputStatistics | None, width: int) -> Float[Tensor, "i i"]:
@@ -90,7 +127,7 @@ class ASVD(_LowRank):
         return inputs.mean_magnitude.pow(2 * _ASVD_EXPONENT).diag()
 
 
-class SVDLLM(_LowRank):
+class SVDLLM(LowRankCompressor):
     """Least mean squared error of the outputs on the calibration text: truncation-aware whitening (Wang et al., arXiv
     2403.07378).
     """

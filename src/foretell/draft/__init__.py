@@ -15,10 +15,11 @@ from foretell.draft.jacobi import JacobiDrafter
 from foretell.draft.lookahead import LookaheadDrafter
 from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
 from foretell.draft.mixture import MixtureDrafter
-from foretell.draft.mlp_speculator import MLPSpeculatorDrafter
+from foretell.draft.mlp_speculator import MLPSpeculatorDrafter, ReDrafterDrafter
 from foretell.draft.online import OnlineDrafter
 from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
+from foretell.draft.pard import PardDrafter
 from foretell.draft.phrases import PhraseRetriever
 from foretell.draft.prompt_lookup import PromptLookup
 from foretell.draft.recycling import TokenRecycling
@@ -50,9 +51,11 @@ __all__ = [
     "OnlineDrafter",
     "PEagleDrafter",
     "ParallelDrafter",
+    "PardDrafter",
     "PhraseRetriever",
     "Predictor",
     "PromptLookup",
+    "ReDrafterDrafter",
     "Retriever",
     "SkipDecodeDrafter",
     "SparseCacheDrafter",

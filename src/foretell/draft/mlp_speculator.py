@@ -1,4 +1,4 @@
-"""Drafting with a multi-stage MLP speculator: every node has a state, from its parent's state and its token."""
+"""Drafting with recurrent speculators: every node has a state, from its parent's state and its token."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,7 @@ from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
+from foretell.speculator.network.redrafter import ReDrafter
 
 
 class MLPSpeculatorDrafter(RootStatePredictor):
@@ -23,7 +24,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
 
     label = "recurrent MLP on the target's last hidden state"
 
-    def __init__(self, network: MLPSpeculator) -> None:
+    def __init__(self, network: MLPSpeculator | ReDrafter) -> None:
         super().__init__()
         self.network, self.hidden_layers = network, network.hidden_layers
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
@@ -123,3 +124,11 @@ class MLPSpeculatorDrafter(RootStatePredictor):
 
     def _no_logits(self) -> Float[torch.Tensor, "0 w"]:
         return torch.zeros(0, self.network.target_info.vocab if self._token_of is None else len(self._token_of))
+
+
+class ReDrafterDrafter(MLPSpeculatorDrafter):
+    """A recurrent network beside the target's last hidden state; all steps share their weights (ReDrafter, arXiv
+    2403.09919).
+    """
+
+    label = "recurrent network beside the target's last hidden state"

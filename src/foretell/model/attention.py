@@ -14,6 +14,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import widen
+from foretell.model.packed_groups import GROUP_SLOTS, RESIDUAL, PackedGroups
 from foretell.model.state_store import LayerStates, PassStates, StateStore
 
 
@@ -131,6 +132,9 @@ def padded_attention(
     heads, dim = q.shape[1:]
     b, n, s = padded.mask.shape
     k, v = cache.read(layer, padded.cache_rows, s)
+    if cache.packed is not None:
+        k, v, mask = _beside_packed(k, v, mask, layer, cache, cache.packed, padded)
+        s = k.shape[2]
     kv = k.shape[1]
     group = heads // kv
     folded = q[padded.token_index].view(b, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, group * n, dim)
@@ -140,6 +144,30 @@ def padded_attention(
     out = masked_attention(folded, k, v, mask, scale, softcap, sinks)
     out = out.view(b, kv, group, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads * dim)
     return out[padded.padded_index]
+
+
+def _beside_packed(
+    k: Float[torch.Tensor, "b h s d"],
+    v: Float[torch.Tensor, "b h s d"],
+    mask: Bool[torch.Tensor, "b n s"],
+    layer: int,
+    cache: KVCache,
+    packed: PackedGroups,
+    padded: PaddedLayout,
+) -> tuple[Float[torch.Tensor, "b h m d"], Float[torch.Tensor, "b h m d"], Bool[torch.Tensor, "b n m"]]:
+    """Packed keys and values before the whole ones, and which of both every query sees: see `packed_slots`."""
+    position = padded.position[padded.token_index]
+    limit = (position - RESIDUAL).clamp(min=0) // GROUP_SLOTS * GROUP_SLOTS
+    most = min(int(limit.max()), mask.shape[2])
+    if not most:
+        return k, v, mask
+    narrow = torch.arange(mask.shape[2], device=mask.device) < limit[..., None]
+    older = packed.read(layer, padded.cache_rows.tolist(), most, cache.dtype)
+    return (
+        torch.cat((older[0], k), 2),
+        torch.cat((older[1], v), 2),
+        torch.cat(((mask & narrow)[..., :most], mask & ~narrow), 2),
+    )
 
 
 def masked_attention(

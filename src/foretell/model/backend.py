@@ -17,6 +17,7 @@ ARITHMETIC = {
 """Arithmetic of each precision; the same on every backend up to rounding."""
 
 _CACHE = "; but cached keys and values are {}, Hadamard-rotated, one scale per token and head"
+_KIVI = "; but older cached keys and values are {} in groups of 32, keys per dimension and values per token"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class Backend:
         """How numbers are stored and multiplied, in one sentence."""
         known = ARITHMETIC.get(self.precision) if self.name in ("native", "torch") else None
         said = known or f"{self.precision}, as {self.name} computes it".lstrip(", ")
-        return said + ("" if self.cache_dtype == "auto" else _CACHE.format(self.cache_dtype.removesuffix("-halves")))
+        if self.cache_dtype == "auto":
+            return said
+        number, _, kind = self.cache_dtype.partition("-")
+        return said + (_KIVI if kind == "kivi" else _CACHE).format(number)
 
     def to_dict(self) -> dict[str, object]:
         """As a dictionary for JSON."""

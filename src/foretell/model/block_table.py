@@ -96,10 +96,25 @@ class BlockTable:
         if row >= len(self._held) or kept >= self._held[row]:
             return False
         for block in self.table[row, kept : self._held[row]].tolist():
-            self._give_back(block)
+            if block != NO_BLOCK:
+                self._give_back(block)
         self.table[row, kept : self._held[row]] = NO_BLOCK
         self._held[row] = kept
         return True
+
+    def release_first(self, row: int, count: int) -> bool:
+        """Give back the first blocks of a row, whose tokens have no slots in this table then; whether it changed."""
+        given = self.table[row, :count]
+        held = given[given != NO_BLOCK].tolist()
+        for block in held:
+            self._give_back(block)
+        self.table[row, :count] = NO_BLOCK
+        return bool(held)
+
+    def first_held(self, row: int) -> int:
+        """Number of first blocks that a row has given back."""
+        held = self.table[row, : self._held[row]] if row < len(self._held) else self.table[:0]
+        return int(np.count_nonzero(held == NO_BLOCK))
 
     def share(self, source: int, target: int, slots: int) -> None:
         """Let the row `target`, which holds no block, hold the blocks that the first `slots` tokens of `source` fill.

@@ -1,8 +1,8 @@
 """Rounding of cached keys and values: a scale per token and head, and 8 or 4 bits per dimension.
 
 Heads are rotated by a Hadamard matrix first, which spreads outliers over their dimensions (QuaRot, arXiv 2404.00456).
-Every token is rounded by itself when it is written, so its numbers do not depend on what else is in the pass. KIVI
-(arXiv 2402.02750) instead rounds keys per channel over groups of tokens, whose numbers change when a group is full.
+Every token is rounded by itself when it is written, so its numbers do not depend on what else is in the pass. Groups of
+tokens are rounded in `packed_groups`.
 """
 
 import torch

@@ -34,6 +34,8 @@ class CachePolicy(ABC):
     name: ClassVar[str]
     observed: ClassVar[int] = 0
     """Number of last tokens whose queries it reads."""
+    accumulates: ClassVar[bool] = False
+    """Whether it reads what every key has received of the softmax from all tokens."""
     evicts: ClassVar[bool] = False
     """Whether its paper evicts the other keys, not only leaves them unread."""
 
@@ -46,24 +48,35 @@ class CachePolicy(ABC):
     def __str__(self) -> str:
         return f"{self.name}@{self.budget}"
 
+    @property
+    def recent(self) -> int:
+        """Last keys that are always kept."""
+        return min(_RECENT, self.budget // 4)
+
     @abstractmethod
     def scores(
-        self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"],
     ) -> Float[torch.Tensor, "g n"]:
         """Scores of the keys of a layer, from the queries of the last `observed` tokens, `q` per key-value head, times
-        the scale of the scores.
+        the scale of the scores. `sums`: what the keys have received of the softmax; zeros for rules that ignore it.
         """
 
     def select(
-        self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"] | None = None,
     ) -> Int[torch.Tensor, "g b"]:
-        """The keys that are kept, ascending: `budget` of them, or all."""
+        """The keys that are kept, ascending: `budget` of them, or all; `sums`: see `scores`."""
         heads, count = keys.shape[:2]
         if count <= self.budget:
             return torch.arange(count, device=keys.device).expand(heads, -1)
-        scores = self.scores(queries, keys).clone()
-        recent = min(_RECENT, self.budget // 4)
-        scores[:, :SINKS] = scores[:, count - recent :] = float("inf")
+        sums = torch.zeros(heads, count, device=keys.device) if sums is None else sums
+        scores = self.scores(queries, keys, sums).clone()
+        scores[:, :SINKS] = scores[:, count - self.recent :] = float("inf")
         # Of equal scores the earliest keys are taken, so that the selection is the same everywhere.
         best = torch.argsort(scores, dim=-1, descending=True, stable=True)[:, : self.budget]
         return best.sort(-1).values
@@ -75,7 +88,10 @@ class StreamingLLM(CachePolicy):
     name, evicts = "streaming_llm", True
 
     def scores(
-        self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"],
     ) -> Float[torch.Tensor, "g n"]:
         """Later keys have higher scores."""
         return torch.arange(keys.shape[1], device=keys.device, dtype=torch.float32).expand(len(keys), -1)
@@ -89,7 +105,10 @@ class SnapKV(CachePolicy):
     name, observed, evicts = "snapkv", 16, True
 
     def scores(
-        self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"],
     ) -> Float[torch.Tensor, "g n"]:
         """Pooled votes."""
         votes = attention_weights(queries, keys).sum((0, 2))
@@ -102,11 +121,36 @@ class TOVA(CachePolicy):
     name, observed, evicts = "tova", 1, True
 
     def scores(
-        self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"],
     ) -> Float[torch.Tensor, "g n"]:
         """The same scores for all heads."""
         weights: torch.Tensor = attention_weights(queries, keys).mean((0, 1, 2))
         return weights.expand(len(keys), -1)
+
+
+class H2O(CachePolicy):
+    """Heavy hitters: half of the budget for the keys that received most of the softmax from all tokens so far, half
+    for the last ones (arXiv 2306.14048).
+    """
+
+    name, accumulates, evicts = "h2o", True, True
+
+    @property
+    def recent(self) -> int:
+        """Half of the budget."""
+        return self.budget // 2
+
+    def scores(
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"],
+    ) -> Float[torch.Tensor, "g n"]:
+        """The sums."""
+        return sums
 
 
 class Quest(CachePolicy):
@@ -117,7 +161,10 @@ class Quest(CachePolicy):
     name, observed = "quest", 1
 
     def scores(
-        self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"],
     ) -> Float[torch.Tensor, "g n"]:
         """Of every key the bound of its page, the largest over the queries of the head."""
         pages = _split(keys, _PAGE)
@@ -135,7 +182,10 @@ class Retrieval(CachePolicy):
     name, observed = "retrieval", 1
 
     def scores(
-        self, queries: Float[torch.Tensor, "w g q e"], keys: Float[torch.Tensor, "g n e"]
+        self,
+        queries: Float[torch.Tensor, "w g q e"],
+        keys: Float[torch.Tensor, "g n e"],
+        sums: Float[torch.Tensor, "g n"],
     ) -> Float[torch.Tensor, "g n"]:
         """Of every key the score of its chunk, mean over the queries of the head."""
         means = _split(keys, _CHUNK).mean(2)
@@ -158,7 +208,7 @@ def _split(keys: Float[torch.Tensor, "g n e"], size: int) -> Float[torch.Tensor,
     return torch.cat((keys, keys[:, -1:].expand(-1, missing, -1)), 1).view(len(keys), -1, size, keys.shape[2])
 
 
-POLICIES: dict[str, type[CachePolicy]] = {p.name: p for p in (StreamingLLM, SnapKV, TOVA, Quest, Retrieval)}
+POLICIES: dict[str, type[CachePolicy]] = {p.name: p for p in (StreamingLLM, SnapKV, TOVA, H2O, Quest, Retrieval)}
 
 
 def cache_policy(name: str, budget: int) -> CachePolicy:

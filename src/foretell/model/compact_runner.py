@@ -15,6 +15,7 @@ from foretell.model.decoder import BlockRange
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.network import Network
+from foretell.model.packed_groups import KIVI_BITS
 from foretell.model.partial_pass import PartialPass, further_state
 from foretell.model.runner import DecoderRunner, Runner
 
@@ -26,6 +27,11 @@ def check_compactible(config: ModelConfig) -> None:
         ValueError: the model has sliding windows, recurrent states, latent attention, shared keys and values, or
             per-layer inputs.
     """
+    if config.cache_dtype in KIVI_BITS:
+        raise ValueError(
+            f"a part of the cache can be selected where keys are stored one by one, and {config.cache_dtype} stores "
+            "them in groups; use another --kv-cache-dtype"
+        )
     found = further_state(config) or ("sliding windows" if any(map(config.window_of, range(config.layers))) else "")
     if found:
         raise ValueError(
@@ -154,12 +160,13 @@ def select_slots(
     if slots <= policy.budget:
         return np.broadcast_to(np.arange(slots), (c.layers, c.kv_heads, slots))
     seen = tokens[max(0, len(tokens) - policy.observed) :] if policy.observed else []
+    sums = runner.attention_sums.of(row, slots) if policy.accumulates and runner.attention_sums else None
     queries = observe_queries(runner, row, seen, slots) if seen else torch.zeros(c.layers, 0, c.kv_heads, 1, c.head_dim)
     which, found = torch.tensor([row], device=store.k.device), list[torch.Tensor]()
     for layer in range(c.layers):
         # The keys' numbers do not matter to a policy without queries.
         keys = store.read_keys(layer, which, slots)[0].float() if seen else torch.zeros(c.kv_heads, slots, 0)
-        found.append(policy.select(queries[layer], keys))
+        found.append(policy.select(queries[layer], keys, None if sums is None else sums[layer]))
     return torch.stack(found).cpu().numpy()
 
 
@@ -197,6 +204,8 @@ class SparseCacheRunner(CompactRunner):
                 f"this method drafts with a part of the target's cache, and {type(target).__name__} is not of the own "
                 "decoder; use another method"
             )
+        if self.policy.accumulates:
+            target.record_attention()
         self._target = target
 
     @property

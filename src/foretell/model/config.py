@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from foretell.model.attention_config import AttentionSizes, LayerInputConfig, QueryScaling
+from foretell.model.compressed_config import LowRank
 from foretell.model.rope_config import RopeConfig as RopeConfig
 from foretell.model.rope_config import read_rope
 from foretell.model.state_config import StateConfig
@@ -20,7 +21,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu", "rel
 """
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
-CacheDtype = Literal["auto", "int8", "int8-halves", "int4"]
+CacheDtype = Literal["auto", "int8", "int8-halves", "int4", "int4-kivi", "int2-kivi"]
 """Numbers of cached keys and values: as the model computes, or with one scale per token and head. `int8-halves` has
 the numbers of int8, their upper and lower halves apart, so that drafts can read the upper ones alone."""
 
@@ -164,6 +165,12 @@ class ModelConfig:
     learned_positions: bool = False
     parallel_blocks: bool = False
     """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
+    low_rank: LowRank = field(default_factory=LowRank)
+    """Matrices that are stored as two factors."""
+    shortcuts: bool = False
+    """Whether a matrix multiplies the residual stream before the outputs of attention and of the feed-forward network
+    are added (SliceGPT, arXiv 2401.15024).
+    """
     cache_dtype: CacheDtype = "auto"
     """Numbers of cached keys and values."""
     bos: int | None = None

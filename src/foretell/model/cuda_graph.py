@@ -73,6 +73,8 @@ class GraphedDecoder(NetworkWrapper):
         stores = cache.stores if isinstance(cache, LayeredCache) else (cache,)
         caches = [store for store in stores if isinstance(store, KVCache)]
         assert len(caches) == len(stores)
+        if any(store.packed is not None for store in caches):  # what a pass packs depends on its texts
+            return self._decoder.run(x, layout, cache, blocks)
         b, n = pad_to_rectangle(layout).shape
         index = pad_to_rectangle(layout, _next_power(b), _next_power(n))
         flat_layout = _select(layout, index.flatten())

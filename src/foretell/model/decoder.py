@@ -21,7 +21,7 @@ from foretell.model.config import Activation, ModelConfig
 from foretell.model.kv_cache import KVCache, LatentCache
 from foretell.model.layer_inputs import LayerInput, LayerInputs
 from foretell.model.layout import Layout, PaddedLayout
-from foretell.model.linear import Int8Linear, Linear, widen
+from foretell.model.linear import AnyLinear, Int8Linear, Linear, widen
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.state_layers import StateMixer
@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
     projection.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+    def __init__(self, gate_up: AnyLinear, down: AnyLinear, activation: Activation) -> None:
         super().__init__()
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
@@ -68,6 +68,13 @@ def _add(x: torch.Tensor, part: torch.Tensor, scale: float) -> torch.Tensor:
     return x + part if scale == 1 else x + part * scale
 
 
+def _shortcut(x: torch.Tensor, matrix: nn.Module | None) -> torch.Tensor:
+    if matrix is None:
+        return x
+    out: torch.Tensor = matrix(x)
+    return out.to(x.dtype)
+
+
 class HeadSizes(Protocol):
     """Sizes of the attention heads in the rows of `qkv`."""
 
@@ -83,6 +90,8 @@ Projected = tuple[
     Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"] | None, Float[torch.Tensor, "*t g e"] | None
 ]
 """Queries, keys and values; None: those of an earlier layer."""
+StreamAndRoutes = tuple[Float[torch.Tensor, "*t d"], Int[torch.Tensor, "t k"] | None]
+"""The residual stream, and every token's experts (None: the layer is dense)."""
 
 
 class LayerModules(NamedTuple):
@@ -105,6 +114,9 @@ class LayerModules(NamedTuple):
     v_norm: nn.Module | None = None
     reads_keys: bool = False
     """Keys and values are those of an earlier layer: `qkv` gives queries only."""
+    attention_shortcut: nn.Module | None = None
+    """Multiplies the residual stream before the output of attention is added (SliceGPT)."""
+    mlp_shortcut: nn.Module | None = None
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -169,25 +181,35 @@ class DecoderLayer(nn.Module, ABC):
         if p.attention_gate:
             mixed = mixed * torch.sigmoid(projected[..., -mixed.shape[-1] :])
         part: torch.Tensor = p.output(mixed)
+        x = self.shortcut_attention(x)
         return _add(x, part if p.post_attention_norm is None else p.post_attention_norm(part), p.residual_scale)
 
     def merge_heads(self, out: Float[torch.Tensor, "*t he"]) -> Float[torch.Tensor, "*t hv"]:
         """The input of the output projection from the output of the attention."""
         return out
 
-    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
-        """Add the feed-forward network to the residual stream; returns also the experts it read (0: dense)."""
-        p, expert_count = self.layer_modules, 0
+    def shortcut_attention(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream that the output of attention is added to."""
+        return _shortcut(x, self.layer_modules.attention_shortcut)
+
+    def shortcut_mlp(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The residual stream that the output of the feed-forward network is added to."""
+        return _shortcut(x, self.layer_modules.mlp_shortcut)
+
+    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> StreamAndRoutes:
+        """Add the feed-forward network to the residual stream; returns also every token's experts (None: dense)."""
+        p, routes = self.layer_modules, None
         part: torch.Tensor = p.mlp_norm(x)
         if isinstance(p.mlp, DenseAndExperts):
-            flat, expert_count = p.mlp.forward_counting_experts(part.flatten(0, -2), x.flatten(0, -2))
+            flat, routes = p.mlp.forward_with_routes(part.flatten(0, -2), x.flatten(0, -2))
             part = flat.view_as(x)
         elif isinstance(p.mlp, ExpertFeedForward):
-            flat, expert_count = p.mlp.forward_counting_experts(part.flatten(0, -2))
+            flat, routes = p.mlp.forward_with_routes(part.flatten(0, -2))
             part = flat.view_as(x)
         else:
             part = p.mlp(part)
-        return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), expert_count
+        x = self.shortcut_mlp(x)
+        return _add(x, part if p.post_mlp_norm is None else p.post_mlp_norm(part), p.residual_scale), routes
 
 
 class DecoderBlock(DecoderLayer):
@@ -200,7 +222,7 @@ class DecoderBlock(DecoderLayer):
         self,
         attention_norm: RMSNorm,
         qkv: nn.Module,
-        output: Linear,
+        output: AnyLinear,
         mlp_norm: RMSNorm,
         mlp: FeedForward | ExpertFeedForward | DenseAndExperts,
         q_norm: RMSNorm | None = None,
@@ -215,8 +237,11 @@ class DecoderBlock(DecoderLayer):
         reads_keys: bool = False,
         layer_input: LayerInput | None = None,
         scale: float = 1.0,
+        shortcuts: tuple[Linear, Linear] | None = None,
     ) -> None:
         super().__init__()
+        self.attention_shortcut: Linear | None = None if shortcuts is None else shortcuts[0]
+        self.mlp_shortcut: Linear | None = None if shortcuts is None else shortcuts[1]
         self.v_norm, self.reads_keys, self.layer_input, self.scale = v_norm, reads_keys, layer_input, scale
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
@@ -232,6 +257,7 @@ class DecoderBlock(DecoderLayer):
         return LayerModules(
             *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
             *(self.mixer, self.attention_gate, self.residual_scale, self.sinks, self.v_norm, self.reads_keys),
+            *(self.attention_shortcut, self.mlp_shortcut),
         )
 
     def finish(
@@ -274,26 +300,31 @@ class BlockOutput(NamedTuple):
 
     hidden_states: tuple[Float[torch.Tensor, "t d"], ...]
     """The residual stream before every recorded layer, and after the last block."""
-    expert_counts: tuple[int, ...] = ()
-    """Number of distinct experts that each mixture-of-experts layer read."""
+    routes: tuple[Int[torch.Tensor, "t k"], ...] = ()
+    """Experts of every token in each mixture-of-experts layer."""
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """Number of distinct experts that each mixture-of-experts layer read."""
+        return tuple(len(part.unique()) for part in self.routes)
 
 
 B = TypeVar("B")
-BlockForward = Callable[[B, int, Float[torch.Tensor, "t d"]], tuple[Float[torch.Tensor, "t d"], int]]
-"""`(block, i, x)` to the residual stream after block `i`, and the number of distinct experts it read (0: dense)."""
+BlockForward = Callable[[B, int, Float[torch.Tensor, "t d"]], StreamAndRoutes]
+"""`(block, i, x)` to the residual stream after block `i`, and every token's experts (None: dense)."""
 
 
 def run_blocks(
     x: Float[torch.Tensor, "t d"], blocks: BlockRange, fetch: Callable[[int], B], forward: BlockForward[B]
 ) -> BlockOutput:
     """Run a range of blocks; `fetch(i)` returns block `i`."""
-    states, expert_counts = list[torch.Tensor](), list[int]()
+    states, routes = list[torch.Tensor](), list[Int[torch.Tensor, "t k"]]()
     for i in range(blocks.first, blocks.last):
         if i in blocks.hidden_layers:
             states.append(x)
-        x, count = forward(fetch(i), i, x)
-        expert_counts += [count] if count else []
-    return BlockOutput((*states, x), tuple(expert_counts))
+        x, own = forward(fetch(i), i, x)
+        routes += [] if own is None else [own]
+    return BlockOutput((*states, x), tuple(routes))
 
 
 @dataclass(frozen=True)
@@ -444,13 +475,13 @@ class Decoder(nn.Module):
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(padded.token, self.embed(padded.token))
 
-        def forward(
-            block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]
-        ) -> tuple[Float[torch.Tensor, "t d"], int]:
+        def forward(block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]) -> StreamAndRoutes:
             if i not in self.skip.attention:
                 angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
                 x = block.add_attention(x, block.attention_norm(x), c.sizes_of(i), angles, i, attention)
-            x, experts = (x, 0) if i in self.skip.mlp else block.add_mlp(x)
+            else:
+                x = block.shortcut_attention(x)
+            x, experts = (block.shortcut_mlp(x), None) if i in self.skip.mlp else block.add_mlp(x)
             return block.finish(x, None if inputs is None else inputs[:, i]), experts
 
         return forward

@@ -33,6 +33,8 @@ class EvictingRunner(CompactRunner):
     def __init__(self, network: Network, policy: CachePolicy) -> None:
         super().__init__(network)
         self.policy = policy
+        if policy.accumulates:
+            self.record_attention()
         self._tokens: dict[int, list[int]] = {}
         """All tokens of every row."""
         self._read: dict[int, tuple[list[int], bool]] = {}
@@ -61,6 +63,8 @@ class EvictingRunner(CompactRunner):
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree, and evict what is beyond the budget."""
         self.cache.keep(row, self.slots(row), path)
+        if self.attention_sums is not None:
+            self.attention_sums.commit(row, path, self.slots(row))
         self._length[row] += len(path)
         nodes, is_decode = self._read[row]
         self._tokens.setdefault(row, []).extend(nodes[j] for j in path)
@@ -70,6 +74,8 @@ class EvictingRunner(CompactRunner):
     def _evict(self, row: int) -> None:
         slots = select_slots(self, row, self.policy, self._tokens[row], self.slots(row))
         self.store.copy_slots(self.store, row, slots, row, 0)
+        if self.attention_sums is not None:
+            self.attention_sums.keep_slots(row, slots)
         self.missing[row] = self.length(row) - slots.shape[2]
         self.cache.truncate(row, slots.shape[2])
 
@@ -81,6 +87,8 @@ class EvictingRunner(CompactRunner):
                 self.missing.pop(row, None)
             self._tokens[row] = self._tokens.get(row, [])[:length]
             self.cache.truncate(row, self.slots(row))
+            if self.attention_sums is not None:
+                self.attention_sums.truncate(row, self.slots(row))
 
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""

@@ -12,6 +12,7 @@ from foretell.model.block_table import BLOCK_SLOTS, BlockTable, blocks_for
 from foretell.model.cache import Cache
 from foretell.model.cache_numbers import quantize, rotate_blocks, widen
 from foretell.model.config import CacheDtype
+from foretell.model.packed_groups import GROUP_SLOTS, KIVI_BITS, PackedGroups, packed_slots
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
@@ -47,14 +48,20 @@ class KVCache(Cache):
         """Of a number with a scale."""
         self._halves = numbers == "int8-halves" and self.splits
         stored = head_dim // 2 if self.bits == 4 or self._halves else head_dim
-        number = dtype if numbers == "auto" else torch.int8
+        self.packed = (
+            PackedGroups(layers, kv_heads, head_dim, KIVI_BITS[numbers], device) if numbers in KIVI_BITS else None
+        )
+        """Older keys and values in groups of few bits; None: there are none."""
+        self.any_length = self.packed is None
+        whole = numbers == "auto" or self.packed is not None
+        number = dtype if whole else torch.int8
         self.k = torch.empty(layers, kv_heads, 0, BLOCK_SLOTS, stored, dtype=number, device=device)
         self.v = self.k if self.shared else torch.empty_like(self.k)
         self.k_scale: Float[torch.Tensor, "l h n s"] | None = None
         self.v_scale: Float[torch.Tensor, "l h n s"] | None = None
         self.k_low = torch.empty_like(self.k) if self._halves else None
         self.v_low = torch.empty_like(self.v) if self._halves else None
-        if numbers != "auto":
+        if not whole:
             self.k_scale = torch.empty(layers, kv_heads, 0, BLOCK_SLOTS, device=device)
             self.v_scale = self.k_scale if self.shared else torch.empty_like(self.k_scale)
         self.table: Int[torch.Tensor, "r n"] = torch.from_numpy(self.blocks.table).to(device)
@@ -79,7 +86,7 @@ class KVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales."""
-        return sum(part.nbytes for part in self._parts())
+        return sum(part.nbytes for part in self._parts()) + (self.packed.nbytes if self.packed else 0)
 
     def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Give each of these rows room for so many tokens; see `Cache.reserve`."""
@@ -88,11 +95,17 @@ class KVCache(Cache):
             for row, count in zip(rows, slots, strict=True):
                 self.blocks.extend(row, count)
             self._grow()
+        if self.packed is not None:
+            for row, count in zip(rows, slots, strict=True):
+                self.packed.reserve(row, count)
 
     def limit(self, nbytes: int) -> None:
         """Never use more than so many bytes; at least one block is allowed."""
-        if self.block_bytes:
-            self.blocks.limit = max(1, nbytes // self.block_bytes)
+        block = self.block_bytes + (self.packed.block_bytes if self.packed else 0)
+        if block:
+            self.blocks.limit = max(1, nbytes // block)
+            if self.packed is not None:
+                self.packed.blocks.limit = self.blocks.limit
 
     @property
     def free_slots(self) -> int | None:
@@ -162,6 +175,17 @@ class KVCache(Cache):
                 part[layer][index] = x.transpose(0, 1).to(part.dtype)
                 continue
             part[layer][index], scales[layer][index] = quantize(rotate_blocks(x.transpose(0, 1).float()), self.bits)
+        if self.packed is not None:
+            for which in row.unique().tolist():
+                self._pack(layer, which, packed_slots(int(slot[row == which].max())))
+
+    def _pack(self, layer: int, row: int, slots: int) -> None:
+        """Pack a row's groups below a slot, as far as they are not packed in all layers."""
+        assert self.packed is not None
+        for first in range(int(self.packed.done[row]), slots, GROUP_SLOTS):
+            block, at = int(self.blocks.table[row, first // BLOCK_SLOTS]), first % BLOCK_SLOTS
+            k, v = (part[layer, :, block, at : at + GROUP_SLOTS] for part in (self.k, self.v))
+            self.packed.pack(layer, row, first, k, v)
 
     def read(
         self, layer: int, rows: Int[torch.Tensor, " b"], slots: int
@@ -190,6 +214,16 @@ class KVCache(Cache):
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
         """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
         self.move(row, [length + node for node in path], length)
+        if self.packed is not None:
+            done = self.packed.keep(row, length + len(path))
+            if self.blocks.release_first(row, done // BLOCK_SLOTS):
+                self._copy_table()
+
+    def restorable(self, row: int, length: int) -> int:
+        """All of the tokens up to `length`, or none: where what the next token reads whole is packed already."""
+        if self.packed is None or not length:
+            return length
+        return length if packed_slots(length - 1) >= self.blocks.first_held(row) * BLOCK_SLOTS else 0
 
     def move(self, row: int, source: Sequence[int], target: int) -> None:
         """Copy the slots `source` of a row to `target, target+1, …`; source and target may overlap."""
@@ -229,6 +263,8 @@ class KVCache(Cache):
         Raises:
             OutOfBlocksError: the last block is shared, and there is none for a copy.
         """
+        if self.packed is not None:
+            self.packed.truncate(row, length)
         changed, last = self.blocks.truncate(row, length), length // BLOCK_SLOTS
         if length % BLOCK_SLOTS and self.blocks.slots(row) > length and self.blocks.is_shared(row, last):
             source, target = self.blocks.replace(row, last)
@@ -244,6 +280,9 @@ class KVCache(Cache):
             OutOfBlocksError: there is no block for the copy.
         """
         self.truncate(target, 0)
+        if self.packed is not None:
+            self._copy_packed(source, target, length)
+            return
         incomplete = length % BLOCK_SLOTS > 0
         self.blocks.check_free(incomplete)
         self.blocks.share(source, target, length)
@@ -252,6 +291,17 @@ class KVCache(Cache):
             self.reserve([target], [length])
             last = length // BLOCK_SLOTS
             self._copy_block(*(int(self.blocks.table[row, last]) for row in (source, target)))
+
+    def _copy_packed(self, source: int, target: int, length: int) -> None:
+        """`copy_row` where older tokens are packed: blocks are copied, not shared."""
+        assert self.packed is not None
+        self.reserve([target], [length])
+        self.packed.copy_row(source, target, length)
+        first = int(self.packed.done[target]) // BLOCK_SLOTS
+        for i in range(first, blocks_for(length)):
+            self._copy_block(*(int(self.blocks.table[row, i]) for row in (source, target)))
+        if self.blocks.release_first(target, first):
+            self._copy_table()
 
     def _copy_block(self, source: int, target: int) -> None:
         for part in self._parts():

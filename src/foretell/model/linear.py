@@ -11,9 +11,9 @@ INT8_BLOCK = 64
 """Inputs that are rotated together. The CPU kernels use the same arithmetic and the same sizes."""
 INT8_GROUP = 192
 """Inputs that share a scale."""
-UNQUANTIZED_MATRICES = ("router", "shared_gate", "gates")
-"""Matrices that are not quantised, because they are small and decide much: they select and weight experts, and give
-the decay of recurrent states.
+UNQUANTIZED_MATRICES = ("router", "shared_gate", "gates", "attention_shortcut", "mlp_shortcut")
+"""Matrices that are not quantised, because they decide much: they select and weight experts, give the decay of
+recurrent states, or multiply the residual stream.
 """
 
 
@@ -34,6 +34,33 @@ class Linear(nn.Module):
         """Apply to the last axis; a wider input is rounded to the weight's dtype first."""
         weight = self.weight
         return F.linear(x.to(weight.dtype) if x.dtype.itemsize > weight.dtype.itemsize else x, weight, self.bias)
+
+
+class FactoredLinear(nn.Module):
+    """A matrix of low rank as two factors: `outer(inner(x))`."""
+
+    def __init__(self, inner: Linear, outer: Linear) -> None:
+        super().__init__()
+        self.inner, self.outer = inner, outer
+
+    def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
+        """Apply to the last axis."""
+        out: torch.Tensor = self.outer(self.inner(x))
+        return out
+
+    @property
+    def weight(self) -> Float[torch.Tensor, "o i"]:
+        """The product of the factors."""
+        return self.outer.weight @ self.inner.weight
+
+    @property
+    def bias(self) -> Float[torch.Tensor, " o"] | None:
+        """The bias of the outputs."""
+        return self.outer.bias
+
+
+AnyLinear = Linear | FactoredLinear
+"""A linear layer in floats."""
 
 
 class Int8Linear(nn.Module):

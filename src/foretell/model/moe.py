@@ -72,16 +72,15 @@ class ExpertFeedForward(nn.Module):
 
     def forward(self, x: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """Weighted sum of each token's experts, plus the shared expert."""
-        return self.forward_counting_experts(x)[0]
+        return self.forward_with_routes(x)[0]
 
-    def forward_counting_experts(
+    def forward_with_routes(
         self, x: Float[torch.Tensor, "t d"], router_input: Float[torch.Tensor, "t d"] | None = None
-    ) -> tuple[Float[torch.Tensor, "t d"], int]:
-        """The output of `forward`, and the number of distinct experts it read; `router_input`: None: `x`."""
+    ) -> tuple[Float[torch.Tensor, "t d"], Int[torch.Tensor, "t k"]]:
+        """The output of `forward`, and every token's experts; `router_input`: None: `x`."""
         weight, index = self.route(x if router_input is None else router_input)
         out = torch.zeros_like(x)
-        used = index.unique().tolist()
-        for expert in used:
+        for expert in index.unique().tolist():
             token, place = torch.nonzero(index == expert, as_tuple=True)
             own = weight[token, place, None].to(x.dtype)
             if self.experts.weighs_inputs:
@@ -92,7 +91,7 @@ class ExpertFeedForward(nn.Module):
         if self.shared_gate_up is not None and self.shared_down is not None:
             part = self._expert(x, self.shared_gate_up, self.shared_down)
             out = out + (part if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * part)
-        return out, len(used)
+        return out, index
 
     def _expert(self, x: Float[torch.Tensor, "n d"], gate_up: nn.Module, down: nn.Module) -> Float[torch.Tensor, "n d"]:
         out: torch.Tensor = down(activated(gate_up(x), self.activation))
@@ -115,12 +114,10 @@ class DenseAndExperts(nn.Module):
         self.dense, self.dense_norm, self.experts = dense, dense_norm, experts
         self.experts_input_norm, self.experts_norm, self.router_norm = experts_input_norm, experts_norm, router_norm
 
-    def forward_counting_experts(
+    def forward_with_routes(
         self, normed: Float[torch.Tensor, "t d"], x: Float[torch.Tensor, "t d"]
-    ) -> tuple[Float[torch.Tensor, "t d"], int]:
-        """The output, and the number of distinct experts it read; `normed`: input of the dense network, `x`: the
-        residual stream.
-        """
-        part, count = self.experts.forward_counting_experts(self.experts_input_norm(x), self.router_norm(x))
+    ) -> tuple[Float[torch.Tensor, "t d"], Int[torch.Tensor, "t k"]]:
+        """The output, and every token's experts; `normed`: input of the dense network, `x`: the residual stream."""
+        part, index = self.experts.forward_with_routes(self.experts_input_norm(x), self.router_norm(x))
         out: torch.Tensor = self.dense_norm(self.dense(normed)) + self.experts_norm(part)
-        return out, count
+        return out, index

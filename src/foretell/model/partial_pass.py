@@ -21,22 +21,28 @@ from foretell.model.network import Network
 
 
 def check_spans(config: ModelConfig) -> None:
-    """Refuse models whose layers keep more of a token than its own keys and values.
+    """Refuse models whose layers keep more of a token than its own keys and values, or whose head fits the last layer
+    only.
 
     Raises:
-        ValueError: the model has recurrent states, latent attention, shared keys and values, or per-layer inputs.
+        ValueError: the model has recurrent states, latent attention, shared keys and values, per-layer inputs, or a
+            sliced residual stream.
     """
-    found = further_state(config)
+    found = _hindrance(config)
     if found:
         raise ValueError(
-            f"early exit needs layers with keys and values of their own, and this model ({config.architecture}) has "
-            f"{found}; use another method"
+            f"early exit needs layers with keys and values of their own in one basis, and this model "
+            f"({config.architecture}) has {found}; use another method"
         )
 
 
 def supports_spans(config: ModelConfig) -> bool:
     """Whether `check_spans` holds."""
-    return not further_state(config)
+    return not _hindrance(config)
+
+
+def _hindrance(config: ModelConfig) -> str:
+    return further_state(config) or "a residual stream with another basis in each layer" * config.shortcuts
 
 
 def further_state(config: ModelConfig) -> str:

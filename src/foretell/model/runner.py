@@ -2,13 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.context import ModelOutput
+from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import TokenTree
+from foretell.model.attention_sums import AttentionSums
 from foretell.model.backend import Backend
 from foretell.model.decoder import BlockRange
 from foretell.model.kernels import DynamicTrees
@@ -157,6 +159,14 @@ class DecoderRunner(Runner):
         self._tree_network = network if isinstance(network, TreeNetwork) and network.forwards_trees else None
         self._begun: list[PartialPass] = []
         """Passes that have run their first layers since the last `forward`."""
+        self.attention_sums: AttentionSums | None = None
+        """What every cached key has received of the softmax, where a cache policy needs it."""
+
+    def record_attention(self) -> None:
+        """Sum up from now on what every cached key receives of the softmax: passes get slower."""
+        if self.attention_sums is None:
+            self.attention_sums = AttentionSums(self.cache, self.network.config)
+            self._tree_network = None  # whose passes give no queries
 
     @property
     def backend(self) -> Backend:
@@ -203,9 +213,13 @@ class DecoderRunner(Runner):
     ) -> ModelOutput:
         """`forward` by the parts of the network."""
         layout, index = self._layout(tree, rows, length, active)
+        if self.attention_sums is not None:
+            layout = self.attention_sums.record(layout, rows, index)
         x = self._embed(tree.token[active], tree.probe_embeddings)
-        states, expert_counts = self._hidden_states(x, layout, hidden_layers)
-        return self._output(states, index, active, scored, hidden_layers, expert_counts)
+        states, found = self._hidden_states(x, layout, hidden_layers)
+        routes = tuple(layer.cpu().numpy() for layer in found)
+        output = self._output(states, index, active, scored, hidden_layers, count_experts(routes))
+        return replace(output, routes=routes) if routes else output
 
     def _layout(
         self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: Bool[np.ndarray, "b n"]
@@ -341,8 +355,8 @@ class DecoderRunner(Runner):
 
     def _hidden_states(
         self, x: Float[torch.Tensor, "t d"], layout: Layout, hidden_layers: Sequence[int]
-    ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[int, ...]]:
-        """The requested hidden states and the last block's output, by layer; and the number of distinct experts per
+    ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[Int[torch.Tensor, "t k"], ...]]:
+        """The requested hidden states and the last block's output, by layer; and the experts of every token per
         mixture-of-experts layer.
         """
         layers = self.network.config.layers
@@ -351,7 +365,7 @@ class DecoderRunner(Runner):
         states = dict(zip((*blocks.hidden_layers, layers), output.hidden_states, strict=True))
         if layers + 1 in hidden_layers:
             states[layers + 1] = self.network.final_norm(states[layers])
-        return states, output.expert_counts
+        return states, output.routes
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         self._length += [0] * (max(rows) + 1 - len(self._length))
@@ -362,6 +376,8 @@ class DecoderRunner(Runner):
         """Keep these nodes of the last tree as the row's next tokens."""
         self._forget_begun(row)
         self.cache.keep(row, self._length[row], path)
+        if self.attention_sums is not None:
+            self.attention_sums.commit(row, path, self._length[row])
         self._length[row] += len(path)
 
     @torch.inference_mode()
@@ -371,6 +387,8 @@ class DecoderRunner(Runner):
             self._forget_begun(row)
             self._length[row] = self.restorable(row, length)
             self.cache.truncate(row, int(self._length[row]))
+            if self.attention_sums is not None:
+                self.attention_sums.truncate(row, self._length[row])
 
     def _forget_begun(self, row: int) -> None:
         self._begun = [p for p in self._begun if row not in p.rows]
@@ -406,5 +424,7 @@ class DecoderRunner(Runner):
             return False
         self._length += [0] * (target + 1 - len(self._length))
         self.cache.copy_row(source, target, length)
+        if self.attention_sums is not None:
+            self.attention_sums.copy_row(source, target, length)
         self._length[target] = length
         return True

@@ -76,6 +76,8 @@ def check_sparse(config: ModelConfig, rules: Sequence[NeuronRule]) -> None:
         "feed-forward networks without a gate": not config.gated,
         "layers without a feed-forward network": bool(config.mlp_free_layers),
         "biases in its feed-forward networks": config.mlp_bias,
+        "matrices of low rank": bool(config.low_rank),
+        "a sliced residual stream": config.shortcuts,
         f"the activation {config.activation}": config.activation not in GATED,
     }
     what = next((name for name, present in found.items() if present), "")
@@ -158,7 +160,8 @@ def sparse_block(block: DecoderBlock, rule: NeuronRule) -> DecoderBlock:
     if isinstance(rule, FirstNeurons):
         out.mlp = first_neurons(dense, rule.size)
     elif isinstance(rule, InputThresholds):
-        assert isinstance(block.qkv, Linear)
+        assert isinstance(block.qkv, Linear) and isinstance(block.output, Linear)
+        assert isinstance(dense.gate_up, Linear) and isinstance(dense.down, Linear)
         out.qkv = ThresholdLinear(block.qkv, rule.qkv)
         out.output = ThresholdLinear(block.output, rule.output)
         out.mlp = FeedForward(

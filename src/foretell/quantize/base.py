@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import DecoderBlock, FeedForward
-from foretell.model.linear import Linear
+from foretell.model.linear import AnyLinear, FactoredLinear, Linear
 from foretell.quantize.grid import Grid, QuantizedRows
 
 Tensor = torch.Tensor
@@ -33,14 +33,29 @@ class InputStatistics:
         return InputStatistics(self.second_moment * factor * factor[:, None], self.mean_magnitude * factor)
 
 
-def linears(block: DecoderBlock) -> dict[Role, Linear]:
-    """The matrices of a dense block by role."""
-    mlp, found = block.mlp, dict[Role, Linear]()
+def matrices(block: DecoderBlock) -> dict[Role, AnyLinear]:
+    """The matrices of a block without experts by role."""
+    mlp, found = block.mlp, dict[Role, AnyLinear]()
     assert isinstance(mlp, FeedForward)
     for role, linear in zip(ROLES, (block.qkv, block.output, mlp.gate_up, mlp.down), strict=True):
+        assert isinstance(linear, Linear | FactoredLinear)
+        found[role] = linear
+    return found
+
+
+def linears(block: DecoderBlock) -> dict[Role, Linear]:
+    """As `matrices`, of a block whose matrices are all dense."""
+    found = dict[Role, Linear]()
+    for role, linear in matrices(block).items():
         assert isinstance(linear, Linear)
         found[role] = linear
     return found
+
+
+def set_matrix(block: DecoderBlock, role: Role, linear: AnyLinear) -> None:
+    """Replace a matrix of a block without experts."""
+    owner = block if role in ("qkv", "output") else block.mlp
+    setattr(owner, role, linear)
 
 
 def output_error(error: Float[Tensor, "o i"], inputs: InputStatistics) -> float:

@@ -8,8 +8,9 @@ from jaxtyping import Float
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import DecoderBlock, RMSNorm
-from foretell.model.linear import Linear
-from foretell.quantize.base import ROLES, Role, linears
+from foretell.model.linear import FactoredLinear
+from foretell.model.load.low_rank import FACTORS, SHORTCUTS, outer_name
+from foretell.quantize.base import ROLES, Role, matrices
 from foretell.quantize.grid import QuantizedRows
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -96,17 +97,26 @@ def block_tensors(
     """The tensors of a block in the order of `entries`; a matrix that is not in `quantized` as the block has it, norms
     with the offset of their architecture.
     """
-    found: Mapping[Role, Linear] = linears(block)
-    for role in ROLES:
-        first = 0
+    prefix = f"model.layers.{i}."
+    for role, linear in matrices(block).items():
+        outer, first = linear, 0
+        if isinstance(linear, FactoredLinear):
+            outer = linear.outer
+            yield f"{prefix}{FACTORS[role]}.weight", linear.inner.weight.data
         for part in parts_of(config)[role]:
             rows = slice(first, first + part.outputs)
-            name, packed = f"model.layers.{i}.{part.name}.weight", quantized.get(role)
-            yield name, found[role].weight.data[rows] if packed is None else packed.rows(rows.start, rows.stop)
-            bias = found[role].bias
-            if bias is not None:
-                yield f"model.layers.{i}.{part.name}.bias", bias.data[rows]
+            name, packed = part.name if outer is linear else outer_name(part.name), quantized.get(role)
+            yield (
+                f"{prefix}{name}.weight",
+                outer.weight.data[rows] if packed is None else packed.rows(rows.start, rows.stop),
+            )
+            if outer.bias is not None:
+                yield f"{prefix}{name}.bias", outer.bias.data[rows]
             first = rows.stop
+    for name in SHORTCUTS:
+        shortcut = getattr(block, name)
+        if shortcut is not None:
+            yield f"{prefix}{name}.weight", shortcut.weight.data
     for attribute, (name, _) in _norm_names(config).items():
         norm = getattr(block, attribute)
         assert isinstance(norm, RMSNorm)
@@ -117,8 +127,13 @@ def require_supported(config: ModelConfig, source: str, action: str = "quantised
     """Refuse a model with tensors that `entries` does not list; `action`: what was to be done with it.
 
     Raises:
-        ValueError: a mixture of experts, or another architecture.
+        ValueError: a mixture of experts, another architecture, or a model that was compressed to another form.
     """
+    if config.low_rank or config.shortcuts:
+        form = "is sliced" if config.shortcuts else "has matrices of low rank"
+        raise ValueError(
+            f"{source}: a model that {form} already cannot be {action}; give the model that it was made of"
+        )
     if config.experts is not None or config.architecture not in _ARCHITECTURES:
         kind = f"{config.architecture} with experts" if config.experts is not None else config.architecture
         raise ValueError(

@@ -10,7 +10,7 @@ import io
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -244,11 +244,13 @@ def simulate(
     ttft_limit: float = 1.0,
     tpot_limit: float = 0.05,
     seed: int = 0,
+    finished: Callable[[int], None] | None = None,
 ) -> LoadResult:
     """Serve the requests in order of arrival.
 
     max_running: requests in a pass. prompt_tokens: of prompts in a pass. ttft_limit, tpot_limit: seconds to the first
-    token and per further token within which a request counts for the goodput.
+    token and per further token within which a request counts for the goodput. finished: called after each step with the
+    number of requests that have been answered.
 
     Raises:
         ValueError: nothing can run, or no request is given.
@@ -261,6 +263,8 @@ def simulate(
     server = _Server(costs, waiting, max_running, prompt_tokens, random.Random(seed))
     while server.waiting or server.running:
         server.step()
+        if finished is not None:
+            finished(len(server.done))
     return _load_result(server, ttft_limit, tpot_limit)
 
 

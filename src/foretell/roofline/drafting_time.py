@@ -1,7 +1,8 @@
 """What a step of a method takes outside the target's pass on a calibrated machine: drafting, acceptance, the engine."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,11 +16,16 @@ _BLOCK = 6
 
 @dataclass(frozen=True)
 class DraftingSample:
-    """A step: requests in it, tokens drafted for all of them, and its seconds without the target's pass."""
+    """A step: requests in it, tokens drafted for all of them, its seconds without the target's pass, and of that pass:
+    tokens read, cached tokens of a request, and seconds.
+    """
 
     requests: int
     drafted: int
     seconds: float
+    read: int = 0
+    context: int = 0
+    pass_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,18 @@ class DraftingTime:
     def seconds(self, requests: float, drafted: float) -> float:
         """Of a step with so many requests, and drafted tokens for each."""
         return self.fixed + self.per_request * requests + self.per_depth * drafted + self.per_draft * drafted * requests
+
+
+def at_predicted_pace(
+    samples: Sequence[DraftingSample], predicted: Callable[[DraftingSample], float]
+) -> list[DraftingSample]:
+    """The steps as they would take where the target's passes take as long as `predicted` for each of them.
+
+    A shared machine is slower in some minutes than in others. Drafting is calibrated later than passes, and a speed-up
+    depends on the ratio of the two alone, so all steps are scaled by the median ratio of predicted to measured pass.
+    """
+    scale = statistics.median(predicted(s) / s.pass_seconds for s in samples)
+    return [replace(s, seconds=s.seconds * scale, pass_seconds=s.pass_seconds * scale) for s in samples]
 
 
 def fit_drafting_time(samples: Sequence[DraftingSample]) -> DraftingTime:

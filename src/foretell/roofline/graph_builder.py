@@ -5,6 +5,7 @@ from dataclasses import replace
 from foretell.model.config import ModelConfig
 from foretell.model.state_config import DeltaNetConfig
 from foretell.roofline.attention import RMS_NORM_OPS, Fusion, grouped_query_attention, latent_attention
+from foretell.roofline.compressed import compressed_layer
 from foretell.roofline.feedforward import dense_feed_forward, mixture_of_experts
 from foretell.roofline.linear_cost import LinearCost
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear, with_live_activations
@@ -36,7 +37,7 @@ def build_graph(
         group = LayerGroup(
             label if len(kinds) > 1 else "layer",
             count,
-            _layer(config, has_state, has_experts, fusion, absorbed),
+            compressed_layer(config, _layer(config, has_state, has_experts, fusion, absorbed)),
             config.window if windowed else 0,
             kv_elements=0.0 if has_state else _kv_elements(config),
             kv_heads=_delta_net(config).key_heads if has_state else 1 if config.latent else config.kv_heads,

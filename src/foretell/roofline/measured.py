@@ -103,6 +103,13 @@ def measured_workload(method: MeasuredMethod, context: int | None = None) -> Wor
     return Workload("decode", batch, context, weights=form, activations=form, fusion="full")
 
 
+def pass_seconds(target: AnalyzedModel, hardware: Hardware, workload: Workload, requests: float, read: float) -> float:
+    """Predicted seconds of a pass over so many requests, with `read` tokens of each."""
+    phase = Phase((SequenceGroup(requests, read, float(workload.context)),), np.array([requests * read]), 1.0, False)
+    costs = op_costs(target.graph(workload.fusion, False), phase, device_rates(workload, hardware))
+    return scalar(total_cost(costs).seconds)
+
+
 def calibrated_speedup(
     method: MeasuredMethod, target: AnalyzedModel, hardware: Hardware, workload: Workload
 ) -> float | None:
@@ -112,10 +119,8 @@ def calibrated_speedup(
         return None
 
     def seconds(name: str, requests: float, read: float, drafted: float) -> float:
-        group = SequenceGroup(requests, read, float(workload.context))
-        phase = Phase((group,), np.array([requests * read]), 1.0, False)
-        costs = op_costs(target.graph(workload.fusion, False), phase, device_rates(workload, hardware))
-        return scalar(total_cost(costs).seconds) + DraftingTime(*known[name]).seconds(requests, drafted)
+        of_pass = pass_seconds(target, hardware, workload, requests, read)
+        return of_pass + DraftingTime(*known[name]).seconds(requests, drafted)
 
     plain = seconds(PLAIN, passes.plain_requests, 1.0, 0.0)
     return passes.tokens * plain / seconds(method.variant, passes.requests, passes.read, passes.drafted)

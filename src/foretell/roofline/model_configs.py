@@ -1,12 +1,13 @@
 """Model configurations from the built-in table, a config.json, or GGUF metadata.
 
 The decoder runs the architectures of `foretell.model.config_readers`. The analyzer also knows a few that the decoder
-does not run (OPT, GPT-J, Phi-3, Falcon); they are read here, so that the loader rejects them.
+does not run (OPT, GPT-J, Phi-3, Falcon, GLM-4); they are read here, so that the loader rejects them.
 """
 
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.config_readers.architectures import ARCHITECTURES
+from foretell.model.config_readers.compressed import base_config
 from foretell.model.config_readers.gguf import from_gguf
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.state_config import DeltaNetConfig
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
-ANALYSIS_ONLY = ("opt", "gptj", "phi3", "falcon")
+ANALYSIS_ONLY = ("opt", "gptj", "phi3", "falcon", "glm", "chatglm")
 """Architectures that are analysed and not run."""
 
 
@@ -93,7 +95,7 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         ValueError: a key is missing (named), a value is no number, or the architecture is unknown.
     """
     read = Fields(raw, source)
-    kind = read.text("model_type", default="")
+    kind = Fields(base_config(raw, source), source).text("model_type", default="")
     if kind == "opt":
         return _opt(read)
     if kind == "gptj":
@@ -103,6 +105,10 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     if kind == "phi3":
         # Llama with the projections of attention, and of gate and up, stored as one matrix each.
         return from_hf({**raw, "model_type": "llama"}, source)
+    if kind == "glm":
+        return _glm(read, raw)
+    if kind == "chatglm":
+        return _glm(read, _glm_keys(read))
     if kind and kind not in ARCHITECTURES and kind != "gemma3":
         table = {k: k for k in (*ARCHITECTURES, *ANALYSIS_ONLY)}
         look_up(table, kind, f"architecture (model_type in {source})")
@@ -157,6 +163,37 @@ def _gptj(read: Fields) -> ModelConfig:
         activation="gelu_tanh", gated=False, mlp_bias=True, tied=read.flag("tie_word_embeddings", default=False),
         parallel_blocks=True,
     )  # fmt: skip
+
+
+def _glm(read: Fields, raw: Mapping[str, Any]) -> ModelConfig:
+    """GLM-4: Llama with biases of queries, keys and values, and half of each head rotated."""
+    bias = read.flag("attention_bias", default=read.flag("add_qkv_bias", default=True))
+    config = from_hf({**raw, "model_type": "qwen2" if bias else "llama"}, read.source)
+    fraction = read.number("partial_rotary_factor", default=0.5, least=0.0)
+    if config.rope is None or not 0 < fraction <= 1:
+        raise read.wrong("partial_rotary_factor", "a share above 0 and at most 1", fraction)
+    return replace(config, rope=replace(config.rope, fraction=fraction))
+
+
+def _glm_keys(read: Fields) -> dict[str, Any]:
+    """The keys of a GLM-4 checkpoint with code of its own (`chatglm`), under the names of `glm`."""
+    heads = read.integer("num_attention_heads", least=1)
+    groups = (
+        read.integer("multi_query_group_num", least=1) if read.flag("multi_query_attention", default=False) else heads
+    )
+    sizes = {
+        "hidden_size": "hidden_size", "num_hidden_layers": "num_layers", "head_dim": "kv_channels",
+        "intermediate_size": "ffn_hidden_size", "vocab_size": "padded_vocab_size",
+        "max_position_embeddings": "seq_length",
+    }  # fmt: skip
+    read.require(*sizes.values())
+    found = {name: read.integer(key, least=1) for name, key in sizes.items()}
+    rotation = {"rope_theta": _GLM_THETA * read.number("rope_ratio", default=1.0, least=0.0), "hidden_act": "silu"}
+    return found | rotation | {"num_attention_heads": heads, "num_key_value_heads": groups}
+
+
+_GLM_THETA = 10000.0
+"""Base of the rotation that `rope_ratio` multiplies."""
 
 
 def _falcon(read: Fields) -> ModelConfig:

@@ -38,7 +38,9 @@ class DraftShape:
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth < self.nodes:
-            raise ValueError(f"a tree of depth {self.depth} needs more than {self.depth} nodes, found {self.nodes}")
+            raise ValueError(
+                f"a tree of depth {self.depth} drafts at least {self.depth} nodes, found {self.nodes - 1} drafted"
+            )
         if self.tokens is not None and not 1 <= self.tokens <= self.depth + 1:
             raise ValueError(
                 f"a tree of depth {self.depth} yields 1 to {self.depth + 1} tokens per pass, found {self.tokens:g}"

@@ -2,11 +2,13 @@
 
 from foretell.shape.adaptive import AdaptiveChain, ConfidenceRule, HeuristicSchedule
 from foretell.shape.base import RootOnly, Shape, TreeBuilder
+from foretell.shape.beam_search import BeamSearch
 from foretell.shape.branching_tree import BranchingTree
 from foretell.shape.chain import Chain
 from foretell.shape.cost_aware_tree import CostAwareTree
 from foretell.shape.cost_aware_trie import CostAwareTrie
 from foretell.shape.dynamic_tree import DynamicTree
+from foretell.shape.expert_aware import ExpertAwareTree, ExpertForecast, ExpertSizes
 from foretell.shape.fixed_tree import FixedTree
 from foretell.shape.llmcad import LLMCadTree
 from foretell.shape.optimal_tree import optimal_tree
@@ -17,12 +19,16 @@ from foretell.shape.trie import Trie
 
 __all__ = [
     "AdaptiveChain",
+    "BeamSearch",
     "BranchingTree",
     "Chain",
     "ConfidenceRule",
     "CostAwareTree",
     "CostAwareTrie",
     "DynamicTree",
+    "ExpertAwareTree",
+    "ExpertForecast",
+    "ExpertSizes",
     "FixedTree",
     "HeuristicSchedule",
     "LLMCadTree",

@@ -9,7 +9,7 @@ import torch
 
 from foretell.model.config import Activation, ModelConfig, RopeConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
-from foretell.model.linear import Linear
+from foretell.model.linear import AnyLinear, FactoredLinear, Linear
 from foretell.speculator.checkpoint import write_weights
 from foretell.tokenizer.codec import TextCodec
 
@@ -121,8 +121,11 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
     if not c.tied:
         out["lm_head.weight"] = decoder.head.weight
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    if c.shortcuts:
+        raise ValueError("a model with a sliced residual stream cannot be written as a Hugging Face directory")
     for i, block in enumerate(decoder.blocks):
-        assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward) and isinstance(block.qkv, Linear)
+        assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
+        assert isinstance(block.qkv, Linear | FactoredLinear)
         at = f"model.layers.{i}."
         out[at + "input_layernorm.weight"] = block.attention_norm.weight
         out[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight
@@ -136,7 +139,7 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
     return out
 
 
-def _split_fused(name: str, linear: Linear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+def _split_fused(name: str, linear: AnyLinear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     """The matrices, and biases if there are any, of a fused layer."""
     parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
     return {

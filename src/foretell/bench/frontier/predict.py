@@ -31,6 +31,10 @@ CheckpointKind = Literal["dense", "2:4", "quantized"]
 """How the matrices of a checkpoint are stored."""
 _MEASURED_BYTES: Mapping[str, float] = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0}
 """Bytes of the weights with which a calibration measures the rate of a class."""
+_LEAST_BANDWIDTH, _BISECTIONS = 16, 40
+"""Part of the calibrated bandwidth below which none is assumed, and halvings of the range."""
+_STREAMING = 0.95
+"""Share of the memory bandwidth from which on weights count as read at the speed of the memory."""
 _TWO_OF_FOUR = "9"
 """Bits of a bfloat16 weight of the pattern 2:4."""
 _NEURON_OPS = ("gate_proj", "up_proj", "down_proj")
@@ -48,6 +52,23 @@ class Predictor:
     config: ModelConfig
     exact_dtype: str
     context: int
+    bandwidth: float = 0.0
+    """Of the memory in bytes/s, where it is another than the device's; 0: it is that."""
+
+    def anchored(self, seconds: float) -> "Predictor":
+        """The predictor for the memory bandwidth at which a token of plain decoding takes so many seconds.
+
+        A machine that others share has less bandwidth than when it was calibrated, and what reads fewer bytes gains
+        more there. A bandwidth above the calibrated one is not assumed: then the time is not the memory's. A device
+        that was not calibrated stays as it is.
+        """
+        if not self.hardware.matmul_rates:
+            return self
+        low, high = self.hardware.bandwidth / _LEAST_BANDWIDTH, self.hardware.bandwidth
+        for _ in range(_BISECTIONS):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if replace(self, bandwidth=middle)._plain > seconds else (low, middle)
+        return replace(self, bandwidth=high)
 
     def dtype(self, name: str) -> float | None:
         """Another dtype."""
@@ -104,7 +125,7 @@ class Predictor:
             cost = cost_of_profile(profile, target)
         except ValueError:
             return None
-        return estimate_method(profile, cost, target, self.hardware, self._workload(self.exact_dtype)).speedup
+        return estimate_method(profile, cost, target, self._device, self._workload(self.exact_dtype)).speedup
 
     @property
     def _plain(self) -> float:
@@ -122,21 +143,34 @@ class Predictor:
     def _seconds(self, graph: OpGraph, dtype: str, workload: Workload | None = None) -> float:
         """Seconds of a token of plain decoding.
 
-        A rate that was measured for a class of formats is the speed at which its weights are read: for one token it
-        grows as their bytes shrink. Matrices of blocks and head count with their mean bytes.
+        Where the rate that was measured for a class of formats is the speed at which its weights are read, it grows as
+        their bytes shrink; where it is lower, it is the speed of the arithmetic. Matrices of blocks and head count with
+        their mean bytes.
         """
         asked = workload or self._workload(dtype)
         found = self.hardware.format_class(asked.weights, asked.activations)
         if curve := self.hardware.matmul_rates.get(found):
             mean = _mean_format(graph, asked)
-            factor = _MEASURED_BYTES.get(found, mean.bytes) / mean.bytes
+            measured = _MEASURED_BYTES.get(found, mean.bytes)
             asked = replace(asked, weights=mean, head=mean)
-            rates = {**self.hardware.matmul_rates, found: tuple((rows, rate * factor) for rows, rate in curve)}
-            hardware = replace(self.hardware, matmul_rates=rates)
+            rates = {
+                **self.hardware.matmul_rates,
+                found: tuple(self._scaled(*at, measured, mean.bytes) for at in curve),
+            }
+            hardware = replace(self._device, matmul_rates=rates)
         else:
-            hardware = self.hardware
+            hardware = self._device
         (phase,) = phases("decode", workload_sizes(asked))
         return scalar(total_cost(op_costs(graph, phase, device_rates(asked, hardware))).seconds) + self._outside
+
+    def _scaled(self, rows: float, rate: float, measured: float, read: float) -> tuple[float, float]:
+        """A measured matrix rate, of weights of `measured` bytes each, for weights of `read` bytes."""
+        streams = rate / (2 * rows) * measured >= _STREAMING * self.hardware.bandwidth
+        return rows, rate * measured / read if streams else rate
+
+    @property
+    def _device(self) -> Hardware:
+        return replace(self.hardware, bandwidth=self.bandwidth or self.hardware.bandwidth)
 
     @property
     def _outside(self) -> float:

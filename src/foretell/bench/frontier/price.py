@@ -28,8 +28,8 @@ class WayPrice(FrozenModel):
     way: str
     family: str
     lossless: bool
-    predicted_gain: float | None
-    """In time, by the roofline model, before the way was run."""
+    predicted_gain: float | None = None
+    """In time, by the roofline model, which knows of the run how long plain decoding took."""
     bytes_gain: float | None
     """Bytes of weights and cache that a pass of the exact model moves over those of a pass of the way."""
     kl: float

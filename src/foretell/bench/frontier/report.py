@@ -10,9 +10,10 @@ from foretell.bench.text_table import Cell, TextTable
 
 DEFINITIONS: Mapping[str, str] = {
     "gain": "tokens/s over that of plain decoding of the exact model, same questions, interleaved; medians of repeats.",
-    "predicted": "the gain that the roofline model predicts before the way is run: of a dtype, a cache or a checkpoint "
-    "from its formats and its shape, of exits from the mean share of layers of their calibration, of a method with the "
-    "acceptance of its papers. The error is predicted over measured, less one.",
+    "predicted": "the gain that the roofline model predicts, with the memory bandwidth that plain decoding had in this "
+    "run: of a dtype, a cache or a checkpoint from its formats and its shape, of exits from the mean share of layers "
+    "of their calibration, of a method with the acceptance of its papers. The error is predicted over measured, less "
+    "one.",
     "bytes": "bytes of weights and cache per token of the exact model over those of the way. Not stated for exits.",
     "KL": "KL(way || exact) of the next token in nats, mean per token: of another model or cache on its own greedy "
     "answers, of a lossy method on answers sampled at temperature 1.",

@@ -16,7 +16,7 @@ from foretell.bench.competitor import (
 from foretell.bench.frontier.predict import DTYPE_FORMATS, Predictor
 from foretell.bench.frontier.price import WayPrice, bytes_gain, price_of_method, price_of_model
 from foretell.bench.frontier.ways import ModelOptions, Way
-from foretell.bench.metrics import question_metrics, speed_ratio
+from foretell.bench.metrics import question_metrics, speed_ratio, tokens_per_second
 from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchSettings, FrozenModel, QuestionMetrics, QuestionResult
@@ -102,8 +102,7 @@ def run_frontier(
     out: Path,
     report: Callable[[str], None],
 ) -> list[WayResult]:
-    """Predict, run and price all ways; what an interrupted run in the same folder has finished is kept."""
-    gains = {way.competitor: way.predict(predicted) if predicted else None for way in frontier.ways}
+    """Run, price and predict all ways; what an interrupted run in the same folder has finished is kept."""
     with (
         RunStore(out / ANSWERS, settings, QuestionResult) as answers,
         RunStore(out / PRICES, settings, WayPrice) as prices,
@@ -119,21 +118,29 @@ def run_frontier(
         for way in frontier.ways:
             if way.competitor not in known:
                 report(f"pricing {way.name}")
-                found = _price(frontier, way, by_name[way.competitor], questions, settings, gains[way.competitor])
+                found = _price(frontier, way, by_name[way.competitor], questions, settings)
                 known[way.competitor] = found
                 prices.append(found)
     plain = question_metrics(by_name[frontier.competitors[0].name])
-    return [_result(known[way.competitor], by_name[way.competitor], plain) for way in frontier.ways]
+    if predicted is not None and (speed := tokens_per_second(plain)):
+        predicted = predicted.anchored(1 / speed)
+    gains = {way.competitor: way.predict(predicted) if predicted else None for way in frontier.ways}
+    return [
+        _result(known[way.competitor], gains[way.competitor], by_name[way.competitor], plain) for way in frontier.ways
+    ]
 
 
 def _leave_out_failed(frontier: Frontier, results: Mapping[str, Sequence[QuestionResult]]) -> None:
-    """Move the ways that answered no question to the unavailable ones.
+    """Move the ways that answered no question, or with one token at most, to the unavailable ones.
 
     Raises:
         ValueError: the exact model answered none.
     """
     errors = {name: next(iter(r.error for r in found if r.repeat == 0), None) for name, found in results.items()}
     failed = {name for name, found in results.items() if all(r.error is not None for r in found)}
+    short = {name for name, found in results.items() if not any(len(a.tokens) > 1 for r in found for a in r.answers)}
+    errors |= dict.fromkeys(short - failed, "its answers end after one token, so there is nothing to compare")
+    failed |= short
     first = frontier.competitors[0].name
     if first in failed:
         raise ValueError(f"plain decoding answered no question: {errors[first]}")
@@ -147,7 +154,6 @@ def _price(
     results: Sequence[QuestionResult],
     questions: Sequence[Question],
     settings: BenchSettings,
-    predicted: float | None,
 ) -> WayPrice:
     first = [r for r in results if r.repeat == 0 and r.error is None]
     asked: Mapping[str, Question] = {q.id: q for q in questions}
@@ -163,7 +169,7 @@ def _price(
     context = sum(r.answers[0].prompt_tokens for r in first) // len(first)
     known = changed or competitor.lossless
     return WayPrice(
-        way=way.name, family=way.family, lossless=competitor.lossless and not changed, predicted_gain=predicted,
+        way=way.name, family=way.family, lossless=competitor.lossless and not changed,
         bytes_gain=bytes_gain(way, model, frontier.exact, context, passes / tokens) if known else None, **found,
     )  # fmt: skip
 
@@ -172,10 +178,12 @@ def _of(frontier: Frontier, way: Way) -> Competitor:
     return next(c for c in frontier.competitors if c.name == way.competitor)
 
 
-def _result(price: WayPrice, results: Sequence[QuestionResult], plain: Sequence[QuestionMetrics]) -> WayResult:
+def _result(
+    price: WayPrice, predicted: float | None, results: Sequence[QuestionResult], plain: Sequence[QuestionMetrics]
+) -> WayResult:
     compared = [r for r in results if r.compared]
     return WayResult(
-        price=price,
+        price=price.model_copy(update={"predicted_gain": predicted}),
         gain=speed_ratio(question_metrics(results), plain),
         changed_answers=sum(r.divergence is not None for r in compared) / len(compared) if compared else None,
         error=next((r.error for r in results if r.error is not None), None),

@@ -19,7 +19,7 @@ from foretell.speculator.exit_calibration import ExitCalibration
 from foretell.utils.validation import read_json, validate
 
 Predict = Callable[[Predictor], float | None]
-"""The predicted gain in time of a way, before it is run; None: the roofline does not model it."""
+"""The predicted gain in time of a way; None: the roofline does not model it."""
 
 
 @dataclass(frozen=True)

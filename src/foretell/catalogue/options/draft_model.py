@@ -99,6 +99,15 @@ class DynamicTreeOptions(BeamOptions):
     """A dynamic tree of a draft model."""
 
     num_steps: Depth = 5
+    expert_aware: Annotated[
+        bool,
+        Field(
+            description=(
+                "For mixtures of experts: of the tree, the nodes with the most expected tokens for the experts that "
+                "they add to the pass."
+            )
+        ),
+    ] = False
 
 
 class OnlineOptions(MethodOptions):

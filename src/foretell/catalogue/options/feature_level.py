@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.fields import Depth, NodeConfidence, TreeSampling, aliases
 from foretell.catalogue.options.shared import BeamOptions, FixedTreeOptions
 
@@ -63,6 +64,28 @@ class DFlashOptions(MLPSpeculatorOptions):
         Field(
             ge=1,
             description="Most levels of the tree. Unset: as many as tokens that a block predicts.",
+            validation_alias=aliases("num_steps", "speculative_num_steps"),
+        ),
+    ] = None
+
+
+class BeamSearchOptions(MethodOptions):
+    """Beam search."""
+
+    num_beams: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="Sequences that are kept per level and verified together.",
+            validation_alias=aliases("num_beams", "beam_width"),
+        ),
+    ] = 4
+    num_steps: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Length of the sequences. Unset: that which the speculator was trained for.",
             validation_alias=aliases("num_steps", "speculative_num_steps"),
         ),
     ] = None

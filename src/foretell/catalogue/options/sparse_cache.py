@@ -13,23 +13,27 @@ CacheRefresh = Annotated[
 ]
 
 
+SelectedKeys = Annotated[
+    Literal["streaming_llm", "snapkv", "tova", "h2o", "quest", "retrieval", "upper_halves"],
+    Field(
+        description=(
+            "Which keys: streaming_llm, the first 4 and the last ones; snapkv, those that the last 16 tokens "
+            "attend to; tova, those of the last one; h2o, those of all tokens so far, and as many last ones; "
+            "quest, pages of 16 by a bound of the last token's scores; retrieval, chunks of 8 by their mean key "
+            "(TriForce). All keep the first 4 and the last 32. "
+            "upper_halves: the upper 4 bits of all keys, of a cache of --kv-cache-dtype int8-halves (QuantSpec); "
+            "budget and refresh are not read."
+        )
+    ),
+]
+
+
 class SparseKVDraftOptions(MethodOptions):
     """The target over a part of its cache."""
 
     num_speculative_tokens: ChainLength = 4
     confidence_threshold: ChainConfidence = 0.4
-    cache_policy: Annotated[
-        Literal["streaming_llm", "snapkv", "tova", "quest", "retrieval", "upper_halves"],
-        Field(
-            description=(
-                "Which keys: streaming_llm, the first 4 and the last ones; snapkv, those that the last 16 tokens "
-                "attend to; tova, those of the last one; quest, pages of 16 by a bound of the last token's scores; "
-                "retrieval, chunks of 8 by their mean key (TriForce). All keep the first 4 and the last 32. "
-                "upper_halves: the upper 4 bits of all keys, of a cache of --kv-cache-dtype int8-halves (QuantSpec); "
-                "budget and refresh are not read."
-            )
-        ),
-    ] = "retrieval"
+    cache_policy: SelectedKeys = "retrieval"
     cache_budget: CacheBudget = 512
     cache_refresh: CacheRefresh = 256
 
@@ -39,8 +43,26 @@ class TriForceOptions(MethodOptions):
 
     num_speculative_tokens: ChainLength = 6
     confidence_threshold: ChainConfidence = 0.4
+    cache_policy: SelectedKeys = "retrieval"
     cache_budget: CacheBudget = 512
     cache_refresh: CacheRefresh = 256
+    first_level: Annotated[
+        Literal["draft_model", "ngram", "sam_recycling", "eagle3"],
+        Field(
+            description=(
+                "What drafts for the target over a part of its cache: a small model, or the drafts of ngram, "
+                "sam_recycling or eagle3, which need no draft model."
+            )
+        ),
+    ] = "draft_model"
     draft_model_tokens: Annotated[
-        int, Field(ge=0, le=64, description="Most tokens that the small model drafts for a pass of the middle one.")
-    ] = 2
+        int | None,
+        Field(
+            ge=0,
+            le=64,
+            description=(
+                "Most tokens that the first level drafts for a pass of the middle one. Unset: 2 with a draft model, "
+                "else 8."
+            ),
+        ),
+    ] = None

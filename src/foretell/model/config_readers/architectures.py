@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foretell.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT
+from foretell.model.config_readers.compressed import COMPRESSED
 
 _GEMMA4: Mapping[str, Any] = {
     "post_norms": True, "qk_norm": True, "value_norm": True, "activation": "gelu_tanh", "layer_scales": True,
@@ -154,4 +155,4 @@ def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     kind, text = raw.get("model_type"), raw.get("text_config")
     if kind == "mistral3" and isinstance(text, Mapping):
         kind = text.get("model_type") or kind
-    return not isinstance(kind, str) or kind in TEXT_MODELS or kind in ARCHITECTURES
+    return not isinstance(kind, str) or kind in TEXT_MODELS or kind in ARCHITECTURES or kind == COMPRESSED

@@ -13,6 +13,7 @@ from foretell.model.config_readers.architectures import (
     OPTIONAL_BIAS,
     TEXT_MODELS,
 )
+from foretell.model.config_readers.compressed import base_config, read_compressed
 from foretell.model.config_readers.hf_attention import (
     latent_rope,
     latent_scale,
@@ -44,7 +45,9 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         ValueError: a required key is missing, a value has the wrong type or is out of range, or the architecture is not
             supported.
     """
-    raw = with_layer_types(_text_config(raw, source), source)
+    base = base_config(raw, source)
+    compressed = read_compressed(raw, source)
+    raw = with_layer_types(_text_config(base, source), source)
     kind = Fields(raw, source).text("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
@@ -53,7 +56,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     read, gemma = Fields({**DEFAULTS[kind], **raw}, source), kind.startswith("gemma")
     if kind in FAMILIES:
         return _from_family(read, kind)
-    fixed = dict(ARCHITECTURES[kind])
+    fixed = dict(ARCHITECTURES[kind]) | compressed
     hidden, heads = (read.integer(k, least=1) for k in ("hidden_size", "num_attention_heads"))
     layers = read.integer("num_hidden_layers", least=1, most=MAX_LAYERS)
     context = read.integer("max_position_embeddings", least=1, most=MAX_CONTEXT)

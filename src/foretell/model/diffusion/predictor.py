@@ -42,8 +42,8 @@ class MaskPredictor:
         stop = begin + len(token)
         end = stop if end is None else end
         attention = WindowAttention(d.config, store, begin, end, self._block_mask(begin, stop, end))
-        x = d.embed(token)[None]
-        x = forward_blocks(d.blocks, d.config, (d.rope_tables, d.local_rope_tables), x, 0, attention, begin)
+        x, position = d.embed(token)[None], torch.arange(begin, stop, device=d.device)
+        x = forward_blocks(d.blocks, d.config, (d.rope_tables, d.local_rope_tables), x, 0, attention, position)
         rows = torch.tensor(positions, dtype=torch.long, device=d.device) - shift - begin
         logits = d.logits(d.final_norm(x[0, rows]))
         logits[:, self.mask] = float("-inf")

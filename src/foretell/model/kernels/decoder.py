@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from foretell.core.context import ModelOutput
+from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import TokenTree
 from foretell.model.backend import Backend
 from foretell.model.cache import Cache
@@ -35,33 +35,43 @@ from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.placed_neurons import FileReads
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.sparse import NeuronCounts, SparseBlocks
-from foretell.model.kernels.stack import BlockWeights, LatentWeights, LayerInputWeights, NativeStack, PackedBlock
+from foretell.model.kernels.stack import (
+    BlockWeights,
+    LatentWeights,
+    LayerInputWeights,
+    NativeStack,
+    PackedBlock,
+    routes_of_layers,
+)
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
 from foretell.model.latent import LatentProjection
 from foretell.model.layer_inputs import LayerInput
 from foretell.model.layout import Layout
-from foretell.model.linear import Linear
+from foretell.model.linear import FactoredLinear, Linear
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.sparsity import NeuronRule, check_sparse
 from foretell.model.state_store import build_cache
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.stored_matrix import Matrix, StoredMatrix
 
 
 def block_weights(block: nn.Module) -> BlockWeights:
     """The weights of a block of the torch decoder."""
     assert isinstance(block, DecoderBlock)
-    plain, latent = block.qkv, None
+    plain, latent, factors = block.qkv, None, dict[str, Matrix]()
     if isinstance(plain, LatentProjection):
         parts, latent = _latent_weights(plain)
         plain = Linear(torch.cat(parts))
-    assert isinstance(plain, Linear)
+    assert isinstance(plain, Linear | FactoredLinear)
+    plain, output = _outer(plain, "qkv", factors), _outer(block.output, "output", factors)
     dense = block.mlp.dense if isinstance(block.mlp, DenseAndExperts) else block.mlp
-    mlp = gated_matrices(dense.gate_up, dense.down) if isinstance(dense, FeedForward) else None
+    mlp = None
+    if isinstance(dense, FeedForward):
+        mlp = gated_matrices(_outer(dense.gate_up, "gate_up", factors), _outer(dense.down, "down", factors))
     qkv, gate, gate_bias = plain.weight.detach(), None, None
     qkv_bias = None if plain.bias is None else plain.bias.detach()
     if block.attention_gate:
-        sizes = [len(qkv) - block.output.weight.shape[1], block.output.weight.shape[1]]
+        sizes = [len(qkv) - output.weight.shape[1], output.weight.shape[1]]
         qkv, gate = torch.split(qkv, sizes)
         qkv_bias, gate_bias = (None, None) if qkv_bias is None else torch.split(qkv_bias, sizes)
     mixes = len(block.attention_norm.weight) > 0
@@ -77,8 +87,8 @@ def block_weights(block: nn.Module) -> BlockWeights:
         latent=latent,
         q_norm=_weight(block.q_norm),
         k_norm=_weight(block.k_norm),
-        output=block.output.weight if mixes else None,
-        output_bias=block.output.bias,
+        output=output.weight if mixes else None,
+        output_bias=output.bias,
         mlp_norm=block.mlp_norm.weight,
         gate=None if mlp is None else mlp.gate,
         up=None if mlp is None else mlp.up,
@@ -94,7 +104,18 @@ def block_weights(block: nn.Module) -> BlockWeights:
         reads_keys=block.reads_keys,
         layer_input=_layer_input(block.layer_input),
         scale=block.scale,
+        factors=factors,
+        shortcuts=[part.weight for part in (block.attention_shortcut, block.mlp_shortcut) if part is not None],
     )
+
+
+def _outer(linear: nn.Module, role: str, factors: dict[str, Matrix]) -> Linear:
+    """The matrix that gives the outputs of a layer; the factor of one of low rank is added to `factors`."""
+    if isinstance(linear, FactoredLinear):
+        factors[role] = linear.inner.weight.detach()
+        linear = linear.outer
+    assert isinstance(linear, Linear)
+    return linear
 
 
 def _latent_weights(projection: LatentProjection) -> tuple[list[torch.Tensor], LatentWeights]:
@@ -255,10 +276,10 @@ class NativeDecoder:
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks."""
-        expert_counts = list[int]()
+        routes = list[torch.Tensor]()
         inputs = self._layer_inputs(layout)
-        states = self.stack.run(x, layout, cache, *blocks, expert_counts=expert_counts, layer_inputs=inputs)
-        return BlockOutput(states, tuple(expert_counts))
+        states = self.stack.run(x, layout, cache, *blocks, routes=routes, layer_inputs=inputs)
+        return BlockOutput(states, tuple(routes))
 
     def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
         """Write the keys and values of blocks whose input is `x`, all of them; see `Network.write_keys`."""
@@ -328,25 +349,26 @@ class NativeDecoder:
         states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
         by_layer = states.unbind()
         self.embedding.write(tree.token[active], by_layer[recorded_count])
-        expert_counts = None if self.config.experts is None else (c_int32 * len(stack.layers))()
+        found = stack.new_routes(len(stack.layers), tokens)
         normed = by_layer[-1] if norm_all else torch.empty(count, self.config.hidden)
         logits = torch.empty(count, width)
         invalid = stack.kernels.foretell_tree_pass(
             *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
             *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
-            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr(), expert_counts),
-            torch.get_num_threads(),
+            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
+            *(None if found is None else found.data_ptr(), torch.get_num_threads()),
         )
         if invalid >= 0:
             raise ValueError(
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
-        experts = () if expert_counts is None else tuple(filter(None, expert_counts))
+        routes = () if found is None else tuple(layer.numpy() for layer in routes_of_layers(found))
+        experts = count_experts(routes)
         hidden = tuple(by_layer[i] for i in place)
         if self.config.logit_softcap or self.config.logit_scale != 1:
             # Numbers that are rounded to the same one have another argmax.
-            return ModelOutput(self.bound_logits(logits), nodes[4], hidden, nodes[3], experts)
-        return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count])
+            return ModelOutput(self.bound_logits(logits), nodes[4], hidden, nodes[3], experts, routes=routes)
+        return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count], routes)
 
     @property
     def backend(self) -> Backend:

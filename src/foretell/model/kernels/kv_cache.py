@@ -14,6 +14,7 @@ from foretell.model.config import CacheDtype
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.structures import LANES, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
+from foretell.model.packed_groups import RESIDUAL
 
 
 def cache_dtype(precision: Precision) -> torch.dtype:
@@ -45,10 +46,18 @@ class NativeKVCache(KVCache):
         """The cache as an argument of the kernels."""
         parts = (self.k, self.v, self.k_low, self.v_low, self.k_scale, self.v_scale)
         blocks, table = self.k.shape[2], self.blocks.table
-        return structures.Cache(
+        found = structures.Cache(
             *(None if part is None else part.data_ptr() for part in parts),
             *(table.ctypes.data, blocks, *table.shape, self.bits, self._coarse),
         )
+        if (p := self.packed) is not None:
+            found.k_packed, found.v_packed, found.k_range, found.v_range = (
+                part.data_ptr() for part in (p.k, p.v, p.k_range, p.v_range)
+            )
+            found.packed_table, found.packed_slots = p.blocks.table.ctypes.data, p.done.ctypes.data
+            found.packed_blocks, found.packed_row_blocks = p.k.shape[2], p.blocks.table.shape[1]
+            found.packed_bits, found.packed_residual = p.bits, RESIDUAL
+        return found
 
     @property
     def upper_halves(self) -> "NativeKVCache":

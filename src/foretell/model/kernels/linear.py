@@ -122,6 +122,13 @@ class PackedLinears:
             made.further.extend(parts[1:])
         return made
 
+    def set_factor(self, layer: int, factor: structures.Weight) -> None:
+        """Let a layer read its inputs through a factor, whose structure must live as long as the layer."""
+        part: structures.Weight | None = self.structs[layer]
+        while part is not None:
+            part.factor = ctypes.addressof(factor)
+            part = structures.Weight.from_address(part.next) if part.next else None
+
     def _struct(self, weight: Panels, words: Tensor, bias: Tensor | None) -> structures.Weight:
         self.tensors.append(words)
         if bias is not None:

@@ -5,9 +5,9 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -38,8 +38,8 @@ from foretell.model.state_layers import StateMixer
 from foretell.model.state_store import plan_stores
 from foretell.model.stored_matrix import Matrix
 
-_LAYER_LINEARS = 4
-"""Linear layers of a block: qkv, output, gate and up, down; the last two are empty in a layer with experts."""
+FACTORED = ("qkv", "output", "gate_up", "down")
+"""Linear layers of a block that may be of low rank; the last two are empty in a layer with experts."""
 
 
 class LayerInputWeights(NamedTuple):
@@ -101,26 +101,40 @@ class BlockWeights:
     layer_input: LayerInputWeights | None = None
     scale: float = 1.0
     """Multiplies the residual stream after the block."""
+    factors: Mapping[str, Matrix] = field(default_factory=dict)
+    """Of matrices of low rank the factors that read their inputs, by `FACTORED`."""
+    shortcuts: Sequence[Matrix] = ()
+    """What multiplies the residual stream before the output of attention and of the feed-forward network is added."""
 
 
 def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
     """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
-    feed-forward network gate and up, and its output; then the gate of attention, and gate and projection of the
-    block's own input.
+    feed-forward network gate and up, and its output; then the gate of attention, gate and projection of the block's
+    own input, the factors of matrices of low rank, and the shortcuts.
     """
     layers = [] if block.output is None else [_plan_inputs(block, precision), plan_rows([block.output], precision)]
     if block.up is not None and block.down is not None:
         layers += [plan_inner(block.gate, block.up, precision), plan_rows([block.down], precision)]
     further = [] if block.attention_gate is None else [block.attention_gate]
     further += [] if block.layer_input is None else block.layer_input[:2]
-    return [*layers, *(plan_rows([matrix], precision) for matrix in further)]
+    further += block.factors.values()
+    return [
+        *layers,
+        *(plan_rows([matrix], precision) for matrix in further),
+        *(plan_rows([matrix], _float_precision(precision)) for matrix in block.shortcuts),
+    ]
+
+
+def _float_precision(precision: Precision) -> Precision:
+    """The precision of matrices that are floats in all precisions."""
+    return "float32" if precision == "float32" else "bfloat16"
 
 
 def _plan_inputs(block: BlockWeights, precision: Precision) -> list[Panels]:
     inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
     if gates is None:
         return inputs
-    return [*inputs, *plan_rows([gates.weight], "float32" if precision == "float32" else "bfloat16")]
+    return [*inputs, *plan_rows([gates.weight], _float_precision(precision))]
 
 
 def _mixer_gates(block: BlockWeights) -> Linear | None:
@@ -267,11 +281,11 @@ class NativeStack:
         last: int,
         hidden_layers: Sequence[int] = (),
         attention_input: Tensor | None = None,
-        expert_counts: list[int] | None = None,
+        routes: list[Tensor] | None = None,
         layer_inputs: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """As a call, but returns the residual stream before every block of `hidden_layers`, ascending, and then the
-        result. `expert_counts` is extended by the number of experts that every mixture-of-experts layer read.
+        result. `routes` is extended by the experts of every token, int32 [t, k], of every mixture-of-experts layer.
         `layer_inputs`: per-layer inputs, [t, numbers of all layers]; None: the model has none.
 
         Raises:
@@ -288,7 +302,7 @@ class NativeStack:
         out[-1] = x
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
-        counts = None if expert_counts is None or self.config.experts is None else (c_int32 * (last - first))()
+        found = None if routes is None else self.new_routes(last - first, x.shape[0])
         for begin, end in self._segments(first, last):
             recorded = [i for i in hidden_layers if begin <= i < end]
             states = out[sum(i < begin for i in hidden_layers) :]
@@ -298,13 +312,20 @@ class NativeStack:
                 *(part[0], self.layers, begin, end, out[-1].data_ptr()),
                 *(None if given is None else given.data_ptr(), layout_struct, part[1]),
                 *((c_int32 * len(recorded))(*recorded), len(recorded), states.data_ptr()),
-                None if counts is None else ctypes.byref(counts, 4 * (begin - first)),
+                None if found is None else found[begin - first :].data_ptr(),
                 torch.get_num_threads(),
             )
             self.check_result(invalid, layout, part[1])
-        if counts is not None and expert_counts is not None:
-            expert_counts += filter(None, counts)
+        if found is not None and routes is not None:
+            routes += routes_of_layers(found)
         return out.unbind()
+
+    def new_routes(self, layers: int, tokens: int) -> Tensor | None:
+        """Where the kernels write the experts of the tokens of so many layers, [layers, tokens, experts], -1; None: the
+        model is dense.
+        """
+        experts = self.config.experts
+        return None if experts is None else torch.full((layers, tokens, experts.active), -1, dtype=torch.int32)
 
     def _model_and_cache(self, i: int, caches: Sequence[structures.Cache]) -> tuple[structures.Model, structures.Cache]:
         """The sizes of block `i`, and its cache of keys and values."""
@@ -342,7 +363,7 @@ class NativeStack:
         layers = type(self.layers).from_buffer_copy(self.layers)
         for layer in layers:
             layer.attention, layer.mlp, layer.scale = structures.KEYS_ONLY * bool(layer.attention), 0, 0
-            layer.input_gate = structures.Weight()
+            layer.input_gate = layer.attention_shortcut = layer.mlp_shortcut = structures.Weight()
         return self._sharing(layers)
 
     @cached_property
@@ -400,9 +421,13 @@ class NativeStack:
             biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
         if block.attention_gate is not None:
             biases.append(block.attention_gate_bias)
-        biases += [None] * (2 * (block.layer_input is not None))
+        biases += [None] * (2 * (block.layer_input is not None) + len(block.factors) + len(block.shortcuts))
         packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self.kernels)
         structs = list(packed.structs)
+        shortcuts = [structs.pop() for _ in block.shortcuts][::-1] or [structures.Weight(), structures.Weight()]
+        factors = [structs.pop() for _ in block.factors][::-1]
+        for role, factor in zip(block.factors, factors, strict=True):
+            packed.set_factor(FACTORED.index(role), factor)
         own_input = [structures.Weight(), structures.Weight()]
         if block.layer_input is not None:
             structs, own_input = structs[:-2], structs[-2:]
@@ -425,7 +450,7 @@ class NativeStack:
             mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
         latent = None if block.latent is None else self._pack_latent(block.latent)
         struct = structures.Layer(
-            *(*structs[:_LAYER_LINEARS], gate),
+            *(*structs[: len(FACTORED)], gate),
             None if mixer is None else ctypes.addressof(mixer),
             None if latent is None else ctypes.addressof(latent.structs[0]),
             self._places[i][1] if i in self._places else 0,
@@ -437,10 +462,11 @@ class NativeStack:
                 input_norm,
                 0 if inputs is None else i * inputs.width,
                 0 if block.scale == 1 else block.scale,
+                *(None, *shortcuts),
             ),
         )
         memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
-        further: list[structures.Memory] = [struct, *packed.further]
+        further: list[structures.Memory] = [struct, *packed.further, *factors]
         if experts is not None:
             memory += experts.tensors
             further += experts.structs
@@ -460,8 +486,9 @@ class NativeStack:
         """Latent attention as an argument of the kernels; the matrices of the heads are floats."""
         sizes, precision = self.config.latent, self.precision
         assert sizes is not None
-        floats: Precision = "float32" if precision == "float32" else "bfloat16"
-        by_head = [plan_rows([head], floats) for head in (*weights.key.transpose(1, 2), *weights.value)]
+        by_head = [
+            plan_rows([head], _float_precision(precision)) for head in (*weights.key.transpose(1, 2), *weights.value)
+        ]
         queries = [] if weights.query is None else [plan_rows([weights.query], precision)]
         packed = PackedLinears.pack([(plan, None) for plan in (*by_head, *queries)], self.kernels)
         heads = self.config.heads
@@ -485,9 +512,9 @@ class NativeStack:
 
     def run_block(
         self, block: "PackedBlock", i: int, x: Tensor, layout: structures.Layout, caches: Sequence[structures.Cache]
-    ) -> tuple[Tensor, int]:
-        """The residual stream after a packed block that is block `i` of the stack, and the number of experts that the
-        block read (0: it is dense).
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after a packed block that is block `i` of the stack, and the experts of every token
+        (None: it is dense).
 
         Raises:
             ValueError: a token has no visible slot or lies outside the cache.
@@ -496,15 +523,15 @@ class NativeStack:
         layers[i] = block.struct
         attention, mlp = (i not in skipped for skipped in self._skipped)
         layers[i].attention, layers[i].mlp = layers[i].attention and attention, layers[i].mlp and mlp
-        out, count = x.clone(), c_int32(0)
+        out, routes = x.clone(), self.new_routes(1, len(x))
         model, cache = self._model_and_cache(i, caches)
         invalid = self.kernels.foretell_stack(
-            *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None, ctypes.byref(count)),
-            torch.get_num_threads(),
+            *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
+            *(None if routes is None else routes.data_ptr(), torch.get_num_threads()),
         )
         if invalid >= 0:
             raise ValueError(f"token {invalid} of the layout has no visible slot or lies outside the cache")
-        return out, count.value
+        return out, next(iter(() if routes is None else routes_of_layers(routes)), None)
 
     def _keep(self, tensor: Tensor) -> int:
         """Keep a tensor as long as the stack lives; returns its address."""
@@ -578,6 +605,11 @@ class NativeStack:
         struct.states = ctypes.addressof(states.struct)
         struct.kept = states
         return struct
+
+
+def routes_of_layers(routes: Tensor) -> list[Tensor]:
+    """Of what `NativeStack.new_routes` became, the layers that have experts."""
+    return [layer for layer in routes if layer.numel() and int(layer[0, 0]) >= 0]
 
 
 def _groups(sizes: AttentionSizes) -> int:

@@ -19,7 +19,7 @@ OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 SCORINGS = ("softmax", "sigmoid")
-ABI_VERSION = 2
+ABI_VERSION = 3
 """Of csrc/interface.h: raised when the meaning of a field changes but its layout does not."""
 PANEL = 32
 """Outputs that are packed together."""
@@ -50,7 +50,7 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *(("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32)),
         *(("kind", c_int32), ("operand", c_int32), ("next", c_void_p)),
-        *(("threshold", c_float), ("stored_input", c_int32), ("places", c_void_p)),
+        *(("threshold", c_float), ("stored_input", c_int32), ("places", c_void_p), ("factor", c_void_p)),
     )
 
 
@@ -128,6 +128,7 @@ class Layer(ctypes.Structure):
         *(("v_norm", c_void_p), ("query_scale", c_void_p)),
         *(("input_gate", Weight), ("input_projection", Weight), ("input_norm", c_void_p)),
         *(("input_first", c_int32), ("scale", c_float), ("sparse", c_void_p)),
+        *(("attention_shortcut", Weight), ("mlp_shortcut", Weight)),
     )
 
 
@@ -239,6 +240,8 @@ class Cache(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("k", "v", "k_low", "v_low", "k_scale", "v_scale", "table")),
         *((name, c_int32) for name in ("blocks", "rows", "row_blocks", "bits", "coarse")),
+        *((name, c_void_p) for name in ("k_packed", "v_packed", "k_range", "v_range", "packed_table", "packed_slots")),
+        *((name, c_int32) for name in ("packed_blocks", "packed_row_blocks", "packed_bits", "packed_residual")),
         ("states", c_void_p),
     )
 

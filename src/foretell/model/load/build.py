@@ -9,7 +9,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.latent import LatentBlock
-from foretell.model.linear import Linear
+from foretell.model.linear import AnyLinear, Linear
 from foretell.model.load.block_names import block_names
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.latent import read_latent_projection
@@ -23,6 +23,7 @@ from foretell.model.load.layer_parts import (
     layer_scale,
     unit_norm,
 )
+from foretell.model.load.low_rank import SHORTCUTS, read_linear
 from foretell.model.load.state_blocks import build_state_parts
 from foretell.model.load.weights import Weights
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
@@ -76,6 +77,9 @@ def build_block(
         biases = [b for _, b in parts if b is not None]
         return Linear(place(torch.cat([w for w, _ in parts])), place(torch.cat(biases)) if biases else None)
 
+    def linear(role: str, rows: Sequence[tuple[str, int]], inputs: int, bias: bool) -> AnyLinear:
+        return read_linear(c, role, rows, inputs, matrix, bias, stack)
+
     def norm(name: str, width: int) -> RMSNorm:
         return _norm(c, weights, prefix + name, width, device)
 
@@ -89,8 +93,8 @@ def build_block(
     else:
         rows = dict.fromkeys((names.gate, names.up), 2 * ffn if names.gate == names.up and c.gated else ffn)
         dense = FeedForward(
-            stack(*(matrix(name, width, c.hidden, c.mlp_bias) for name, width in rows.items())),
-            stack(matrix(names.down, c.hidden, ffn, c.mlp_bias)),
+            linear("gate_up", list(rows.items()), c.hidden, c.mlp_bias),
+            linear("down", [(names.down, c.hidden)], ffn, c.mlp_bias),
             c.activation,
         )
         mlp = dense if experts is None else build_beside_dense(c, prefix, weights, dense, experts, norm)
@@ -124,12 +128,21 @@ def build_block(
             mlp=mlp,
         )
     inputs = attention_inputs(c, i, names.attention)
-    queries, *attention = (matrix(name, rows, c.hidden, c.qkv_bias) for name, rows in inputs)
-    if c.attention_gate:
-        queries, gate = _split_gate(queries, c.head_dim)
-        attention.append(gate)
-    if c.architecture in INTERLEAVED:
-        queries, attention[0] = (half_split_order(part, c.head_dim) for part in (queries, attention[0]))
+
+    def qkv() -> AnyLinear:
+        if c.low_rank.qkv:
+            return linear("qkv", inputs, c.hidden, c.qkv_bias)
+        queries, *attention = (matrix(name, rows, c.hidden, c.qkv_bias) for name, rows in inputs)
+        if c.attention_gate:
+            queries, gate = _split_gate(queries, c.head_dim)
+            attention.append(gate)
+        if c.architecture in INTERLEAVED:
+            queries, attention[0] = (half_split_order(part, c.head_dim) for part in (queries, attention[0]))
+        return stack(queries, *attention)
+
+    def shortcut(name: str) -> Linear:
+        return stack(matrix(name, c.hidden, c.hidden, False))
+
     reads_keys, unit = c.kv_layer_of(i) != i, c.unit_qk_norm and i not in c.unrotated_layers
 
     def head_norm(name: str) -> RMSNorm | None:
@@ -139,8 +152,8 @@ def build_block(
 
     return DecoderBlock(
         attention_norm=norm(names.attention_norm, c.hidden),
-        qkv=stack(queries, *attention),
-        output=stack(matrix(names.output, c.hidden, q, c.output_bias)),
+        qkv=qkv(),
+        output=linear("output", [(names.output, c.hidden)], q, c.output_bias),
         mlp_norm=norm(mlp_norm, c.hidden),
         mlp=mlp,
         q_norm=head_norm(names.q_norm),
@@ -156,6 +169,7 @@ def build_block(
         attention_gate=c.attention_gate,
         residual_scale=c.residual_scale,
         sinks=weights.require(f"{prefix}self_attn.sinks", c.heads).float().to(device) if c.sinks else None,
+        shortcuts=(shortcut(SHORTCUTS[0]), shortcut(SHORTCUTS[1])) if c.shortcuts else None,
     )
 
 

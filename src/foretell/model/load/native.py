@@ -310,6 +310,7 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
 
     block = _read_unrounded(config, i, weights, precision)
     experts, latent, own = block.experts, block.latent, block.layer_input
+    factors = {role: rounded(f"{role}_factor", matrix) for role, matrix in block.factors.items()}
     if experts is not None:
         shared = None if experts.shared is None else network(experts.shared)
         experts = replace(experts, experts=map(network, experts.experts), shared=shared)
@@ -328,6 +329,7 @@ def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precisi
         experts=experts,
         latent=latent,
         layer_input=own,
+        factors=factors,
     )
 
 
@@ -336,6 +338,7 @@ def _read_unrounded(config: ModelConfig, i: int, weights: Weights, precision: Pr
     c, prefix = config, f"model.layers.{i}."
     beside_dense = c.experts is not None and c.experts.beside_dense
     by_parts = c.state is not None or c.latent is not None or c.attention_gate or beside_dense
+    by_parts = by_parts or bool(c.low_rank) or c.shortcuts
     if by_parts or block_names(c) != BlockNames():
         # The stack adds the offset of the norms.
         plain = replace(c, norm_offset=0.0)

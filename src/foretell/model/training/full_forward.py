@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import nn
 
 from foretell.model.attention import AttentionBackend, masked_attention, scale_queries
@@ -28,13 +28,13 @@ def forward_blocks(
     x: Float[torch.Tensor, "b s d"],
     first: int = 0,
     attention: AttentionBackend | None = None,
-    begin: int = 0,
+    position: Int[torch.Tensor, "*p"] | None = None,
 ) -> Float[torch.Tensor, "b s d"]:
     """Blocks `first, first+1, …` of a configuration; `ropes`: rotary tables of full and of sliding-window layers.
 
-    `attention` (None: causal) of inputs whose positions are `begin, begin+1, …`.
+    `attention` (None: causal) of inputs at the positions `position`, [s] or [b, s] (None: `0, 1, …`).
     """
-    position = torch.arange(begin, begin + x.shape[1], device=x.device)
+    position = torch.arange(x.shape[1], device=x.device) if position is None else position
     attention = CausalAttention(config) if attention is None else attention
     angles = [rope_angles(rope, position) for rope in ropes]
     for i, block in enumerate(blocks, first):

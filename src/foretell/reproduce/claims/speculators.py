@@ -139,17 +139,28 @@ def _look_ahead(lab: Lab) -> Finding:
     )
 
 
-def _block_in_one_pass(lab: Lab, method: str) -> Finding:
+def _block_in_one_pass(lab: Lab, method: str, least: float = 1.5) -> Finding:
     run = lab.run(method)
     deep = sum(run.accepted_per_position[1:]) / max(1, sum(run.accepted_per_position))
     return Finding(
-        run.tokens_per_pass > 1.5 and deep >= 0.3,
+        run.tokens_per_pass > least and deep >= 0.3,
         f"{run.tokens_per_pass:.2f} tokens per pass; {percent(deep)} of the accepted tokens stand behind the first of "
         "their block, though all were predicted in one pass",
         (Series.of(method, run.accepted_by_depth),),
         "place in the block",
         "passes that accept",
         "Block drafters need long training; this one may have had little.",
+    )
+
+
+def _beams(lab: Lab) -> Finding:
+    points = [(n, lab.run("redrafter", {"num_beams": n}).tokens_per_pass) for n in (1, 2, 4, 8)]
+    values = [y for _, y in points]
+    return Finding(
+        rises(values, 0.0) and values[-1] >= 1.1 * values[0],
+        f"{values[0]:.2f} tokens per pass with one sequence, {values[-1]:.2f} with eight",
+        (Series.of("redrafter", points),),
+        "sequences of the beam",
     )
 
 
@@ -210,5 +221,17 @@ CLAIMS = (
         "EAGLE's layers draft several tokens in one pass, where masks stand for the tokens between.",
         "above 1.5 tokens per pass, and 30 % of the accepted tokens stand behind the first of their block",
         partial(_block_in_one_pass, method="p_eagle"),
+    ),
+    Claim(
+        "redrafter",
+        "Wider beams of a recurrent drafter are accepted further.",
+        "tokens per pass never fall over 1, 2, 4 and 8 sequences, and eight give 10 % more than one",
+        _beams,
+    ),
+    Claim(
+        "pard",
+        "A draft model with mask tokens drafts several tokens in one pass.",
+        "above 1.3 tokens per pass, and 30 % of the accepted tokens stand behind the first of their draft",
+        partial(_block_in_one_pass, method="pard", least=1.3),
     ),
 )

@@ -14,6 +14,8 @@ from foretell.speculator.network.masked_diffusion import MaskedDiffusion, Masked
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
+from foretell.speculator.network.pard import PardConfig, PardNetwork
+from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
 
 NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "apar": (AparConfig, AparAdapters),
@@ -27,6 +29,8 @@ NETWORKS: Mapping[str, tuple[type[SpeculatorConfig], type[Speculator]]] = {
     "medusa": (MedusaConfig, Medusa),
     "mlp_speculator": (MLPSpeculatorConfig, MLPSpeculator),
     "p_eagle": (PEagleConfig, PEagle),
+    "pard": (PardConfig, PardNetwork),
     "pass": (LookAheadConfig, LookAheadEmbeddings),
+    "redrafter": (ReDrafterConfig, ReDrafter),
 }
 """Configuration and network of every kind, by the `kind` in `config.json`."""

@@ -75,6 +75,8 @@ class Speculator(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    starts_from: ClassVar[tuple[str, ...]] = ()
+    """Other kinds with whose weights a training of this one may start."""
     config: SpeculatorConfig
 
     def __init__(self, config: SpeculatorConfig, embedding_and_head: EmbeddingAndHead) -> None:

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.attention import AttentionBackend
-from foretell.model.decoder import HeadSizes
+from foretell.model.decoder import HeadSizes, StreamAndRoutes
 from foretell.model.rope import RopeAngles
 from foretell.speculator.network.layer import EagleLayer, EagleLayerConfig
 
@@ -67,8 +67,8 @@ class BlockLayer(EagleLayer):
         mixed, nothing = around.mix(attention_input, before), torch.zeros_like(x)
         return x + around.mix(super().add_attention(nothing, mixed, sizes, angles, layer, attention), after)
 
-    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> tuple[Float[torch.Tensor, "*t d"], int]:
+    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> StreamAndRoutes:
         """Add the feed-forward network, with the convolution before and after it."""
         around, part = self.mlp_convolution, self.post_attention_layernorm(x)
         before, after = around.taps(part)
-        return x + around.mix(self.mlp(around.mix(part, before)), after), 0
+        return x + around.mix(self.mlp(around.mix(part, before)), after), None

@@ -22,7 +22,7 @@ from foretell.model.load.build import build_block
 from foretell.model.load.weights import Weights
 from foretell.model.network import Network
 from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.rope import rope_tables
+from foretell.model.rope import RopeTables, rope_tables
 from foretell.model.runner import DecoderRunner
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
@@ -34,7 +34,7 @@ _INIT_STD = 0.02
 class DraftModelConfig(SpeculatorConfig):
     """Configuration of a trained draft model."""
 
-    kind: Literal["draft_model"] = "draft_model"
+    kind: Literal["draft_model", "pard"] = "draft_model"
     model: ModelConfig
     """A decoder of the target's width, with fewer layers."""
     blocks: tuple[int, ...] = Field(
@@ -121,8 +121,13 @@ class DraftNetwork(Speculator):
         """Inputs of the output head at every position of sequences that begin with their first token and are padded at
         the end.
         """
-        ropes = tuple((self.get_buffer(f"_{n}_cos"), self.get_buffer(f"_{n}_sin")) for n in ("full", "local"))
-        return self.norm(forward_blocks(self.blocks, self.model, (ropes[0], ropes[1]), self.embed(token)))
+        return self.norm(forward_blocks(self.blocks, self.model, self.ropes, self.embed(token)))
+
+    @property
+    def ropes(self) -> tuple[RopeTables, RopeTables]:
+        """Rotary tables of full and of sliding-window layers."""
+        full, local = ((self.get_buffer(f"_{n}_cos"), self.get_buffer(f"_{n}_sin")) for n in ("full", "local"))
+        return full, local
 
     def forward(self, token: Int[torch.Tensor, "b s"], mask: Bool[torch.Tensor, "b s"]) -> Float[torch.Tensor, "k d"]:
         """Inputs of the output head at the positions in `mask`, sequence by sequence; see `compute_logits`."""

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
-from foretell.model.linear import Linear
+from foretell.model.linear import FactoredLinear, Linear
 
 _SCALE = 2
 """Scale of the low-rank product (`alpha / rank` in the paper)."""
@@ -79,9 +79,12 @@ def adapted_linears(decoder: Decoder) -> Iterator[Linear]:
         assert isinstance(block, DecoderBlock)
         if not isinstance(block.mlp, FeedForward):
             raise ValueError("a mixture-of-experts target cannot be tuned")
-        if not isinstance(block.qkv, Linear):
+        if not isinstance(block.qkv, Linear | FactoredLinear):
             raise ValueError("a target with latent attention cannot be tuned")
-        yield from (block.qkv, block.output, block.mlp.gate_up, block.mlp.down)
+        for linear in (block.qkv, block.output, block.mlp.gate_up, block.mlp.down):
+            if not isinstance(linear, Linear):
+                raise ValueError("a target of low rank cannot be tuned; tune the model that it was made of")
+            yield linear
 
 
 def _add_update(

@@ -242,7 +242,7 @@ def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> No
         ValueError: the speculator has another kind, target or size, or an output matrix for other tokens.
     """
     found = load_own(folder, setup.embedding_and_head)
-    if found.kind != recipe.network.kind:
+    if found.kind not in (recipe.network.kind, *recipe.network.starts_from):
         raise ValueError(
             f"--from {folder}: a speculator of kind {found.kind!r}, and {recipe.name} trains {recipe.network.kind!r}"
         )

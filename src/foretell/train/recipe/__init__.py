@@ -11,8 +11,9 @@ from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe
 from foretell.train.recipe.look_ahead import LookAheadRecipe
 from foretell.train.recipe.masked_diffusion import MaskedDiffusionRecipe
 from foretell.train.recipe.medusa import MedusaRecipe
-from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe
+from foretell.train.recipe.mlp_speculator import MLPSpeculatorRecipe, ReDrafterRecipe
 from foretell.train.recipe.p_eagle import PEagleRecipe
+from foretell.train.recipe.pard import PardRecipe
 
 RECIPES: Mapping[str, type[Recipe]] = {
     "apar": AparRecipe,
@@ -25,6 +26,8 @@ RECIPES: Mapping[str, type[Recipe]] = {
     "medusa": MedusaRecipe,
     "mlp_speculator": MLPSpeculatorRecipe,
     "p_eagle": PEagleRecipe,
+    "pard": PardRecipe,
     "pass": LookAheadRecipe,
+    "redrafter": ReDrafterRecipe,
 }
 """All recipes by name; `RECIPES[name].build(setup)` builds one."""

@@ -7,7 +7,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from foretell.catalogue.feature_level import dflash_method
+from foretell.catalogue.one_pass import dflash_method
 from foretell.catalogue.options.feature_level import DFlashOptions as DraftingOptions
 from foretell.engine.method import AnyMethod
 from foretell.model.config import RopeConfig

@@ -1,8 +1,9 @@
 """Draft models made of some of the target's blocks, distilled from the target (DistillSpec, arXiv 2310.08461)."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -99,7 +100,7 @@ class DraftModelRecipe(Recipe):
             ValueError: unknown options, or values that do not fit the target.
         """
         options = setup.parse_options(DraftModelOptions)
-        blocks = _select_blocks(options, setup)
+        blocks = select_blocks(options, setup)
         config = DraftModelConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -107,13 +108,7 @@ class DraftModelRecipe(Recipe):
             blocks=() if setup.checkpoint is None else blocks,
         )
         network = DraftNetwork(config, setup.embedding_and_head)
-        setup.set_draft_tokens(network)
-        if setup.checkpoint is not None:
-            network.init_from_target(setup.checkpoint.decoder(torch.float32, blocks), range(len(blocks)))
-        else:
-            with torch.random.fork_rng():
-                torch.manual_seed(setup.seed)
-                network.init_random()
+        init_draft(network, setup, blocks)
         return cls(network, config, options, setup)
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
@@ -200,7 +195,27 @@ def missed_positions(
     return mask & out.any(1, keepdim=True) if unit == "text" else out
 
 
-def _select_blocks(options: DraftModelOptions, setup: RecipeSetup) -> tuple[int, ...]:
+def init_draft(network: DraftNetwork, setup: RecipeSetup, blocks: Sequence[int]) -> None:
+    """Copy these blocks of the target; without a checkpoint random weights."""
+    setup.set_draft_tokens(network)
+    if setup.checkpoint is not None:
+        network.init_from_target(setup.checkpoint.decoder(torch.float32, blocks), range(len(blocks)))
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(setup.seed)
+        network.init_random()
+
+
+class BlockOptions(Protocol):
+    """Which of the target's blocks a draft model keeps."""
+
+    @property
+    def layers(self) -> int: ...  # noqa: D102
+    @property
+    def blocks(self) -> str: ...  # noqa: D102
+
+
+def select_blocks(options: BlockOptions, setup: RecipeSetup) -> tuple[int, ...]:
     """Numbers of the target's blocks that the draft model keeps."""
     most = setup.config.layers
     if options.blocks not in ("even", "influence"):

@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from pydantic import Field
 from torch import nn
 
-from foretell.catalogue.feature_level import p_eagle_method
+from foretell.catalogue.one_pass import p_eagle_method
 from foretell.catalogue.options.feature_level import DFlashOptions as DraftingOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator

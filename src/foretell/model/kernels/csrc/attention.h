@@ -57,18 +57,22 @@ class Visibility {
 // New tokens first .. last - 1, all of one cache row, which read the keys and values together.
 struct TokenTile {
   int first, last;
+  int packed;                     // first slots that all of them read from packed groups
   std::vector<int> extra_groups;  // groups of 16 slots that hold the tokens' extra slots
 };
 
 // The tokens of a pass in tiles, and the place of every extra slot among the groups of its tile.
 class TokenTiles {
  public:
-  TokenTiles(const Visibility& visibility, int tokens_per_tile)
+  // packed(t): first slots that token t reads from packed groups.
+  template <class Packed>
+  TokenTiles(const Visibility& visibility, int tokens_per_tile, const Packed& packed)
       : width_(visibility.layout().max_extra_slots), places_((size_t)visibility.layout().count * width_) {
     const Layout& layout = visibility.layout();
     for (int t = 0; t < layout.count; ++t) {
-      if (tiles_.empty() || layout.row[t] != layout.row[t - 1] || t - tiles_.back().first == tokens_per_tile)
-        tiles_.push_back({t, t, {}});
+      if (tiles_.empty() || layout.row[t] != layout.row[t - 1] || t - tiles_.back().first == tokens_per_tile ||
+          packed(t) != tiles_.back().packed)
+        tiles_.push_back({t, t, packed(t), {}});
       tiles_.back().last = t + 1;
       for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
         places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, visibility[t].extra_slots[i]);
@@ -125,7 +129,7 @@ class Attention {
         tile_tokens_(kMaxQueries / group_),
         tile_queries_(tile_tokens_ * group_),
         step_words_(words_ % kTileWords ? kTileWords / 2 : kTileWords),
-        tiles_(visibility, tile_tokens_),
+        tiles_(visibility, tile_tokens_, [this](int t) { return packed_for(t); }),
         chunks_((visibility.longest() + kChunk - 1) / kChunk),
         splits_text_(chunks_ > 1 && team.threads > 1 &&
                      (int)tiles_.all().size() * model.kv_heads < kUnitsPerThread * team.threads),
@@ -145,6 +149,22 @@ class Attention {
       const int token = i / heads, head = first_head + i % heads;
       rotate_and_store_head(layer, index, token, head, qkv + ((size_t)token * all + head) * m_.head_dim, team);
     }
+  }
+
+  // Packs the groups of keys and values that the pass is the first to read packed; ends with a barrier.
+  void pack(int index, const Team& team) const {
+    if (!cache_.packed().any()) return;
+    const Layout& layout = visibility_.layout();
+    for (int first = 0, last = 0, to = 0; first < layout.count; first = last, to = 0) {
+      for (last = first; last < layout.count && layout.row[last] == layout.row[first]; ++last)
+        to = std::max(to, packed_for(last));
+      const int row = layout.row[first], from = cache_.packed().packed_slots(row),
+                groups = std::max(0, to - from) / kGroupSlots;
+      const auto [begin, end] = team.share(groups * m_.cache_heads);
+      for (int i = begin; i < end; ++i)
+        cache_.pack(cache_.head(index, row, i % m_.cache_heads), from + i / m_.cache_heads * kGroupSlots);
+    }
+    team.barrier();
   }
 
   // Writes out [tokens, heads * head_dim] as operands of the output product. Threads take units of work one by one: a
@@ -187,6 +207,10 @@ class Attention {
   static constexpr int kMaxQueries = 48;    // queries of a tile of tokens: their scores stay in the first-level cache
   static_assert(kMaxGroup <= kMaxQueries && kChunk % kCacheBlock == 0 && kCacheBlock % kAligned == 0);
   static constexpr int kUnitsPerThread = 3; // tiles and heads that keep the threads equally busy
+
+  int packed_for(int token) const {
+    return cache_.packed().slots_for(visibility_.layout().position[token], visibility_[token].prefix);
+  }
 
   size_t partial_size() const { return (size_t)m_.head_dim + kLanes; }
 
@@ -321,7 +345,7 @@ class Attention {
     const Float factor = splat(scale / divisor);
     cache_.rotate(result.mixed);
     for (int i = 0; i < m_.head_dim; i += kLanes)
-      store_operand(layer.output.operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
+      store_operand(reader(layer.output).operand, out + (size_t)token * m_.heads * m_.head_dim, head * m_.head_dim + i,
                     load<Float>(result.mixed + i) * factor);
   }
 
@@ -371,14 +395,16 @@ class Attention {
     if constexpr (kInTiles)
       mix_in_tiles(layer, at, tile, chunk, from, partials, team);
     else
-      mix(at, chunk, from, queries, count, team);
+      mix(at, tile.packed, chunk, from, queries, count, team);
   }
 
   // Scores of keys from .. shared - 1 of a chunk, rounded up to whole groups of 16.
   void score_contiguous(const CacheHead& at, const TokenTile& tile, int kv, int chunk, int from, int shared,
                         const Team& team) const {
     for (int key = from, groups; key < shared; key += groups * kLanes) {
-      groups = std::min({kTileVectors, (shared - key + kLanes - 1) / kLanes, rest_of_block(key) / kLanes});
+      const int slot = chunk * kChunk + key, end = slot < tile.packed ? tile.packed - slot : kChunk;
+      groups = std::min({kTileVectors, (std::min(shared - key, end) + kLanes - 1) / kLanes,
+                         rest_of_block(key) / kLanes});
       score_groups(at, chunk * kChunk + key, groups, tile, kv, team, {scores_of(0, team) + key, kChunk});
     }
   }
@@ -391,10 +417,10 @@ class Attention {
                     const Sums& out) const {
     const int queries = queries_of(tile);
     const char* ahead = cache_.values_at(at, slot);
-    const uint32_t* keys = cache_.key_words(at, slot, groups, words_of(team), ahead);
+    const uint32_t* keys = cache_.key_words(at, slot, groups, tile.packed, words_of(team), ahead);
     const Rows rows = {queries_at(place(tile.first, kv)), row_size_};
     const size_t apart = (size_t)words_ * kLanes;
-    if (cache_.scales_values()) ahead = nullptr;
+    if (cache_.widens()) ahead = nullptr;
     if constexpr (kInTiles) {
       multiply_columns_in_tiles([&](int s) { return keys + s * step_words_ * kLanes; }, words_ / step_words_,
                                 step_words_, kLanes, apart, groups, TileRows(queries), rows, false, out, ahead);
@@ -491,13 +517,14 @@ class Attention {
   }
 
   // Weighted sums over values from .. of a chunk.
-  void mix(const CacheHead& at, int chunk, int from, const Query* queries, int count, const Team& team) const {
+  void mix(const CacheHead& at, int packed, int chunk, int from, const Query* queries, int count,
+           const Team& team) const {
     int most = 0;
     for (int i = 0; i < count; ++i) most = std::max(most, queries[i].range.shared);
-    const ChunkValues values = chunk_values(at, chunk, from, most, team);
+    const ChunkValues values = chunk_values(at, packed, chunk, from, most, team);
     for (int i = 0; i < count; i += queries_per_mix())
       mix_some(at, values, chunk, from, queries + i, std::min(queries_per_mix(), count - i),
-               !i && !cache_.scales_values());
+               !i && !cache_.widens());
   }
 
   // The values of a chunk, by blocks of the cache: the words of each, and bytes to prefetch while they are read.
@@ -507,14 +534,14 @@ class Attention {
   };
 
   // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched
-  // meanwhile.
-  ChunkValues chunk_values(const CacheHead& at, int chunk, int from, int to, const Team& team) const {
+  // meanwhile. packed: first slots that are read from packed groups.
+  ChunkValues chunk_values(const CacheHead& at, int packed, int chunk, int from, int to, const Team& team) const {
     ChunkValues out = {};
     for (int b = from / kCacheBlock; b * kCacheBlock < to; ++b) {
       const int begin = b * kCacheBlock, slot = chunk * kChunk + begin;
       out.ahead[b] = cache_.keys_at(at, cache_.has(at, slot + kChunk) ? slot + kChunk : slot);
       uint32_t* scratch = words_of(team) + (size_t)begin * words_;
-      out.words[b] = cache_.value_words(at, slot, std::min(kCacheBlock, to - begin), scratch, out.ahead[b]);
+      out.words[b] = cache_.value_words(at, slot, std::min(kCacheBlock, to - begin), packed, scratch, out.ahead[b]);
     }
     return out;
   }
@@ -591,7 +618,7 @@ class Attention {
     }
     together = std::max(from, std::min(together, round_up(written, step)));
     const int whole = std::min(together, std::max(from, written / step * step));
-    const ChunkValues values = chunk_values(at, chunk, from, whole, team);
+    const ChunkValues values = chunk_values(at, tile.packed, chunk, from, whole, team);
     uint32_t* own = values_of(team);
     if (together > whole) gather(at, {chunk * kChunk + written, chunk * kChunk + written, nullptr}, chunk, whole, own);
     const auto values_at = [&](int s) { return from + s * step < whole ? words_from(values, from + s * step) : own; };

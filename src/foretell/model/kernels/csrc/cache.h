@@ -16,6 +16,7 @@
 #include <cmath>
 
 #include "interface.h"
+#include "packed_groups.h"
 #include "precisions.h"
 #include "threads.h"
 
@@ -29,6 +30,7 @@ struct CacheHead {
   uint8_t *low_keys, *low_values;    // of numbers in two parts
   float *key_scales, *value_scales;  // of int8 and int4 numbers
   const int32_t* table;
+  PackedHead packed;
 
   // Where a slot of the row lies, in slots of the whole head; the slots of a block follow one another.
   size_t place(int slot) const { return (size_t)table[slot / kCacheBlock] * kCacheBlock + slot % kCacheBlock; }
@@ -47,7 +49,8 @@ class CacheLayout {
         two_parts_(cache.k_low != nullptr),
         reads_halves_(scaled_ && (cache.bits == 4 || (two_parts_ && cache.coarse))),
         stored_dim_(scaled_ && (cache.bits == 4 || two_parts_) ? head_dim / 2 : head_dim),
-        number_bytes_(scaled_ ? 1 : 4 / C::kDepth) {}
+        number_bytes_(scaled_ ? 1 : 4 / C::kDepth),
+        packed_(cache, kv_heads, head_dim) {}
 
   CacheHead head(int layer, int row, int kv) const {
     const size_t i = ((size_t)layer * kv_heads_ + kv) * cache_.blocks * kCacheBlock;
@@ -55,7 +58,7 @@ class CacheLayout {
     const size_t size = (size_t)stored_dim_ * number_bytes_;
     return {part(cache_.k, size), part(cache_.v, size), part(cache_.k_low, size), part(cache_.v_low, size),
             (float*)part(cache_.k_scale, 4), (float*)part(cache_.v_scale, 4),
-            cache_.table + (size_t)row * cache_.row_blocks};
+            cache_.table + (size_t)row * cache_.row_blocks, packed_.head(layer, row, kv)};
   }
 
   // Where the keys and values of slots from a multiple of 16 on begin.
@@ -131,19 +134,52 @@ class CacheLayout {
     at.value_scales[target] = from.value_scales[source];
   }
 
+  // Packs the keys and values of the group from a slot on, which are stored whole.
+  void pack(const CacheHead& at, int slot) const {
+    const size_t place = at.place(slot);
+    const auto* keys = (const uint32_t*)at.keys;
+    const auto* values = (const uint32_t*)at.values;
+    packed_.pack_keys(at.packed, slot, [&](int h, int d) {
+      const size_t word = (place / kLanes + h) * words_ + d / C::kDepth;
+      return C::number(load<Word>(keys + word * kLanes), d % C::kDepth);
+    });
+    packed_.pack_values(at.packed, slot, [&](int s, int i) {
+      const size_t word = (place + s) / C::kDepth * dim_ + (size_t)i * kLanes;
+      return C::number(load<Word>(values + word), (int)(place + s) % C::kDepth);
+    });
+  }
+  const PackedGroups<C>& packed() const { return packed_; }
+
+  // Whether keys and values must be widened to words.
+  bool widens() const { return scaled_ || packed_.any(); }
   // Words of scratch memory that reading so many keys or values at once needs.
-  size_t scratch_words(int keys) const { return scaled_ ? (size_t)keys * words_ : 0; }
+  size_t scratch_words(int keys) const { return widens() ? (size_t)keys * words_ : 0; }
 
   // The words of groups of 16 keys from a slot on, all in one block: [group][word][key]. Where they must be widened,
-  // as many bytes from `ahead` on are prefetched meanwhile.
-  const uint32_t* key_words(const CacheHead& at, int slot, int groups, uint32_t* scratch, const char* ahead) const {
+  // as many bytes from `ahead` on are prefetched meanwhile. packed: the first slots that are read packed; the groups
+  // lie on one side of it.
+  const uint32_t* key_words(const CacheHead& at, int slot, int groups, int packed, uint32_t* scratch,
+                            const char* ahead) const {
+    if (slot < packed) {
+      packed_.key_words(at.packed, slot, groups, scratch);
+      return scratch;
+    }
     if (!scaled_) return (const uint32_t*)keys_at(at, slot);
     return widen(at.keys, at.low_keys, at.place(slot) * stored_dim_, groups, words_, scratch, ahead);
   }
 
   // The words of the values of `count` slots from a multiple of kDepth on, all in one block:
-  // [slot / kDepth][dimension].
-  const uint32_t* value_words(const CacheHead& at, int slot, int count, uint32_t* scratch, const char* ahead) const {
+  // [slot / kDepth][dimension]. packed: see `key_words`, but values may lie on both sides.
+  const uint32_t* value_words(const CacheHead& at, int slot, int count, int packed, uint32_t* scratch,
+                              const char* ahead) const {
+    if (slot < packed) {
+      const int narrow = std::min(count, packed - slot);
+      packed_.value_words(at.packed, slot, narrow, scratch);
+      if (narrow < count)
+        std::memcpy(scratch + (size_t)narrow * words_, values_at(at, slot + narrow),
+                    4 * (size_t)((count - narrow + C::kDepth - 1) / C::kDepth) * dim_);
+      return scratch;
+    }
     if (!scaled_) return (const uint32_t*)values_at(at, slot);
     return widen(at.values, at.low_values, at.place(slot) * stored_dim_, count / C::kDepth, dim_ / kLanes, scratch,
                  ahead);
@@ -280,6 +316,7 @@ class CacheLayout {
   const bool reads_halves_;  // reads 4 bits of a number
   const int stored_dim_;     // numbers of a head in bytes of their own, or half of them
   const int number_bytes_;
+  const PackedGroups<C> packed_;
 };
 
 // Copies slots of a row to target, target + 1, ... in all layers.

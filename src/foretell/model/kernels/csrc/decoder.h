@@ -34,10 +34,10 @@ class ForwardPass {
         inner_width_(std::max({ffn_, model.heads * model.head_dim, input_width(layers, first, last),
                                cache.states ? StatePass::output_width(*cache.states) : 0})),
         operands_(layout.count,
-                  std::max({layers[first].qkv.in, inner_width_, model.hidden, model.heads * model.head_dim, ffn_,
-                            experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
+                  std::max({reader(layers[first].qkv).in, inner_width_, model.hidden, model.heads * model.head_dim,
+                            ffn_, experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
                             latent_of_ ? latent_of_->query_rank : 0, widest_predictor(layers, first, last)}),
-                  team),
+                  team, largest_rank(layers, first, last)),
         qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
         inner_(buffer<float>((size_t)layout.count * inner_width_)),
         product_(buffer<float>((size_t)layout.count * model.hidden)) {
@@ -48,9 +48,9 @@ class ForwardPass {
     if (cache.states) states_.emplace(*cache.states, layout.count, team);
   }
 
-  // Every thread of the team runs this. expert_counts [last - first]: receives the number of experts that each layer
-  // read, 0 for dense layers; or null.
-  void run(const HiddenLayers& hidden, int32_t* expert_counts, const Team& team) const {
+  // Every thread of the team runs this. routes [last - first, tokens, active]: receives the experts of every token in
+  // layers that have some; or null.
+  void run(const HiddenLayers& hidden, int32_t* routes, const Team& team) const {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
@@ -58,9 +58,13 @@ class ForwardPass {
         write_keys(i, team);
       else if (layers_[i].attention)
         layers_[i].state ? mix(i, team) : layers_[i].latent ? attend_latent(i, team) : attend(i, team);
-      const int experts = layers_[i].mlp ? feed_forward(i, team) : 0;
+      else
+        take_shortcut(layers_[i].attention_shortcut, team);
+      if (layers_[i].mlp) feed_forward(i, team);
+      if (routes && layers_[i].mlp && layers_[i].experts && !team.thread)
+        experts_->copy_routes(routes + (size_t)(i - first_) * experts_->entries());
+      if (!layers_[i].mlp) take_shortcut(layers_[i].mlp_shortcut, team);
       finish(layers_[i], team);
-      if (expert_counts && !team.thread) expert_counts[i - first_] = experts;
     }
   }
 
@@ -75,17 +79,20 @@ class ForwardPass {
     const Layer& layer = layers_[i];
     const bool given = attention_input_ && i == first_;
     const int width = layer.reads_keys ? m_.heads * m_.head_dim : qkv_width_;
-    operands_.multiply(layer.qkv, given ? attention_input_ : x_, layer.qkv.in, given ? nullptr : layer.attention_norm,
-                       m_.eps, {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0}, &layer.output, team);
+    operands_.multiply(layer.qkv, given ? attention_input_ : x_, reader(layer.qkv).in,
+                       given ? nullptr : layer.attention_norm, m_.eps,
+                       {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0}, &reader(layer.output), team);
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
+    attention_.pack(layer.store, team);
     const bool gated = layer.attention_gate.words;
     if (gated)
       attend_gated(layer, team);
     else
       attention_.attend(layer, layer.store, inner_.get(), team);
     team.barrier();
+    take_shortcut(layer.attention_shortcut, team);
     add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, after_attention(i), team, !gated);
   }
 
@@ -97,11 +104,12 @@ class ForwardPass {
     const bool apart = layer.qkv.next && layer.qkv.out == queries;
     const Weight& keys = apart ? *layer.qkv.next : layer.qkv;
     const int width = apart ? qkv_width_ - queries : qkv_width_;
-    operands_.multiply(keys, x_, keys.in, layer.attention_norm, m_.eps,
+    operands_.multiply(keys, x_, m_.hidden, layer.attention_norm, m_.eps,
                        {qkv_.get() + (apart ? queries : 0), qkv_width_, width, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
     team.barrier();
+    attention_.pack(layer.store, team);
   }
 
   // Attention, multiplied by the sigmoid of its gates.
@@ -146,13 +154,13 @@ class ForwardPass {
   }
 
   static const Weight* of_network(const Layer& layer) {
-    return layer.experts && !layer.gate_up.words ? &layer.experts->router : &layer.gate_up;
+    return layer.experts && !layer.gate_up.words ? &layer.experts->router : &reader(layer.gate_up);
   }
   // The weight that is read next, which is prefetched; null: there is none.
   const Weight* after_layer(int i) const {
     if (i + 1 == last_) return nullptr;
     const Layer& next = layers_[i + 1];
-    return next.qkv.words ? &next.qkv : of_network(next);
+    return next.qkv.words ? &reader(next.qkv) : of_network(next);
   }
   const Weight* after_attention(int i) const {
     const Weight* own = of_network(layers_[i]);
@@ -173,14 +181,21 @@ class ForwardPass {
     return widest;
   }
 
+  static int largest_rank(const Layer* layers, int first, int last) {
+    int rank = 0;
+    for (int i = first; i < last; ++i)
+      for (const Weight* w : {&layers[i].qkv, &layers[i].output, &layers[i].gate_up, &layers[i].down})
+        if (w->factor) rank = std::max(rank, w->factor->out);
+    return rank;
+  }
+
   static const Experts* first_experts(const Layer* layers, int first, int last) {
     for (int i = first; i < last; ++i)
       if (layers[i].experts) return layers[i].experts;
     return nullptr;
   }
 
-  // Returns the number of experts that were read; 0: the layer is dense.
-  int feed_forward(int i, const Team& team) const {
+  void feed_forward(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const Weight* following = after_layer(i);
     if (layer.experts && layer.down.words) return dense_and_experts(layer, following, team);
@@ -189,18 +204,19 @@ class ForwardPass {
       sparse_->run(layer, x_, inner_.get(), operands_, team);
       add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
       if (layer.sparse->places && !team.thread) give_back(*layer.sparse->places, m_.ffn);
-      return 0;
+      return;
     }
+    const Weight& down = reader(layer.down);
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
-                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
-                       &layer.down, team);
+                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down.operand}, &down,
+                       team);
     team.barrier();
+    take_shortcut(layer.mlp_shortcut, team);
     add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
-    return 0;
   }
 
   // A dense network and experts, each with its own norm, and the norm of their sum.
-  int dense_and_experts(const Layer& layer, const Weight* following, const Team& team) const {
+  void dense_and_experts(const Layer& layer, const Weight* following, const Team& team) const {
     const Experts& e = *layer.experts;
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
                        {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, layer.down.operand},
@@ -209,7 +225,7 @@ class ForwardPass {
     multiply(layer.down, inner_operands(ffn_, layer.down, true, team), tokens_,
              {product_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, &e.router, team);
     team.barrier();
-    const int used = experts_->run(layer, x_, inner_.get(), operands_, following, team);
+    experts_->run(layer, x_, inner_.get(), operands_, following, team);
     const auto [from, to] = team.share(tokens_);
     for (int t = from; t < to; ++t) {
       float *dense = product_.get() + (size_t)t * m_.hidden, *sum = inner_.get() + (size_t)t * m_.hidden;
@@ -221,7 +237,6 @@ class ForwardPass {
       for (int i = 0; i < m_.hidden; ++i) residual[i] += m_.residual_scale * dense[i];
     }
     team.barrier();
-    return used;
   }
 
   // What follows attention and feed-forward: per-layer inputs, and the factor on the residual stream.
@@ -268,12 +283,25 @@ class ForwardPass {
     return {(const uint32_t*)inner_.get(), (size_t)stride};
   }
 
+  // The product of the residual stream with a shortcut, where the layer has one, takes its place.
+  void take_shortcut(const Weight& w, const Team& team) const {
+    if (!w.words) return;
+    operands_.multiply(w, x_, m_.hidden, nullptr, 0, {product_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0},
+                       nullptr, team);
+    team.barrier();
+    const auto [from, to] = team.share(tokens_);
+    std::memcpy(x_ + (size_t)from * m_.hidden, product_.get() + (size_t)from * m_.hidden,
+                4 * (size_t)(to - from) * m_.hidden);
+    team.barrier();
+  }
+
   // Adds the product of the inner operands with w, normed where the architecture asks for it, to the residual stream.
   void add_to_residual(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team,
                        bool rounded = true) const {
     const bool adds = !norm && m_.residual_scale == 1;
     float* y = adds ? x_ : product_.get();
-    multiply(w, inner_operands(stride, w, rounded, team), tokens_,
+    const Rows inner = inner_operands(stride, reader(w), rounded, team);
+    multiply(w, w.factor ? operands_.through_factor(w, inner, team) : inner, tokens_,
              {y, m_.hidden, m_.hidden, adds ? Epilogue::kAdd : Epilogue::kStore, 0, 0}, next, team);
     team.barrier();
     if (adds) return;
@@ -307,12 +335,12 @@ class ForwardPass {
 
 template <class C>
 void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
-               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* expert_counts,
+               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* routes,
                int threads) {
   const ForwardPass<C> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
   Barrier barrier_state;
 #pragma omp parallel num_threads(threads)
-  pass.run(hidden, expert_counts, Team::current(barrier_state));
+  pass.run(hidden, routes, Team::current(barrier_state));
 }
 
 // The first token that points outside the cache or the rotary tables, or has no visible key; -1: there is none.
@@ -326,7 +354,12 @@ int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache
     };
     const VisibleKeys keys = visible_keys_of(layout, i);
     bool valid = has(layout.slot[i]) && keys.prefix >= 0 && keys.length > 0;
-    for (int slot = 0; valid && slot < keys.prefix; slot += kCacheBlock) valid = has(slot);
+    const int packed = packed_slots_for(cache, layout.position[i], keys.prefix);
+    valid = valid && packed <= cache.packed_row_blocks * kCacheBlock;
+    for (int slot = 0; valid && slot < packed; slot += kCacheBlock)
+      valid = within(cache.packed_table[(size_t)layout.row[i] * cache.packed_row_blocks + slot / kCacheBlock],
+                     cache.packed_blocks);
+    for (int slot = packed; valid && slot < keys.prefix; slot += kCacheBlock - slot % kCacheBlock) valid = has(slot);
     for (int j = keys.prefix; valid && j < keys.length; ++j) valid = has(keys.slot(j));
     if (!valid) return i;
   }
@@ -335,11 +368,11 @@ int first_invalid_token(const Model& m, const Layout& layout, const Cache& cache
 
 int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
               const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int threads,
-              int32_t* expert_counts = nullptr) {
+              int32_t* routes = nullptr) {
   const int invalid = first_invalid_token(m, layout, cache);
   if (invalid >= 0 || !layout.count || first == last) return invalid;
   const auto run = m.cache_kind == kFloat32 ? run_stack<Float32> : run_stack<Bfloat16>;
-  run(m, layers, first, last, x, attention_input, layout, cache, hidden, expert_counts, threads);
+  run(m, layers, first, last, x, attention_input, layout, cache, hidden, routes, threads);
   return -1;
 }
 

@@ -112,9 +112,9 @@ class ExpertPass {
     if (e.weighs_inputs) weighted_operands_.emplace(entries_, model.hidden, team);
   }
 
-  // Adds a layer's network to the residual stream x, or where `out` is not null writes its output there; returns the
-  // number of experts that it read. `operands` are large enough for hidden and shared_ffn inputs.
-  int run(const Layer& layer, float* x, float* out, const Operands& operands, const Weight* following,
+  // Adds a layer's network to the residual stream x, or where `out` is not null writes its output there. `operands` are
+  // large enough for hidden and shared_ffn inputs.
+  void run(const Layer& layer, float* x, float* out, const Operands& operands, const Weight* following,
           const Team& team) const {
     const Experts& e = *layer.experts;
     const float *router_norm = e.router_norm ? e.router_norm : layer.mlp_norm,
@@ -136,7 +136,7 @@ class ExpertPass {
             : gather(routes, operands.prepare(e.gate_up->operand, x, m_.hidden, m_.hidden, input_norm, m_.eps, team),
                      team);
     const int32_t down = e.down->operand;
-    const int used = multiply_experts(
+    multiply_experts(
         e.gate_up, routes, rows, tokens_ > 1 || e.weighs_inputs,
         {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down}, nullptr, team);
     team.barrier();
@@ -155,8 +155,13 @@ class ExpertPass {
     team.barrier();
     add_parts(e, routes, x, out, team);
     team.barrier();
-    return used;
   }
+
+  // (token, expert) pairs of a layer.
+  size_t entries() const { return (size_t)entries_; }
+
+  // Copies the experts of the tokens of the last layer, [tokens, active]; for the first thread of the team.
+  void copy_routes(int32_t* out) const { std::copy_n(expert_.get(), entries_, out); }
 
  private:
   // The experts of the tokens, [tokens, active], ascending per token, with their weights, and the place of every pair
@@ -215,22 +220,20 @@ class ExpertPass {
   }
 
   // Products of every expert that has tokens; its rows are those of its places, or row 0 for all.
-  int multiply_experts(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, Output output,
+  void multiply_experts(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, Output output,
                        const Weight* following, const Team& team) const {
     const auto next_used = [&](int e) {
       while (e < count_ && routes.first[e] == routes.first[e + 1]) ++e;
       return e;
     };
     float* const y = output.y;
-    int used = 0;
-    for (int e = next_used(0); e < count_; ++used) {
+    for (int e = next_used(0); e < count_;) {
       const int first = routes.first[e], next = next_used(e + 1);
       output.y = y + (size_t)first * output.stride;
       multiply(weights[e], {rows.words + (by_place ? first * rows.stride : 0), rows.stride},
                routes.first[e + 1] - first, output, next < count_ ? weights + next : following, team);
       e = next;
     }
-    return used;
   }
 
   // Adds each token's weighted products, in order of expert index, and then those of its shared expert, to x or, where

@@ -9,7 +9,7 @@ extern "C" {
 constexpr int kMaxHeadDim = 576;
 constexpr int kMaxGroup = 16;  // query heads per key-value head
 
-constexpr int kAbiVersion = 2;  // raised when the meaning of a field changes but its layout does not
+constexpr int kAbiVersion = 3;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), as blocks of a GGUF file, as
 // bfloat16 of which two in four inputs may not be zero, or by input; see by_input.h.
@@ -59,6 +59,7 @@ struct Weight {           // one packed linear layer
   float threshold;     // stored by input: inputs of at most this magnitude count as zero
   int32_t stored_in;   // inputs of the panels, of which the first `in` are read; 0: all
   const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
+  const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
 };
 
 // How the neurons of a token are chosen: by the magnitude of their activated gate (CATS, arXiv 2404.08763), or by the
@@ -157,6 +158,9 @@ struct Layer {
   int32_t input_first;
   float scale;  // multiplies the residual stream after the layer; 0: nothing does
   const SparseMlp* sparse;  // what takes the place of gate_up; `down` is then stored by input. Or null
+  // Multiply the residual stream before the output of attention or of the feed-forward network is added (SliceGPT,
+  // arXiv 2401.15024); words null: nothing does.
+  Weight attention_shortcut, mlp_shortcut;
 };
 
 struct Model {
@@ -282,6 +286,13 @@ struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slot
   int32_t blocks, rows, row_blocks;
   int32_t bits;    // of a number with a scale: 8 or 4
   int32_t coarse;  // whether only the upper halves of numbers in two parts are read
+  // Packed groups, see packed_groups.h: [layers, kv_heads, packed_blocks, ...] per block of kCacheBlock slots
+  void *k_packed, *v_packed, *k_range, *v_range;
+  const int32_t* packed_table;  // [rows, packed_row_blocks]
+  const int32_t* packed_slots;  // [rows]: slots from 0 on that are packed in all layers
+  int32_t packed_blocks, packed_row_blocks;
+  int32_t packed_bits;      // of a level: 4 or 2; 0: nothing is packed
+  int32_t packed_residual;  // tokens before a token whose groups it reads whole
   const States* states;  // of the layers with a recurrent state; or null
 };
 }

@@ -22,15 +22,15 @@ extern "C" {
 
 // Runs the residual stream x [tokens, hidden] in place through layers first .. last - 1. attention_input [tokens, in of
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
-// the stream before the layers that `hidden_layers` names, ascending. expert_counts [last - first]: receives the
-// number of experts that each layer read, 0 for dense layers; or null. Returns -1, or the first token that points
-// outside the cache or the rotary tables; then nothing was computed.
+// the stream before the layers that `hidden_layers` names, ascending. routes [last - first, tokens, active]: receives
+// the experts of every token in layers that have some; or null. Returns -1, or the first token that points outside the
+// cache or the rotary tables; then nothing was computed.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
-                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* expert_counts,
+                       const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* routes,
                        int32_t threads) {
   return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
-               threads, expert_counts);
+               threads, routes);
 }
 
 // Advances the recurrent states of a row, those of this side, in all layers along recorded nodes.
@@ -48,11 +48,11 @@ void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width
 // A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
 // layers that `hidden_layers` names, ascending; the last of them is the embeddings, and receives the output of the
 // last layer. normed: receives the final norm of that output, [tokens, hidden], or, where `norm_scored_only` is set,
-// [scored, hidden]. logits [scored, outputs of the head]. Returns as foretell_stack.
+// [scored, hidden]. logits [scored, outputs of the head]. routes: as of foretell_stack, which it returns as.
 int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Weight* head,
                            int32_t width, const float* norm, const TreePass* pass,
                            const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
-                           float* normed, int32_t norm_scored_only, float* logits, int32_t* expert_counts,
+                           float* normed, int32_t norm_scored_only, float* logits, int32_t* routes,
                            int32_t threads) {
   number_nodes(*pass, [&](int i) { return pass->active[i]; }, pass->hidden_index);
   const int scored =
@@ -62,7 +62,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
   const int tokens = trees.layout().count;
   float* x = hidden_states + (size_t)count * (size_t)tokens * d;
   const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
-                                {hidden_layers, count, hidden_states}, threads, expert_counts);
+                                {hidden_layers, count, hidden_states}, threads, routes);
   if (invalid >= 0) return invalid;
   Buffer<float> gathered;
   const float* head_input = normed;
@@ -314,7 +314,8 @@ const char* foretell_abi() {
       F(NeuronPlaces, file_records), F(NeuronPlaces, hot), F(NeuronPlaces, record_words), F(NeuronPlaces, file),
       F(NeuronPlaces, offset), F(NeuronPlaces, counts));
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
-      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places));
+      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places),
+      F(Weight, factor));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
@@ -342,7 +343,7 @@ const char* foretell_abi() {
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
       F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
       F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first),
-      F(Layer, scale), F(Layer, sparse));
+      F(Layer, scale), F(Layer, sparse), F(Layer, attention_shortcut), F(Layer, mlp_shortcut));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
       F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));
@@ -373,6 +374,9 @@ const char* foretell_abi() {
       F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
       F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
+      F(Cache, k_packed), F(Cache, v_packed), F(Cache, k_range), F(Cache, v_range), F(Cache, packed_table),
+      F(Cache, packed_slots), F(Cache, packed_blocks), F(Cache, packed_row_blocks), F(Cache, packed_bits),
+      F(Cache, packed_residual),
       F(Cache, states));
 #undef S
 #undef F

@@ -73,6 +73,9 @@ void widen_words(const uint32_t* block, int group, uint32_t* words) {
 
 inline bool has_blocks(const Weight& w) { return w.kind > kInt8; }
 
+// The weight that reads the inputs of a layer: the factor where it has one.
+inline const Weight& reader(const Weight& w) { return w.factor ? *w.factor : w; }
+
 inline bool is_by_input(const Weight& w) { return w.kind >= kFloat32ByInput; }
 
 inline size_t row_words(int32_t operand, int in) {
@@ -323,15 +326,17 @@ inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& o
   });
 }
 
-// The activations of a product: normed where asked for, and rounded to the operand.
+// The activations of a product: normed where asked for, and rounded to the operand. rank: outputs of the largest
+// factor.
 class Operands {
  public:
-  Operands(int tokens, int widest, const Team& team)
+  Operands(int tokens, int widest, const Team& team, int rank = 0)
       : every_thread_prepares_all_(tokens <= kFewTokens),
         tokens_(tokens),
         row_size_((size_t)round_up(widest, 64)),
         words_(buffer<uint32_t>((size_t)tokens * (every_thread_prepares_all_ ? team.threads : 1) * row_size_)),
-        rows_(buffer<float>(team.threads * row_size_)) {}
+        rows_(buffer<float>(team.threads * row_size_)),
+        latent_(buffer<float>((size_t)tokens * rank)) {}
 
   // Every thread prepares its share and waits for the others; for few tokens every thread prepares all of them, which
   // is quicker than waiting.
@@ -357,12 +362,22 @@ class Operands {
     return {words, stride};
   }
 
+  // The activations of w, where it has a factor, from those of the factor.
+  Rows through_factor(const Weight& w, const Rows& x, const Team& team) const {
+    multiply_factor(w, x, team);
+    return prepare(w.operand, latent_.get(), w.in, w.in, nullptr, 0, team);
+  }
+
   // Products with all parts of w, which write their outputs side by side. A part with another operand than the one
   // before prepares the activations again. Threads do not wait at the end.
   void multiply(const Weight& w, const float* x, int x_stride, const float* norm, float eps, Output output,
                 const Weight* following, const Team& team) const {
     Rows rows = {};
     int32_t prepared = -1;
+    if (const Weight* f = w.factor) {
+      multiply_factor(w, prepare(f->operand, x, f->in, x_stride, norm, eps, team), team);
+      x = latent_.get(), x_stride = w.in, norm = nullptr;
+    }
     for (const Weight* part = &w; part; part = part->next) {
       if (part->operand != prepared) {
         if (prepared >= 0) team.barrier();
@@ -376,12 +391,18 @@ class Operands {
   }
 
  private:
+  void multiply_factor(const Weight& w, const Rows& x, const Team& team) const {
+    const int rank = w.factor->out;
+    ::multiply(*w.factor, x, tokens_, {latent_.get(), rank, rank, Epilogue::kStore, 0, 0}, &w, team);
+    team.barrier();
+  }
+
   static constexpr int kFewTokens = 4;
   const bool every_thread_prepares_all_;
   const int tokens_;
   const size_t row_size_;
   const Buffer<uint32_t> words_;
-  const Buffer<float> rows_;
+  const Buffer<float> rows_, latent_;
 };
 
 inline void linear(const Weight& w, const float* x, float* y, int tokens, int width, int threads) {

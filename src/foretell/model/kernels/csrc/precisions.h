@@ -11,9 +11,10 @@ namespace {
 struct Float32 {
   static constexpr int kDepth = 1;  // numbers in a word
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
-  // Number i of every word as number 0, the others 0; and number 0 of every word as number i.
+  // Number i of every word as number 0, the others 0; number 0 of every word as number i; number i of every word.
   static Word take(Word w, int) { return w; }
   static Word place(Word w, int) { return w; }
+  static Float number(Word w, int) { return (Float)w; }
   // The words of 16 * kDepth numbers.
   static Word from_int8(const int8_t* x) { return (Word)to_float(load_bytes<int8_t>(x)); }
   // The same from numbers n of 4 bits, which stand for 2 n - 15: those of the lower halves of 16 * kDepth bytes, and
@@ -35,6 +36,7 @@ struct Bfloat16 {
   static Float step(Float acc, Word w, Word x) { return dot_bfloat16(acc, w, x); }
   static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
   static Word place(Word w, int i) { return i ? w << 16 : w; }
+  static Float number(Word w, int i) { return (Float)(i ? w & splat(0xFFFF0000u) : w << 16); }
   static Word from_int8(const int8_t* x) {
 #if FORETELL_BF16
     const Float low = to_float(load_bytes<int8_t>(x)), high = to_float(load_bytes<int8_t>(x + kLanes));

@@ -1,0 +1,127 @@
+"""Methods whose drafter predicts all tokens of a draft in one pass: DFlash, P-EAGLE, PARD."""
+
+from foretell.accept import Match
+from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.entry import Entry, Paper
+from foretell.catalogue.feature_level import method_of_levels
+from foretell.catalogue.options.feature_level import DFlashOptions
+from foretell.catalogue.speculators import trained_speculator
+from foretell.draft import DFlashDrafter, PardDrafter, PEagleDrafter
+from foretell.engine.method import AnyMethod
+from foretell.shape import CostAwareTree
+from foretell.speculator.network.dflash import DFlash
+from foretell.speculator.network.p_eagle import PEagle
+from foretell.speculator.network.pack import pack_network
+from foretell.speculator.network.pard import PardNetwork
+
+_LEVELS = "tokens in a pass, one for each level"
+
+
+def dflash(context: BuildContext, options: DFlashOptions) -> AnyMethod:
+    """DFlash with the tree of the options."""
+    network = trained_speculator(context, "dflash")
+    assert isinstance(network, DFlash)
+    return dflash_method(pack_network(network), options)
+
+
+def dflash_method(network: DFlash, options: DFlashOptions) -> AnyMethod:
+    """DFlash with matching; sampled drafts with rejection sampling.
+
+    Raises:
+        ValueError: the tree is deeper than the blocks that the network was trained for.
+    """
+    kind = f"predicted tokens in a block of {network.config.block_size}, one for each level"
+    return method_of_levels(DFlashDrafter(network), network.depth, kind, options)
+
+
+def p_eagle(context: BuildContext, options: DFlashOptions) -> AnyMethod:
+    """P-EAGLE with the tree of the options."""
+    network = trained_speculator(context, "p_eagle")
+    assert isinstance(network, PEagle)
+    return p_eagle_method(pack_network(network), options)
+
+
+def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
+    """P-EAGLE with matching; sampled drafts with rejection sampling.
+
+    Raises:
+        ValueError: the tree is deeper than the network was trained for.
+    """
+    return method_of_levels(PEagleDrafter(network), network.depth, _LEVELS, options)
+
+
+def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
+    """PARD with the tree of the options."""
+    network = trained_speculator(context, "pard")
+    assert isinstance(network, PardNetwork)
+    return pard_method(network, options)
+
+
+def pard_method(network: PardNetwork, options: DFlashOptions) -> AnyMethod:
+    """PARD with matching; sampled drafts with rejection sampling.
+
+    Raises:
+        ValueError: the tree is deeper than the network was trained for.
+    """
+    return method_of_levels(PardDrafter(network), network.depth, _LEVELS, options)
+
+
+ENTRIES = (
+    Entry(
+        name="dflash",
+        family="feature level",
+        description=(
+            "A few layers over the target's hidden states fill a block of masks in one pass; the most probable tree of "
+            "its distributions is verified."
+        ),
+        when_to_use=(
+            "where many tokens are drafted at a time: a deeper draft costs no further pass, where EAGLE pays one per "
+            "level."
+        ),
+        papers=(
+            Paper("DFlash: Block Diffusion for Flash Speculative Decoding", "2602.06036"),
+            Paper("Accelerating Speculative Decoding with Block Diffusion Draft Trees", "2604.12989"),
+        ),
+        drafter=DFlashDrafter,
+        shape=CostAwareTree,
+        acceptor=Match,
+        builder=dflash,
+        options=DFlashOptions,
+        speculator="dflash",
+        aliases=("block_diffusion",),
+    ),
+    Entry(
+        name="p_eagle",
+        family="feature level",
+        description=(
+            "EAGLE-3's layers with masks in place of the tokens and states that do not exist yet, so that one pass "
+            "gives the distributions of all depths; their most probable tree is verified."
+        ),
+        when_to_use="where EAGLE's passes, one per level, are what limits the depth of its drafts.",
+        papers=(Paper("P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", "2602.01469"),),
+        drafter=PEagleDrafter,
+        shape=CostAwareTree,
+        acceptor=Match,
+        builder=p_eagle,
+        options=DFlashOptions,
+        speculator="p_eagle",
+        aliases=("parallel_eagle",),
+    ),
+    Entry(
+        name="pard",
+        family="draft model",
+        description=(
+            "A draft model reads mask tokens behind the sequence, so that one pass gives the distributions of all "
+            "depths; their most probable tree is verified."
+        ),
+        when_to_use="in place of `draft_model`, where its passes, one per token, are what limits the length of drafts.",
+        papers=(Paper("PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation", "2504.18583"),),
+        drafter=PardDrafter,
+        shape=CostAwareTree,
+        acceptor=Match,
+        builder=pard,
+        options=DFlashOptions,
+        speculator="pard",
+        aliases=("parallel_draft_model",),
+    ),
+)

@@ -1,0 +1,122 @@
+"""ReDrafter: a recurrent network over the drafted tokens, beside the target's last hidden state."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import nn
+
+from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
+
+T = TypeVar("T")
+_INIT_SCALE = 0.1
+"""Size of the random part of the first outputs, relative to the target's state."""
+
+
+class ReDrafterConfig(SpeculatorConfig):
+    """Configuration of a ReDrafter."""
+
+    kind: Literal["redrafter"] = "redrafter"
+    stages: int = Field(5, ge=1, le=64)
+    """Tokens that it was trained to draft."""
+    inner: int = Field(1024, ge=1)
+    """Width of the recurrent state."""
+    layers: int = Field(2, ge=0)
+    """Residual layers between the state and the target's head."""
+
+
+class ReDrafter(Speculator):
+    """ReDrafter (arXiv 2403.09919): the state `s_i = SiLU(A s_(i-1) + B emb(token_(i-1)))` starts at zero; with the
+    target's last hidden state `h` it gives the input of the target's head, through residual layers. All steps share
+    their weights.
+    """
+
+    kind = "redrafter"
+
+    def __init__(self, config: ReDrafterConfig, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(config, embedding_and_head)
+        self.config: ReDrafterConfig = config
+        d, e = embedding_and_head.hidden, config.inner
+        self.recur = nn.Linear(e, e, bias=False)
+        self.token = nn.Linear(d, e)
+        self.combine = nn.Linear(d + e, d, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(d, d) for _ in range(config.layers))
+        self.native = None
+        """There is no kernel for the whole network; its matrices are packed."""
+        self._init_weights()
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        """The first outputs are the target's state and a little noise; the state adds nothing yet."""
+        table = self.get_buffer("_embedding")[:1000].float() * self.embedding_scale
+        nn.init.orthogonal_(self.recur.weight, 0.5)
+        nn.init.normal_(self.token.weight, 0, 1 / float(table.norm(dim=-1).mean()))
+        nn.init.zeros_(self.token.bias)
+        d = self.combine.out_features
+        nn.init.normal_(self.combine.weight, 0, _INIT_SCALE * self.config.inner**-0.5)
+        self.combine.weight[:, :d] = torch.eye(d)
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The input of the target's output head."""
+        return (self.target_info.layers + 1,)
+
+    @property
+    def stages(self) -> int:
+        """Tokens that it was trained to draft: the maximum depth."""
+        return self.config.stages
+
+    def initial_state(self, features: Sequence[Float[torch.Tensor, "*t d"]]) -> Float[torch.Tensor, "*t w"]:
+        """The target's state and a recurrent state of zeros."""
+        h = features[0].to(self.dtype)
+        return torch.cat((h, h.new_zeros(*h.shape[:-1], self.config.inner)), -1)
+
+    def next_state(
+        self, state: Float[torch.Tensor, "*t w"], token: Int[torch.Tensor, "*t"]
+    ) -> Float[torch.Tensor, "*t w"]:
+        """The target's state and the recurrent state after a token."""
+        h, s = state.split((self.target_info.hidden, self.config.inner), -1)
+        return torch.cat((h, F.silu(self.recur(s) + self.token(self.embed(token))).to(h.dtype)), -1)
+
+    def draft_step(
+        self, state: Float[torch.Tensor, "k w"], token: Int[torch.Tensor, " k"], stage: int
+    ) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, "k v"]]:
+        """`next_state`, and the logits after it."""
+        state = self.next_state(state, token)
+        return state, self.compute_logits(self.head_input(state))
+
+    def head_input(self, state: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t d"]:
+        """The input of the target's head."""
+        x: torch.Tensor = self.combine(state)
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+    def head_logits(
+        self, head_input: Float[torch.Tensor, "*t d"], stage: int, subset: TokenSubset | None = None
+    ) -> Float[torch.Tensor, "*t w"]:
+        """Logits over the draft vocabulary, or a subset of it."""
+        return self.compute_logits(head_input, subset)
+
+    def forward(
+        self,
+        features: Sequence[Float[torch.Tensor, "*t d"]],
+        tokens: Int[torch.Tensor, "*t n"],
+        loss: Callable[[Sequence[Float[torch.Tensor, "*t d"]]], T],
+    ) -> T:
+        """`loss` of the inputs of the head at all steps, with teacher forcing; `tokens[..., i]` is the token `i + 1`
+        positions after the features'.
+        """
+        state, head_inputs = self.initial_state(features), []
+        for stage in range(self.stages):
+            state = self.next_state(state, tokens[..., stage])
+            head_inputs.append(self.head_input(state))
+        return loss(head_inputs)

@@ -1,0 +1,110 @@
+"""PARD: a draft model cut from the target, trained with mask tokens at random positions."""
+
+from dataclasses import replace
+from typing import Self
+
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from foretell.catalogue.one_pass import pard_method
+from foretell.catalogue.options.feature_level import DFlashOptions as DraftingOptions
+from foretell.engine.method import AnyMethod
+from foretell.speculator.network.base import Speculator
+from foretell.speculator.network.draft_model import draft_config
+from foretell.speculator.network.pard import PardConfig, PardNetwork
+from foretell.train.data.batch import Batch
+from foretell.train.objective.block import sample_blocks
+from foretell.train.objective.distillation import Objective
+from foretell.train.objective.unrolled import target_labels, top1_agreement, unrolled_loss
+from foretell.train.recipe.base import MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.draft_model import init_draft, select_blocks
+from foretell.utils.validation import validate
+
+
+class PardOptions(BaseModel):
+    """Options of `--set`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: int = Field(3, ge=1)
+    """Number of the target's blocks that the draft model keeps."""
+    blocks: str = "even"
+    """Which blocks: `even`, `influence`, or numbers, as for `draft_model`."""
+    depth: int = Field(6, ge=2, le=64)
+    """Tokens that are drafted in one pass."""
+    mask_token: int | None = Field(None, ge=0)
+    """Token that stands for later ones; unset: the last one of the vocabulary that is not drafted."""
+    anchors: int = Field(64, ge=1)
+    """Maximum number of random positions per text of a batch after which masks are learned."""
+    decay: float = Field(0.8, gt=0, le=1)
+    """Weight of a depth's loss relative to that of the previous depth."""
+    hard: float = Field(0.0, ge=0, le=1)
+    """Share of the target's most probable token in the label; the rest is its distribution."""
+    objective: Objective = "cross_entropy"
+    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`."""
+    candidates: int = Field(2048, ge=0)
+    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
+
+
+class PardRecipe(Recipe):
+    """The target's distributions at all depths of a draft in one pass (arXiv 2504.18583).
+
+    The paper drops more positions at every depth; here the masks of all depths are learned at the same random
+    positions, and the first depth everywhere. `--from` takes a `draft_model` as well.
+    """
+
+    name = "pard"
+    network: PardNetwork
+    config: PardConfig
+
+    def __init__(self, setup: RecipeSetup, network: PardNetwork, options: PardOptions) -> None:
+        self.network, self.config, self.options = network, network.config, options
+        self._embedding_and_head = setup.embedding_and_head
+
+    @classmethod
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Copy the draft model from the target.
+
+        Raises:
+            ValueError: unknown options, or values that do not fit the target.
+        """
+        o = setup.parse_options(PardOptions)
+        blocks = select_blocks(o, setup)
+        values = {
+            "target": setup.card,
+            "draft_vocab": setup.draft_vocab,
+            "model": draft_config(setup.config, blocks),
+            "blocks": () if setup.checkpoint is None else blocks,
+            "depth": o.depth,
+            "mask_token": _mask_token(setup) if o.mask_token is None else o.mask_token,
+        }
+        network = PardNetwork(validate(PardConfig, values, "--set"), setup.embedding_and_head)
+        init_draft(network, setup, blocks)
+        return cls(setup, network, o)
+
+    def loss(self, network: nn.Module, batch: Batch) -> Loss:
+        """The weighted sum over the depths."""
+        o, depth, target = self.options, self.network.depth, self._embedding_and_head
+        target = replace(target, head=target.head.to(batch.token.device))
+        labels = target_labels(batch.features[0], batch.token, batch.loss_mask, target, self.network.token_of)
+        anchor, row = sample_blocks(labels, o.anchors, depth)
+        labels = labels.with_candidates(o.candidates)
+        first = F.pad(labels.row >= 0, (0, 1))
+        wanted = [first, *(row[..., i] >= 0 for i in range(1, depth))]
+        targets = [labels.logits, *(labels.logits[row[..., i][mask]] for i, mask in enumerate(wanted[1:], 1))]
+        states = network(batch.token, anchor, wanted)
+        pairs = [(self.network.compute_logits(s, labels.candidates), t) for s, t in zip(states, targets, strict=True)]
+        metrics = {f"depth {i + 1} top 1": top1_agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
+        return Loss(unrolled_loss(pairs, o.decay, o.hard, o.objective), metrics | {"covered": labels.covered})
+
+    def method(self, network: Speculator) -> AnyMethod:
+        """A dynamic tree, verified greedily."""
+        assert isinstance(network, PardNetwork)
+        return pard_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))
+
+
+def _mask_token(setup: RecipeSetup) -> int:
+    """The last token that is not drafted: it is rare, or does not occur in texts."""
+    drafted = set() if setup.draft_tokens is None else set(setup.draft_tokens.tolist())
+    return next((t for t in reversed(range(setup.card.vocab)) if t not in drafted), setup.card.vocab - 1)
