@@ -40,7 +40,7 @@ from foretell.model.load.rounding import RoundedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.network import Network
-from foretell.model.sparsity_file import read_sparsity
+from foretell.model.sparsity_file import directory_of, read_sparsity
 from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
@@ -138,7 +138,7 @@ def _load_network(checkpoint: "_FileCheckpoint", sparsity: Path | None, memory_l
         return build_network(*parts) if memory_limit is None else build_streamed_network(*parts, memory_limit)
     chosen = read_sparsity(sparsity, checkpoint.fingerprint(), config)
     if memory_limit is not None:
-        return build_placed_network(*parts, chosen, sparsity, memory_limit).network
+        return build_placed_network(*parts, chosen, directory_of(sparsity), memory_limit).network
     return checkpoint.sparse_network(build_network(*parts), chosen.rules, chosen.file.label)
 
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from command import expect_error, run_foretell, save_tiny_model
-from foretell.compress import METHODS
+from foretell.compress import METHODS, PRUNING
 from foretell.compress.low_rank import SVD
+from foretell.compress.sparsity import Sparsity
 from foretell.load import load, open_checkpoint
 from foretell.model.load.build import build_block
 from foretell.quantize import calibration
@@ -182,6 +183,21 @@ def thin() -> Path:
     return out
 
 
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_the_same_weights_go_whatever_the_number_of_threads(method: str) -> None:
+    config, weights, _, _ = open_checkpoint(model())
+    x, masks = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0)), []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        block = build_block(config, 0, weights, torch.float32, torch.device("cpu"))
+        inputs = calibration.collect(config, calibration.model_rope_tables(config), 0, block, x)
+        chosen = PRUNING[method](Sparsity(0.5))
+        masks.append([chosen.compress(m.weight.data, inputs[role]) == 0 for role, m in linears(block).items()])
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
+
+
 def test_shortgpt_leaves_out_the_block_that_does_nothing(tmp_path: Path) -> None:
     idle = save_tiny_model(tmp_path / "idle", layers=4)
     tensors = load_file(idle / "model.safetensors")
@@ -243,8 +259,9 @@ def test_an_interrupted_run_goes_on_and_writes_the_same(tmp_path: Path, monkeypa
     assert started == [0, 1, 2, 3], "the work of another job is not continued"
 
 
-def test_the_answer_of_its_source_stays_the_same_when_it_drafts(tmp_path: Path) -> None:
-    compress(tmp_path / "out", "wanda")
+@pytest.mark.parametrize("method", ["wanda", "svd", "slicegpt"])
+def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp_path: Path) -> None:
+    compress(tmp_path / "out", method)
     answers = []
     drafting: list[str | Path] = ["--method", "draft_model", "--draft-model", tmp_path / "out"]
     for more in ([], drafting):

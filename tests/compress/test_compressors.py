@@ -66,6 +66,14 @@ def test_wanda_is_magnitude_for_equal_inputs_and_does_not_depend_on_their_scale(
     assert torch.equal(Wanda(sparsity).compress(weight, scaled), found)
 
 
+def test_wanda_prunes_a_permuted_matrix_alike() -> None:
+    weight, inputs = random_weight(), statistics()
+    order = torch.randperm(160, generator=torch.Generator().manual_seed(2))
+    permuted = InputStatistics(inputs.second_moment[order][:, order], inputs.mean_magnitude[order])
+    found = Wanda(Sparsity(0.5)).compress(weight[:, order], permuted)
+    assert torch.equal(found, Wanda(Sparsity(0.5)).compress(weight, inputs)[:, order])
+
+
 def test_of_equal_scores_the_first_goes() -> None:
     weight = torch.tensor([[1.0, -1, 1, 1, 2, 2, 2, 2]])
     assert Magnitude(TWO_OF_FOUR).compress(weight, None).tolist() == [[0, 0, 1, 1, 0, 0, 2, 2]]
@@ -121,6 +129,23 @@ def test_whitening_loses_the_singular_values_that_it_drops(shape: tuple[int, int
     lost = {m: output_error(LOW_RANK[m](0.5).compress(weight, inputs) - weight, inputs) for m in LOW_RANK}
     assert lost["svd_llm"] == pytest.approx(float(dropped), rel=1e-3)
     assert lost["svd_llm"] < min(lost["asvd"], lost["svd"])
+
+
+@pytest.mark.parametrize("shape", [(24, 160), (160, 24)], ids=str)
+def test_the_projection_is_the_truncated_decomposition_of_the_whitened_matrix(shape: tuple[int, int]) -> None:
+    """SVD-LLM's own form: the singular values of W L, cut, and L^-1 after them."""
+    weight, inputs = random_weight(0, *shape), statistics(inputs=shape[1])
+    root = torch.linalg.cholesky(inputs.second_moment.double())
+    u, sigma, v = torch.linalg.svd(weight.double() @ root, full_matrices=False)
+    wanted = torch.linalg.solve_triangular(root, (u[:, :12] * sigma[:12]) @ v[:12], upper=False, left=False)
+    torch.testing.assert_close(SVDLLM(0.5).compress(weight, inputs), wanted.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_ranks_fit_the_panels_and_are_stored_where_they_save() -> None:
+    half = SVDLLM(0.5)
+    assert [half.rank(*shape) for shape in ((576, 576), (200, 300), (40, 30))] == [288, 96, 15]
+    assert [half.stored_rank(*shape) for shape in ((576, 576), (3072, 576), (200, 300))] == [0, 288, 96]
+    assert SVDLLM(1.0).rank(70, 70) == 70 and SVDLLM(1.0).stored_rank(70, 70) == 0
 
 
 def test_factors_are_thin_orthonormal_and_nested() -> None:

@@ -135,3 +135,14 @@ def test_calibrated_methods_lose_less_than_rounding_in_a_block() -> None:
         quantize_block(CONFIG, block, quantizer, dict.fromkeys(linears(block), GGUF_GRIDS["Q4_0"]), inputs)
         losses[type(quantizer)] = float((run_block(CONFIG, ropes, 0, block, x) - before).square().mean())
     assert losses[GPTQ] < losses[RTN] and losses[AWQ] < losses[RTN]
+
+
+@pytest.mark.parametrize("grid", GRIDS[-2:], ids=lambda g: g.name)
+def test_awq_of_equal_inputs_is_rounding(grid: Grid) -> None:
+    config = replace(TINY, hidden=256, ffn=256)
+    block = tiny_decoder(config, dtype=torch.float32).block(0)
+    before = {role: linear.weight.data.clone() for role, linear in linears(block).items()}
+    AWQ().fold(block, config, dict.fromkeys(before, grid), dict.fromkeys(("qkv", "gate_up"), unrelated()))
+    assert all(torch.equal(linear.weight.data, before[role]) for role, linear in linears(block).items())
+    found = AWQ().quantize("qkv", before["qkv"], grid, unrelated())
+    assert torch.equal(found.values(), round_to_nearest(before["qkv"], grid).values())

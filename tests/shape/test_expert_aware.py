@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int
 
 from foretell.accept import Match
+from foretell.catalogue import build
+from foretell.catalogue.build_context import BuildContext
 from foretell.core.context import ModelOutput, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree, tree_from_lists
@@ -148,3 +150,15 @@ def test_answers_of_a_mixture_are_those_of_plain_decoding_from_fewer_experts(par
 
     assert sum(c.statistics.experts_per_pass for c in shared) < sum(c.statistics.experts_per_pass for c in whole)
     assert weights_per_token(shared) < weights_per_token(whole)
+
+
+def test_the_option_is_for_mixtures_of_experts() -> None:
+    draft = (DecoderRunner(mixture(0.1)),)
+    made = build("dynamic_tree", BuildContext(VOCAB, mixture(), drafts=draft), {"expert_aware": True})
+    assert isinstance(made.tree, ExpertAwareTree)
+    # A layer reads 2 of 16 experts of 3 matrices of 24 x 32 beside its attention; 4 heads of 8, of which 2 have keys.
+    assert made.tree.sizes == ExpertSizes(16, 2, 2, 3 * 24 * 32, 2 * 32 * (2 * 4 + 2 * 2) * 8 + VOCAB * 32)
+    dense = BuildContext(VOCAB, tiny_decoder(replace(TINY, vocab=VOCAB)), drafts=draft)
+    with pytest.raises(ValueError, match="expert_aware is for mixtures of experts, and this target"):
+        build("dynamic_tree", dense, {"expert_aware": True})
+    assert isinstance(build("dynamic_tree", dense, {}).tree, DynamicTree)

@@ -55,6 +55,8 @@ def test_answers_under_a_limit_are_those_of_the_sparse_model_in_memory() -> None
     placed = run_foretell(*arguments, "--target-memory-limit", "1")
     assert placed.exit_code == 0 and "LOSSY" in placed.stderr and "100.0% of the neurons in memory" in placed.stderr
     assert placed.stdout == run_foretell(*arguments).stdout
+    by_file = run_foretell(*arguments[:-1], half() / "sparsity.json", "--target-memory-limit", "1")
+    assert by_file.stdout == placed.stdout
 
 
 def test_any_limit_gives_the_same_numbers_and_keeps_to_its_bytes() -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from toy import TinySource, card_of
 
+from foretell.speculator import checkpoint
 from foretell.speculator.checkpoint import CONFIG, WEIGHTS, Bits, load_own, save, write_weights
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
@@ -49,6 +51,16 @@ def test_numbers_that_four_bits_represent_are_exact(tmp_path: Path, heads: Medus
     save(tmp_path, heads, heads.config, 4)
     found = read_back(tmp_path)
     assert all(torch.equal(found[n], p) for n, p in heads.named_parameters())
+
+
+def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path, heads: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(ValueError, match=r"the weights cannot be written \(No space left on device\); make room"):
+        save(tmp_path, heads, heads.config)
+    assert not list(tmp_path.iterdir())
 
 
 def test_half_the_bits_take_half_the_space(tmp_path: Path, heads: Medusa) -> None:

@@ -60,6 +60,8 @@ def answer_record(answer: "Answer", output: OutputFormat) -> dict[str, object]:
     }
     if answer.error:
         out["error"] = answer.error
+    if s.moe_layers_read:
+        out["experts_per_pass"] = s.experts_per_pass
     if s.accepted_prediction_tokens or s.rejected_prediction_tokens:
         out["accepted_prediction_tokens"] = s.accepted_prediction_tokens
         out["rejected_prediction_tokens"] = s.rejected_prediction_tokens

@@ -24,7 +24,7 @@ from foretell.model.load.placed import check_placeable
 from foretell.model.neuron_placement import Placement, place_neurons
 from foretell.model.offload import OffloadedDecoder
 from foretell.model.placement_file import NEURONS, PlacementFile
-from foretell.model.sparsity_file import read_sparsity
+from foretell.model.sparsity_file import directory_of, read_sparsity
 from foretell.quantize.calibration import CalibrationText
 from foretell.roofline.hardware import known_hardware, memory_tier
 from foretell.roofline.neurons import Side, Sides, predict_placement
@@ -74,6 +74,7 @@ def placement(
     console, source = Console(stderr=True), open_source(model, "profiled")
     config = source.config
     sparse = read_sparsity(sparsity, fingerprint(source), config)
+    sparsity = directory_of(sparsity)
     check_placeable(config, parse_device("cpu"), sparse)
     if least_neurons > config.ffn:
         raise ValueError(f"--least-neurons {least_neurons}: the model has {config.ffn} neurons per layer")

@@ -97,6 +97,11 @@ class SparseModel:
     file: SparsityFile
 
 
+def directory_of(path: Path) -> Path:
+    """The directory of a sparse model, which is named itself or by its file."""
+    return path if path.is_dir() else path.parent
+
+
 def read_sparsity(folder: Path, model: str, config: ModelConfig) -> SparseModel:
     """Read the rules for the model with this fingerprint (empty: unknown, its sizes alone are compared).
 
@@ -119,7 +124,7 @@ def read_sparsity(folder: Path, model: str, config: ModelConfig) -> SparseModel:
     sizes = [1] * len(found.sizes) if expected is None else [len(t) for t in found.thresholds]
     if sizes != [expected or 1] * found.layers:
         raise ValueError(f"{path}: damaged: it does not describe each of {found.layers} layers; {_HINT}")
-    rules = _rules(found, path.parent)
+    rules = _rules(found, directory_of(path))
     check_sparse(config, rules)
     return SparseModel(rules, found)
 

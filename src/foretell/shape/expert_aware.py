@@ -98,7 +98,7 @@ class ExpertAwareTree(EngineBound, Shape[Predictor]):
     drafter_type = Predictor
 
     def __init__(self, inner: Shape[Predictor], sizes: ExpertSizes) -> None:
-        self._inner, self._sizes, self.forecast = inner, sizes, ExpertForecast(sizes)
+        self._inner, self.sizes, self.forecast = inner, sizes, ExpertForecast(sizes)
         self._tokens, self._weights = 1.0, sizes.weights(sizes.layers * sizes.active)
 
     @property
@@ -129,7 +129,7 @@ class ExpertAwareTree(EngineBound, Shape[Predictor]):
         before it; and these weights.
         """
         probability = {token: self.forecast.probabilities(token) for token in set(tree.token[tree.valid].tolist())}
-        absent = np.ones((self._sizes.layers, self._sizes.count))
+        absent = np.ones((self.sizes.layers, self.sizes.count))
         """Probability that no token so far has an expert."""
         for token in tree.token[:, 0].tolist():
             absent *= 1 - probability[token]
@@ -139,7 +139,7 @@ class ExpertAwareTree(EngineBound, Shape[Predictor]):
         while (candidate := tree.valid & ~taken & taken[row, np.maximum(tree.parent, 0)]).any():
             nodes = np.argwhere(candidate)
             own = np.stack([probability[int(tree.token[i, j])] for i, j in nodes])
-            cost = self._sizes.expert * np.einsum("nle,le->n", own, absent)
+            cost = self.sizes.expert * np.einsum("nle,le->n", own, absent)
             best = int((score[candidate] / np.maximum(cost, 1.0)).argmax())
             i, j = map(int, nodes[best])
             taken[i, j] = True
@@ -158,7 +158,7 @@ class ExpertAwareTree(EngineBound, Shape[Predictor]):
         self.forecast.observe(whole.tree.token[active], np.stack([r[index[active]] for r in whole.output.routes]))
         if whole.tree.is_decode:
             self._tokens = _DECAY * self._tokens + sum(map(len, whole.new_tokens))
-            self._weights = _DECAY * self._weights + self._sizes.weights(sum(whole.output.experts))
+            self._weights = _DECAY * self._weights + self.sizes.weights(sum(whole.output.experts))
 
     def release(self, row: int) -> None:
         """Forget a row."""

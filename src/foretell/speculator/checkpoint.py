@@ -46,11 +46,20 @@ def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write or replace `model.safetensors` atomically, with the permissions of the umask (safetensors alone would let
     only the owner read it).
+
+    Raises:
+        ValueError: they cannot be written, as on a full disk.
     """
     part = folder / (WEIGHTS + ".part")
     part.touch()
     mode = stat.S_IMODE(part.stat().st_mode)
-    save_file(tensors, part, metadata={"format": "pt"})
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+    except SafetensorError as error:
+        part.unlink()
+        raise ValueError(
+            f"{folder}: the weights cannot be written ({error}); make room, or choose another folder"
+        ) from error
     part.chmod(mode)
     os.replace(part, folder / WEIGHTS)
 

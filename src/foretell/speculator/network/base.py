@@ -51,6 +51,19 @@ class SpeculatorConfig(BaseModel):
         return {_FORMER_KEYS.get(k, k): v for k, v in values.items()} if isinstance(values, dict) else values
 
 
+def check_mask_token(token: int, vocab: int) -> None:
+    """Check that a mask token is one of the target's tokens.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 <= token < vocab:
+        raise ValueError(
+            f"mask_token {token} is not among the target's {vocab} tokens; give one of 0 to {vocab - 1}, or a "
+            "checkpoint for this tokenizer"
+        )
+
+
 @dataclass(frozen=True)
 class TokenSubset:
     """A subset of the draft vocabulary, for losses with a sampled softmax."""

@@ -15,7 +15,7 @@ from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeBlockDrafts
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
-from foretell.speculator.network.base import TokenSubset
+from foretell.speculator.network.base import TokenSubset, check_mask_token
 from foretell.speculator.network.block_attention import BlockAttention
 from foretell.speculator.network.block_layer import BlockLayer
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersConfig, CachedLayersNetwork
@@ -51,11 +51,8 @@ class DFlashConfig(CachedLayersConfig):
 
     @model_validator(mode="after")
     def _check_mask_token(self) -> Self:
-        if self.mask_token is not None and not 0 <= self.mask_token < self.target.vocab:
-            raise ValueError(
-                f"mask_token {self.mask_token} is not among the target's {self.target.vocab} tokens; "
-                "the checkpoint is for another tokenizer"
-            )
+        if self.mask_token is not None:
+            check_mask_token(self.mask_token, self.target.vocab)
         return self
 
     @property

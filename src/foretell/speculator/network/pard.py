@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 
 from foretell.model.training.full_forward import forward_blocks
+from foretell.speculator.network.base import check_mask_token
 from foretell.speculator.network.block_attention import RolloutAttention
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
 
@@ -24,11 +25,7 @@ class PardConfig(DraftModelConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         c = self.model
-        if self.mask_token >= self.target.vocab:
-            raise ValueError(
-                f"mask_token {self.mask_token} is not among the target's {self.target.vocab} tokens; "
-                "the checkpoint is for another tokenizer"
-            )
+        check_mask_token(self.mask_token, self.target.vocab)
         if c.window or c.attention_softcap or c.query_scaling is not None or c.scale != c.head_dim**-0.5:
             raise ValueError(
                 "PARD is not supported for targets with sliding windows or with scores that are scaled or bounded in "
