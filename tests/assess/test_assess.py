@@ -163,3 +163,12 @@ def test_agreement_of_answers() -> None:
     assert agreement([[1]], [[1]]) == (1.0, 1.0, None)
     assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(0.2) and repeated_share([1]) == 0
     assert np.isclose(repeated_share([7] * 8), 0.8)
+
+
+def test_scores_do_not_depend_on_the_order_of_the_probes() -> None:
+    model = load(str(tiny_target()), "float32")
+    choices = [Choice.of(model.codec, p.prompts[0][:40], p.candidates) for p in read_probes()[:6]]
+    forward = list(score_choices(model.runner(), choices, 512))
+    backward = list(score_choices(model.runner(), choices[::-1], 512))[::-1]
+    for one, other in zip(forward, backward, strict=True):
+        assert list(one) == pytest.approx(list(other), abs=1e-5)

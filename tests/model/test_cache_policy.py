@@ -8,12 +8,13 @@ import torch
 
 from foretell.bench.replay import ReplayRunner
 from foretell.catalogue import BuildContext, build
+from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree
 from foretell.draft import SparseCacheDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model import kernels
-from foretell.model.cache_policy import POLICIES, SINKS, Quest, Retrieval, SnapKV, cache_policy
+from foretell.model.cache_policy import POLICIES, SINKS, CachePolicy, Quest, SnapKV, cache_policy
 from foretell.model.compact_runner import (
     CompactRunner,
     SparseCacheRunner,
@@ -220,10 +221,11 @@ def attended(decoder: Network, kept: np.ndarray, token: int) -> torch.Tensor:
 
 
 @networks
-def test_a_budget_for_the_whole_text_gives_the_numbers_of_the_target(kind: str) -> None:
+@every_policy
+def test_a_budget_for_the_whole_text_gives_the_numbers_of_the_target(kind: str, name: str) -> None:
     network = network_of(kind)
     whole = read(network)
-    sparse = SparseCacheRunner(network, Retrieval(100), 8)
+    sparse = SparseCacheRunner(network, cache_policy(name, 100), 8)
     sparse.attach(whole)
     tree = chain_tree([5, 3, 9])
     for new in ([], [7, 7, 1]):
@@ -236,6 +238,53 @@ def test_a_budget_for_the_whole_text_gives_the_numbers_of_the_target(kind: str) 
         torch.testing.assert_close(found, expected, rtol=0, atol=0 if kind == "native" else 1e-5)
         sparse.commit(0, range(3))
         assert sparse.length(0) == whole.length(0)
+
+
+class RandomKeys(CachePolicy):
+    """Keys that matter to nobody."""
+
+    name = "random"
+
+    def scores(self, queries: torch.Tensor, keys: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        return torch.rand(keys.shape[:2], generator=torch.Generator().manual_seed(keys.shape[1]))
+
+
+@pytest.mark.parametrize("policy", [RandomKeys(8), *(rule(8) for rule in POLICIES.values())], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_no_selection_of_drafts_changes_the_text(policy: CachePolicy, temperature: float) -> None:
+    network, found = wide_target(), []
+    for name in ("sparse_kv_draft", "autoregressive"):
+        options = {"confidence_threshold": 0, "cache_refresh": 2} if name == "sparse_kv_draft" else None
+        method = build(name, BuildContext(VOCAB, network), options)
+        if isinstance(method.draft, SparseCacheDrafter):
+            assert isinstance(method.draft.runner, SparseCacheRunner)
+            method.draft.runner.policy = policy
+        engine = Engine(DecoderRunner(network), method, rows=2, chunk=16)
+        sampling = SamplingParams(temperature=temperature, seed=1)
+        found.append([c.tokens for c in engine.complete([Request(TEXT[:n], sampling, 20) for n in (60, 20, 33)])])
+    assert found[0] == found[1]
+
+
+@every_policy
+def test_a_selection_is_the_same_with_any_number_of_threads(name: str) -> None:
+    queries, keys = random_inputs(700)
+    sums = torch.rand(3, 700, generator=torch.Generator().manual_seed(0))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(cache_policy(name, 96).select(queries, keys, sums))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_the_bound_of_a_page_of_equal_keys_is_their_score() -> None:
+    queries, keys = random_inputs(5)
+    pages = keys.repeat_interleave(16, 1)  # every page holds one key 16 times
+    bounds = Quest(8).scores(queries, pages, torch.zeros(3, 80))
+    expected = (queries[-1] @ keys.transpose(1, 2)).amax(1).repeat_interleave(16, 1)
+    torch.testing.assert_close(bounds, expected)
 
 
 def test_new_tokens_are_added_until_the_selection_is_made_anew() -> None:

@@ -3,18 +3,21 @@
 from dataclasses import dataclass
 
 from foretell.model.config import ModelConfig
-from foretell.speculator.network.exits import DraftQuality, Exits
+from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits
 
 LONGEST_CHAIN = 8
 """Most tokens of the chains that the choice considers."""
 _CALL_WEIGHTS = 15e6
 """Time of a draft outside the kernels, in weights that a pass reads meanwhile: 0.4 ms at 35 GB/s of int8."""
 
+_TOKENS_PER_PASS, _LEAST_PROBABILITY = 1.7, 0.3
+"""Of a chain that pays; and the least probability of a drafted token, which costs the target's pass something too."""
+
 
 @dataclass(frozen=True)
 class ExitCosts:
     """Weights that a pass reads, which its time is in proportion to for few tokens: of a layer, of the target's head,
-    and of an exit (its map and network, and its rows of the head).
+    and of an exit (its map, network and decoder blocks, and its rows of the head).
     """
 
     layer: float
@@ -26,8 +29,11 @@ def exit_costs(config: ModelConfig, exits: Exits) -> ExitCosts:
     """Predicted costs of the exits of a target."""
     c, e = config, exits.config
     # The kernels fold the map into the head; beside a network they cannot.
-    own = 2 * e.inner * c.hidden + (c.hidden**2 if e.maps else 0) if e.inner else 0
-    return ExitCosts(layer_weights(c) / c.layers, c.vocab * c.hidden, (e.draft_vocab or c.vocab) * c.hidden + own)
+    layer = layer_weights(c) / c.layers
+    own: float = 2 * e.inner * c.hidden + (c.hidden**2 if e.maps else 0) if e.inner else 0
+    if e.blocks is not None:
+        own += e.blocks.layers * layer
+    return ExitCosts(layer, c.vocab * c.hidden, (e.draft_vocab or c.vocab) * c.hidden + own)
 
 
 def layer_weights(config: ModelConfig) -> int:
@@ -57,6 +63,15 @@ def best_exit(exits: Exits, config: ModelConfig) -> int:
         for layer, q in zip(layers, quality, strict=True)
     ]
     return layers[gains.index(max(gains))]
+
+
+def least_probability(exits: Exits, config: ModelConfig, layer: int) -> float:
+    """Probability below which the exit after `layer` layers should not draft: a token must promise what its layers and
+    the exit cost beside a pass, in tokens.
+    """
+    costs = exit_costs(config, exits)
+    share = (layer * costs.layer + costs.exit) / (config.layers * costs.layer + costs.head)
+    return min(DRAFT_PROBABILITY, max(_LEAST_PROBABILITY, _TOKENS_PER_PASS * share))
 
 
 def expected_gain(quality: DraftQuality, layer: int, layers: int, costs: ExitCosts, length: int) -> float:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from foretell.catalogue.build_context import BuildContext, default_exit_layer, require_network
-from foretell.catalogue.exit_choice import best_exit
+from foretell.catalogue.exit_choice import best_exit, least_probability
 from foretell.catalogue.options.lossy import EarlyExitOptions
 from foretell.catalogue.speculators import read_speculator, target_card
 from foretell.draft.beta_mixture import AdaptiveThresholds, BetaMixtureThreshold
@@ -43,7 +44,14 @@ def find_exits(context: BuildContext) -> Exits | None:
     return found
 
 
-def draft_heads(context: BuildContext, layer: int | None, several: bool) -> ExitHeads:
+class DraftHeads(NamedTuple):
+    """Exits that draft, and the probability below which they should not."""
+
+    heads: ExitHeads
+    least_probability: float
+
+
+def draft_heads(context: BuildContext, layer: int | None, several: bool) -> DraftHeads:
     """The exit that drafts: the fitted one after `layer` layers, by default the one that promises most; without fitted
     exits the target's own head, by default after a third of its layers. `several`: this exit and all before it.
 
@@ -52,9 +60,10 @@ def draft_heads(context: BuildContext, layer: int | None, several: bool) -> Exit
     """
     exits, network = find_exits(context), require_network(context, "drafts with the target's first layers")
     if exits is None:
-        return SharedHead(network, layer or default_exit_layer(network.config))
+        return DraftHeads(SharedHead(network, layer or default_exit_layer(network.config)), 0.0)
     chosen = layer or best_exit(exits, network.config)
-    return packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen], network)
+    heads = packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen], network)
+    return DraftHeads(heads, least_probability(exits, network.config, chosen))
 
 
 def packed_exits(exits: Exits, layers: Sequence[int], network: Network) -> TrainedExits:

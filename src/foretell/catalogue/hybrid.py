@@ -30,7 +30,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.shape import Chain, RetrievalOrModel, Shape
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.base import Speculator
-from foretell.speculator.network.exits import DRAFT_PROBABILITY, Exits
+from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.pack import describe_packed, pack_network
 
 _SPECULATORS: Mapping[str, tuple[Callable[[Any, Any], AnyMethod], type[MethodOptions]]] = {
@@ -85,8 +85,8 @@ def _with_trained_model(context: BuildContext, options: HybridModelOptions) -> A
     if isinstance(speculator, Exits):
         label = "exits of the target"
         exits = _EarlyExitOptions.from_values(f"hybrid_model, which drafts with {label} here,", named)
-        draft = EarlyExitDrafter(draft_heads(context, exits.exit_layer, several=False))
-        tree = replace(_chain(exits), fallback=DRAFT_PROBABILITY)
+        heads, least = draft_heads(context, exits.exit_layer, several=False)
+        draft, tree = EarlyExitDrafter(heads), replace(_chain(exits), fallback=least)
         return _retrieval_or_model(text_retrievers(context), draft, tree, options, label)
     if speculator is not None:
         make, reads = _SPECULATORS[speculator.kind]

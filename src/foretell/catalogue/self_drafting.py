@@ -29,7 +29,6 @@ from foretell.model.partial_pass import supports_spans
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
-from foretell.speculator.network.exits import DRAFT_PROBABILITY
 
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
@@ -42,14 +41,14 @@ def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
             rejection(options, options.draft_sample_method),
         )
     threshold = options.exit_threshold
-    heads = draft_heads(context, options.exit_layer, threshold is not None)
+    heads, promises = draft_heads(context, options.exit_layer, threshold is not None)
     rule = None if threshold is None else ExitRule("softmax", (threshold,) * len(heads.layers))
     draft = EarlyExitDrafter(heads, rule)
     after = ", ".join(map(str, heads.layers))
     fitted = isinstance(heads, TrainedExits)
     label = f"exits after {after} of {network.config.layers} layers" if fitted else ""
     least = options.fallback_threshold
-    shape = chain(options, (DRAFT_PROBABILITY if fitted else 0.0) if least is None else least)
+    shape = chain(options, promises if least is None else least)
     return Method(draft, shape, rejection(options, options.draft_sample_method), drafter_label=label)
 
 

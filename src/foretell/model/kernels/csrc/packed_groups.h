@@ -41,7 +41,7 @@ class PackedGroups {
         kv_heads_(kv_heads),
         dim_(head_dim),
         bits_(cache.packed_bits),
-        per_byte_(bits_ ? 8 / bits_ : 1) {}
+        byte_shift_(bits_ == 2 ? 2 : 1) {}
 
   bool any() const { return bits_ > 0; }
 
@@ -87,22 +87,36 @@ class PackedGroups {
 
   // The words of groups of 16 keys from a slot on: [group][word][key].
   void key_words(const PackedHead& at, int slot, int groups, uint32_t* out) const {
-    for (int g = 0; g < groups; ++g, slot += kLanes) {
-      const size_t group = group_of(at, slot);
-      const uint8_t* levels = at.keys + group * group_bytes();
-      const uint32_t* ranges = at.key_ranges + group * dim_;
-      const int half = slot % kGroupSlots / kLanes;
-      for (int d = 0; d < dim_; d += C::kDepth, out += kLanes) {
-        Float numbers[C::kDepth];
-        for (int i = 0; i < C::kDepth; ++i) numbers[i] = number(levels, 2 * (d + i) + half, ranges[d + i]);
-        store(out, C::pack_columns(numbers));
-      }
-    }
+    bits_ == 4 ? widen_keys<4>(at, slot, groups, out) : widen_keys<2>(at, slot, groups, out);
   }
 
   // The words of the values of `count` slots of one block from a multiple of kGroupSlots on:
   // [slot / kDepth][dimension].
   void value_words(const PackedHead& at, int slot, int count, uint32_t* out) const {
+    bits_ == 4 ? widen_values<4>(at, slot, count, out) : widen_values<2>(at, slot, count, out);
+  }
+
+ private:
+  static constexpr int kBlockSlots = 64, kBlockGroups = kBlockSlots / kGroupSlots;  // kCacheBlock of cache.h
+
+  template <int kBits>
+  void widen_keys(const PackedHead& at, int slot, int groups, uint32_t* out) const {
+    for (int g = 0; g < groups; ++g, slot += kLanes) {
+      const size_t group = group_of(at, slot);
+      const uint8_t* levels = at.keys + group * group_bytes();
+      const uint32_t* ranges = at.key_ranges + group * dim_;
+      const int half = (slot / kLanes) & 1;
+      for (int d = 0; d < dim_; d += C::kDepth, out += kLanes) {
+        Float numbers[C::kDepth];
+        for (int i = 0; i < C::kDepth; ++i)
+          numbers[i] = number<kBits>(levels, (size_t)(2 * (d + i) + half), ranges[d + i]);
+        store(out, C::pack_columns(numbers));
+      }
+    }
+  }
+
+  template <int kBits>
+  void widen_values(const PackedHead& at, int slot, int count, uint32_t* out) const {
     const int vectors = dim_ / kLanes;
     for (int s = 0; s < count; s += C::kDepth) {
       const size_t group = group_of(at, slot + s);
@@ -111,18 +125,15 @@ class PackedGroups {
       for (int i = 0; i < vectors; ++i, out += kLanes) {
         Float numbers[C::kDepth];
         for (int d = 0; d < C::kDepth; ++d) {
-          const int of = (slot + s + d) % kGroupSlots;
-          numbers[d] = number(levels, of * vectors + i, ranges[of * (vectors / 2) + i / 2]);
+          const int of = (slot + s + d) & (kGroupSlots - 1);
+          numbers[d] = number<kBits>(levels, (size_t)(of * vectors + i), ranges[of * (vectors / 2) + i / 2]);
         }
         store(out, C::pack_columns(numbers));
       }
     }
   }
 
- private:
-  static constexpr int kBlockSlots = 64, kBlockGroups = kBlockSlots / kGroupSlots;  // kCacheBlock of cache.h
-
-  size_t group_bytes() const { return (size_t)kGroupSlots * dim_ / per_byte_; }
+  size_t group_bytes() const { return (size_t)kGroupSlots * dim_ >> byte_shift_; }
   size_t group_of(const PackedHead& at, int slot) const {
     return (size_t)at.table[slot / kBlockSlots] * kBlockGroups + slot % kBlockSlots / kGroupSlots;
   }
@@ -154,10 +165,13 @@ class PackedGroups {
     return rounded_integer(level + splat(kRounder));
   }
 
-  Float number(const uint8_t* levels, int vector, uint32_t range) const {
-    const Int bytes = load_bytes<uint8_t>(levels + vector / per_byte_ * kLanes);
-    const Int level = (bytes >> (vector % per_byte_ * bits_)) & splat((1 << bits_) - 1);
-    return fma(to_float(level), splat(step_of(range)), splat(least_of(range)));
+  template <int kBits>
+  static Float number(const uint8_t* levels, size_t vector, const uint32_t& range) {
+    constexpr int kPerByte = 8 / kBits;
+    const Int bytes = load_bytes<uint8_t>(levels + vector / kPerByte * kLanes);
+    const Int level = (bytes >> (int)(vector % kPerByte * kBits)) & splat((1 << kBits) - 1);
+    const Word both = splat(range);
+    return fma(to_float(level), (Float)(both & splat(0xFFFF0000u)), (Float)(both << 16));
   }
 
   // Stores vectors of levels one after the other.
@@ -177,7 +191,7 @@ class PackedGroups {
 
   const Cache& cache_;
   const int kv_heads_, dim_, bits_;  // bits_ 0: nothing is packed
-  const int per_byte_;
+  const int byte_shift_;             // a byte holds 2^byte_shift_ levels
 };
 
 }  // namespace
