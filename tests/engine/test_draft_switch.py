@@ -85,6 +85,19 @@ def test_steps_that_read_prompts_are_not_measured() -> None:
     assert not any(load.steps for load in switch._loads.values())
 
 
+@pytest.mark.parametrize("others", range(40, 70))
+def test_a_trial_that_other_loads_interrupt_is_given_up_once_nothing_is_left_to_compare(others: int) -> None:
+    switch = DraftSwitch()
+    drafts = True
+    while drafts:
+        drafts = switch.begin(4)
+        switch.observe(4, 8, 1.0)
+    for requests in [1] * others + [4] * 10:
+        switch.begin(requests)
+        switch.observe(requests, 2 * requests, 1.0)
+    assert switch.begin(4)
+
+
 class Scripted(DraftSwitch):
     """Drafts in the steps whose bits are set."""
 
@@ -162,3 +175,28 @@ def test_a_prefix_that_others_have_read_is_not_read_again(drafts: bool) -> None:
         [Request([*prompt, 1], SamplingParams(0), max_new_tokens=8)]
     )
     assert second.tokens == alone.tokens
+
+
+class Failing(DraftSwitch):
+    """Fails once, after the tokens of a step are in the sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def observe(self, requests: int, tokens: int, seconds: float) -> None:
+        self.calls += 1
+        if self.calls == 12:
+            raise ZeroDivisionError("the fifth wheel")
+
+
+def test_an_error_after_the_commit_ends_the_requests_and_leaves_no_token_out() -> None:
+    requests = [Request(random_tokens(9, seed=i), SamplingParams(0), max_new_tokens=60) for i in range(3)]
+    expected = Engine(DecoderRunner(target()), eagle(), rows=2).complete(requests)
+    engine = Engine(DecoderRunner(target()), eagle(), rows=2, switch=Failing())
+    found = engine.complete(requests, raise_errors=False)
+    assert [c.finish_reason for c in found] == ["error", "error", "length"]
+    for completion, whole in zip(found, expected, strict=True):
+        assert completion.tokens == whole.tokens[: len(completion.tokens)]
+    assert found[2].tokens == expected[2].tokens
+    assert engine.unowned_rows == 0

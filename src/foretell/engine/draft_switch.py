@@ -42,7 +42,9 @@ _MOST_GROWTH = 8
 _FINE = 2.0
 """Loads per factor of two."""
 _FRESH = 64
-"""Steps after which others are too old to be compared with, and a trial that is not over is given up."""
+"""Steps after which others are too old to be compared with, and a trial that is not over, or has nothing left to be
+compared with, is given up.
+"""
 _MOST = 2.0
 """A step counts as at most this many times the median of those that it is compared with."""
 
@@ -119,11 +121,11 @@ class DraftSwitch:
         self._key = None
 
     def _begin_trial(self, load: _Load) -> None:
-        if load.trial_from is not None and self._step - load.trial_from > _FRESH:
-            load.trial_from = None
-            load.trial.clear()
         while load.recent and self._step - load.recent[0].number > _FRESH:
             load.recent.popleft()
+        if load.trial_from is not None and (self._step - load.trial_from > _FRESH or not load.recent):
+            load.trial_from = None
+            load.trial.clear()
         if load.trial_from is None and load.steps >= load.next_trial and len(load.recent) > _COMPARED // 2:
             load.trial_from = self._step
 

@@ -1,5 +1,6 @@
 """The engine: one loop for all methods and batch sizes, for prefill and decoding."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,12 +26,13 @@ from foretell.engine.request import Completion, Request, Update, validate_reques
 from foretell.engine.rows import RowPool
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
-from foretell.engine.step import commit, context_of, make_update, nodes_to_score
+from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
 from foretell.model.block_table import OutOfBlocksError
 from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 
+_log = logging.getLogger(__name__)
 _NEAR_STEPS = 32
 """Steps before its deadline from which on a request counts as late for the controller."""
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
@@ -327,6 +329,7 @@ class Engine:
             except OutOfBlocksError:
                 raise
             except Exception:
+                _log.warning("a pass over %d requests failed: each gets one of its own", len(together), exc_info=True)
                 together = {}
         else:
             together = {}
@@ -348,10 +351,20 @@ class Engine:
             return [self._finish_with_error(r, error)]
 
     def _run_step(self, scheduled: dict[LiveRequest, list[int]]) -> list[Update]:
-        """Propose, forward, accept, commit, observe, emit updates.
+        """Propose, forward, accept; then commit, observe, emit updates.
 
-        An exception is raised only before anything is committed, so that the call may be repeated.
+        An exception is raised only before anything is committed, so that the call may be repeated. A later one ends the
+        requests: some have new tokens already, which another call would leave out of their updates.
         """
+        verified = self._verify(scheduled)
+        try:
+            return self._conclude(scheduled, verified)
+        except Exception as error:
+            live = [r for r in scheduled if self._scheduler.find(r.number) is r]
+            return [self._finish_with_error(r, error) for r in live]
+
+    def _verify(self, scheduled: dict[LiveRequest, list[int]]) -> VerifiedPass:
+        """Draft, read the drafts by the target, and accept; nothing is committed."""
         started = self._clock()
         context, starts = context_of(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
         groups = MethodGroups(
@@ -375,22 +388,25 @@ class Engine:
             r.method.method.accept.accept(tree, i, distributions) if yes else None
             for i, (r, yes) in enumerate(zip(scheduled, ready, strict=True))
         ]
-        try:
-            paths, new_tokens = commit(self.runner, scheduled, tree, results)
-        except Exception as error:
-            # Some requests were committed and some were not, so none can go on.
-            return [self._finish_with_error(r, error) for r in scheduled]
+        return VerifiedPass(context, starts, groups, tree, output, results, started, drafted, verified)
+
+    def _conclude(self, scheduled: dict[LiveRequest, list[int]], verified: VerifiedPass) -> list[Update]:
+        """Commit a pass, learn from it, and tell each request what it has got."""
+        results, started = verified.results, verified.started
+        paths, new_tokens = commit(self.runner, scheduled, verified.tree, results)
         committed = self._clock()
-        step = StepResult(context, tree, output, paths, new_tokens, starts, drafted - started, committed - drafted)
+        step = verified.step_result(paths, new_tokens, committed)
         if self.controller is not None:
             self.controller.observe(step)
-        failures = self._observe(groups, step)
+        failures = self._observe(verified.groups, step)
         ended = self._clock()
-        draft_seconds = drafted - started + ended - committed
-        step_time = StepTime(
-            draft_seconds, verified - drafted, ended - started, committed - verified, StepCounts.of(step)
+        self.last_step = step_time = StepTime(
+            verified.drafted - started + ended - committed,
+            verified.verified - verified.drafted,
+            ended - started,
+            committed - verified.verified,
+            StepCounts.of(step),
         )
-        self.last_step = step_time
         self._scheduler.observe(scheduled, step_time)
         if self.switch is not None:
             self.switch.observe(len(scheduled), sum(map(len, new_tokens)), step_time.total)

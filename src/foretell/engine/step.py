@@ -1,14 +1,16 @@
 """What a step takes from its requests, and what it gives them."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool
 
 from foretell.accept import AcceptResult
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, ModelOutput, StepResult
 from foretell.core.draft_origins import DraftOrigins
 from foretell.core.tree import TokenTree
+from foretell.engine.groups import MethodGroups
 from foretell.engine.live_request import LiveRequest
 from foretell.engine.logprobs import TokenLogprobs, new_token_logprobs, prompt_token_logprobs
 from foretell.engine.provenance import describe_pass
@@ -16,6 +18,30 @@ from foretell.engine.repetition import REPETITION, REPETITION_DETECTED
 from foretell.engine.request import Update
 from foretell.engine.statistics import StepTime
 from foretell.model.runner import Runner
+
+
+@dataclass(frozen=True)
+class VerifiedPass:
+    """A pass of the target over a step's drafts, before anything is committed. Times are the engine's clock's."""
+
+    context: Context
+    starts: tuple[int, ...]
+    """Tokens of each request in the cache before the pass."""
+    groups: MethodGroups
+    tree: TokenTree
+    output: ModelOutput
+    results: list[AcceptResult | None]
+    """None: the request's prompt is being read."""
+    started: float
+    drafted: float
+    verified: float
+
+    def step_result(
+        self, paths: tuple[tuple[int, ...], ...], new_tokens: tuple[tuple[int, ...], ...], committed: float
+    ) -> StepResult:
+        """The step, once the kept `paths` and `new_tokens` of the requests have been committed."""
+        draft, verify = self.drafted - self.started, committed - self.drafted
+        return StepResult(self.context, self.tree, self.output, paths, new_tokens, self.starts, draft, verify)
 
 
 def context_of(running: Collection[LiveRequest]) -> Context:
