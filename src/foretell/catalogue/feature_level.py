@@ -30,6 +30,7 @@ from foretell.speculator.network.pack import describe_packed, pack_network
 from foretell.speculator.network.redrafter import ReDrafter
 
 OnePassDrafter = DFlashDrafter | PEagleDrafter | PardDrafter
+"""Drafters that predict all tokens of a draft in one pass."""
 _EAGLE1_TREE = (
     *((0,), (1,), (2,), (3,)),
     *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
