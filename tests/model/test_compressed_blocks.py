@@ -11,9 +11,9 @@ from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
 from foretell.model.compressed_config import LowRank
 from foretell.model.decoder import BlockRange, Decoder, SkipSet
+from foretell.model.kernels.block_weights import PackedBlock
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.packed_file import PackedReader, PackedWriter
-from foretell.model.kernels.stack import PackedBlock
 from foretell.model.kernels.structures import PRECISIONS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout

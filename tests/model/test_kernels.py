@@ -25,8 +25,8 @@ from foretell.model.kernels import (
     topk_softmax,
     unavailable_reason,
 )
+from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.kv_cache import NativeKVCache
-from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import PRECISIONS
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout

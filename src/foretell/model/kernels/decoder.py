@@ -27,6 +27,7 @@ from foretell.model.decoder import (
 )
 from foretell.model.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
 from foretell.model.kernels import build, structures
+from foretell.model.kernels.block_weights import BlockWeights, LatentWeights, LayerInputWeights, PackedBlock
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.kv_cache import NativeKVCache
@@ -35,14 +36,7 @@ from foretell.model.kernels.linear import NativeLinear, check_tensor
 from foretell.model.kernels.placed_neurons import FileReads
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.sparse import NeuronCounts, SparseBlocks
-from foretell.model.kernels.stack import (
-    BlockWeights,
-    LatentWeights,
-    LayerInputWeights,
-    NativeStack,
-    PackedBlock,
-    routes_of_layers,
-)
+from foretell.model.kernels.stack import NativeStack, routes_of_layers
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
 from foretell.model.latent import LatentProjection

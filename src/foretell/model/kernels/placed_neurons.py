@@ -13,10 +13,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foretell.model.kernels import structures
+from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
 from foretell.model.kernels.neuron_file import NeuronFile
 from foretell.model.kernels.pack import allocate
 from foretell.model.kernels.sparse import SparseBlocks, by_input_kind
-from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
+from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import OPERANDS
 from foretell.model.sparsity import GateThreshold, PredictedNeurons
 

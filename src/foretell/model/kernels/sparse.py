@@ -10,9 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from foretell.model.kernels import structures
+from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
 from foretell.model.kernels.linear import PackedLinears
 from foretell.model.kernels.pack import allocate, interleaved_rows, pad_bias, plan_rows
-from foretell.model.kernels.stack import BlockWeights, NativeStack, PackedBlock
+from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import LANES, OPERANDS, PANEL, PANEL_KINDS, PREFIX_UNIT, Precision
 from foretell.model.sparsity import FirstNeurons, GateThreshold, InputThresholds, NeuronRule, PredictedNeurons
 from foretell.model.stored_matrix import Matrix, StoredMatrix

@@ -13,6 +13,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.decoder import decoder_rope_tables
 from foretell.model.expert_matrices import GatedMatrices
 from foretell.model.kernels import build
+from foretell.model.kernels.block_weights import BlockWeights, LayerInputWeights, PackedBlock, plan_block
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.experts import planned_bytes
@@ -20,7 +21,7 @@ from foretell.model.kernels.layer_inputs import NativeLayerInputs
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedFileError, PackedPart, PackedReader
-from foretell.model.kernels.stack import BlockWeights, LayerInputWeights, NativeStack, PackedBlock, plan_block
+from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.block_names import BlockNames, block_names
 from foretell.model.load.build import build_block

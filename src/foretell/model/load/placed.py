@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from foretell.model.config import ModelConfig
+from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.placed_neurons import PlacedBlocks
-from foretell.model.kernels.stack import BlockWeights
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.native import pack_outer, read_block
 from foretell.model.load.network import runs_on_kernels

@@ -11,11 +11,12 @@ from torch import nn
 from foretell.model import kernels as native
 from foretell.model.decoder import RMSNorm
 from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
+from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import rms_norm
-from foretell.model.kernels.stack import BlockWeights, NativeStack
+from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.rounding import round_to_blocks
 from foretell.model.rope import rope_tables
