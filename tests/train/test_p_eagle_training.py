@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from training_helpers import check_resume, losses, settings, trained
+from training_helpers import losses, settings, trained
 
 OPTIONS = {"layers": "1", "depth": "4", "ffn": "64", "hard": "1"}
 
@@ -14,7 +14,3 @@ def test_the_loss_falls_and_more_than_one_token_is_accepted(tmp_path: Path) -> N
     assert sum(found[-5:]) < 0.8 * sum(found[:5])
     assert done.best > 1.15
     assert set(done.curve[-1].metrics) >= {"depth 1 top 1", "depth 4 top 1"}
-
-
-def test_a_training_resumes(tmp_path: Path) -> None:
-    check_resume(tmp_path, lambda name: settings(tmp_path / name, recipe="p_eagle", options=OPTIONS), 5)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from training_helpers import check_resume, losses, settings, trained
+from training_helpers import losses, settings, trained
 
 OPTIONS = {"layers": "1", "depth": "4", "hard": "1"}
 
@@ -19,7 +19,3 @@ def test_it_starts_from_a_draft_model_and_more_than_one_token_is_accepted(tmp_pa
     assert sum(found[-5:]) < 0.8 * sum(found[:5])
     assert done.best > 1.15
     assert done.job.recipe.network.token_of is not None
-
-
-def test_a_training_resumes(tmp_path: Path) -> None:
-    check_resume(tmp_path, lambda name: settings(tmp_path / name, recipe="pard", options=OPTIONS), 5)
