@@ -136,13 +136,13 @@ class ModelOutput:
     """Distinct experts that the pass read in each mixture-of-experts layer."""
     argmax: Int[np.ndarray, " k"] | None = None
     """Index of the largest of every row of logits, the lowest of equals; None: the pass did not compute it."""
-    routes: tuple[Int[np.ndarray, "t k"], ...] = ()
+    routes: tuple[Int[np.ndarray, "t e"], ...] = ()
     """Experts of every node read, in each mixture-of-experts layer, indexed by `hidden_index`; empty where nodes were
     read in several parts.
     """
 
 
-def count_experts(routes: Sequence[Int[np.ndarray, "t k"]]) -> tuple[int, ...]:
+def count_experts(routes: Sequence[Int[np.ndarray, "t e"]]) -> tuple[int, ...]:
     """Number of distinct experts per layer."""
     return tuple(len(set(layer.ravel().tolist())) for layer in routes)
 

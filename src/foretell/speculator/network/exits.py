@@ -188,7 +188,7 @@ def block_config(target: ModelConfig, layer: int, count: int) -> ModelConfig:
 def _rope(config: ModelConfig | None) -> RopeTables:
     """Rotary tables of blocks; empty without."""
     if config is None or config.rope is None:
-        return torch.empty(0), torch.empty(0)
+        return torch.empty(0, 0), torch.empty(0, 0)
     return rope_tables(config.rope, config.head_dim, config.context)
 
 
