@@ -35,6 +35,7 @@ ORDER = [
         "model.load.safetensors_file",
         "model.moe",
         "model.packed_groups",
+        "model.read_weights",
         "model.rope",
         "model.rope_config",
         "model.state_config",

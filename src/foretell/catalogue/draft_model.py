@@ -14,7 +14,6 @@ from foretell.catalogue.build_context import (
     sorted_paths,
 )
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.exit_choice import layer_weights
 from foretell.catalogue.options.draft_model import (
     DraftModelOptions,
     DynamicTreeOptions,
@@ -42,6 +41,7 @@ from foretell.draft import (
     PromptLookup,
 )
 from foretell.engine.method import AnyMethod, Method
+from foretell.model.read_weights import expert_weights, layer_weights
 from foretell.shape import (
     BranchingTree,
     Chain,
@@ -119,7 +119,7 @@ def _expert_sizes(context: BuildContext) -> ExpertSizes:
         raise ValueError(
             f"expert_aware is for mixtures of experts, and this target ({config.architecture}) is dense; leave it out"
         )
-    expert = (3 if config.gated else 2) * config.hidden * experts.ffn
+    expert = expert_weights(config)
     beside = layer_weights(config) - len(experts.layers) * experts.active * expert
     head = config.vocab * config.hidden
     return ExpertSizes(experts.count, experts.active, len(experts.layers), expert, beside + head)

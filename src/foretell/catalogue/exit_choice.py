@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from foretell.model.config import ModelConfig
+from foretell.model.read_weights import layer_weights
 from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits
 
 LONGEST_CHAIN = 8
@@ -34,21 +35,6 @@ def exit_costs(config: ModelConfig, exits: Exits) -> ExitCosts:
     if e.blocks is not None:
         own += e.blocks.layers * layer
     return ExitCosts(layer, c.vocab * c.hidden, (e.draft_vocab or c.vocab) * c.hidden + own)
-
-
-def layer_weights(config: ModelConfig) -> int:
-    """Weights of all layers that a token reads."""
-    c, matrices = config, 3 if config.gated else 2
-    attention = sum((2 * s.heads + 2 * s.kv_heads) * s.head_dim for s in map(c.sizes_of, range(c.layers)))
-    return c.hidden * (attention + matrices * sum(_read_neurons(c, i) for i in range(c.layers)))
-
-
-def _read_neurons(config: ModelConfig, layer: int) -> int:
-    """Neurons of a layer that a token reads."""
-    experts = config.experts
-    if experts is None or layer not in experts.layers:
-        return config.ffn_of(layer)
-    return experts.active * experts.ffn + experts.shared_ffn + experts.beside_dense * config.ffn_of(layer)
 
 
 def best_exit(exits: Exits, config: ModelConfig) -> int:

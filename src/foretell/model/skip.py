@@ -7,6 +7,7 @@ from typing import Any
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import SkipSet
+from foretell.model.read_weights import attention_weights, mlp_weights
 from foretell.utils.validation import Fields, read_json
 
 _KIND = "foretell skip set"
@@ -24,13 +25,9 @@ def default_skip(layers: int) -> SkipSet:
 
 def kept_weight_share(config: ModelConfig, skip: SkipSet) -> float:
     """Share of the weights of a one-token pass, head included, that is read without the skipped sub-layers."""
-    heads = config.heads + 2 * config.kv_heads
-    attention = config.hidden * config.head_dim * (heads + config.heads)
     total = kept = config.vocab * config.hidden
     for i in range(config.layers):
-        mlp = 3 * config.hidden * config.ffn
-        if config.experts is not None and i in config.experts.layers:
-            mlp = 3 * config.hidden * (config.experts.active * config.experts.ffn + config.experts.shared_ffn)
+        attention, mlp = attention_weights(config, i), mlp_weights(config, i)
         total += attention + mlp
         kept += attention * (i not in skip.attention) + mlp * (i not in skip.mlp)
     return kept / total
