@@ -13,7 +13,29 @@ from foretell.draft.base import Predictor
 from foretell.model.runner import Runner
 
 
-class DraftModel(Predictor):
+class OwnCache(Predictor):
+    """Predictors that run a model of their own, `runner`, whose cache holds the tokens of the sequence that it has
+    read.
+    """
+
+    runner: Runner
+
+    def release(self, row: int) -> None:
+        """Forget a row whose request has ended."""
+        self.runner.truncate(row, 0)
+
+    def rewind(self, row: int, length: int) -> int:
+        """Keep the shared tokens."""
+        self.runner.truncate(row, length)
+        return length
+
+    def copy_row(self, source: int, target: int, length: int) -> int:
+        """Copy the tokens that this model has read; it reads the others before its next draft."""
+        self.runner.copy_row(source, target, self.runner.restorable(source, length))
+        return length
+
+
+class DraftModel(OwnCache):
     """Reads the same sequence as the target, with its own cache (Leviathan et al., arXiv 2211.17192; LayerSkip, arXiv
     2404.16710).
 
@@ -99,20 +121,6 @@ class DraftModel(Predictor):
                 if path:
                     self.runner.commit(row, path)
         self._tree, self._rows = None, ()
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        self.runner.truncate(row, 0)
-
-    def rewind(self, row: int, length: int) -> int:
-        """Keep the shared tokens."""
-        self.runner.truncate(row, length)
-        return length
-
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """Copy the tokens that this model has read; it reads the others before its next draft."""
-        self.runner.copy_row(source, target, self.runner.restorable(source, length))
-        return length
 
 
 def unread_tokens(runner: Runner, context: Context) -> list[list[int]]:

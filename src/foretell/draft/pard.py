@@ -6,13 +6,12 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree, tree_from_lists
-from foretell.draft.base import Predictor
-from foretell.draft.draft_model import read_backlog, unread_tokens
+from foretell.draft.draft_model import OwnCache, read_backlog, unread_tokens
 from foretell.draft.heads import scores_by_depth
 from foretell.speculator.network.pard import PardNetwork
 
 
-class PardDrafter(Predictor):
+class PardDrafter(OwnCache):
     """A draft model with mask tokens (PARD, arXiv 2504.18583).
 
     A pass reads the tokens that the draft model has not read yet and a chain of masks behind them. Keys and values of
@@ -64,17 +63,3 @@ class PardDrafter(Predictor):
             self.runner.commit(row, range(length))
         index = torch.from_numpy(np.take_along_axis(output.logit_index, place, 1).T.copy())
         return output.logits[index.to(output.logits.device)]
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        self.runner.truncate(row, 0)
-
-    def rewind(self, row: int, length: int) -> int:
-        """Keep the shared tokens."""
-        self.runner.truncate(row, length)
-        return length
-
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """Copy the tokens that this model has read; it reads the others before its next draft."""
-        self.runner.copy_row(source, target, self.runner.restorable(source, length))
-        return length
