@@ -1,13 +1,14 @@
 """The weights of a decoder block, and how the kernels pack them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from foretell.model.compressed_config import LowRank
 from foretell.model.expert_matrices import ExpertMatrices
 from foretell.model.kernels import structures
 from foretell.model.kernels.pack import Panels, plan_inner, plan_rows
@@ -17,7 +18,7 @@ from foretell.model.linear import Linear
 from foretell.model.state_layers import StateMixer
 from foretell.model.stored_matrix import Matrix
 
-FACTORED = ("qkv", "output", "gate_up", "down")
+FACTORED = tuple(role.name for role in fields(LowRank))
 """Linear layers of a block that may be of low rank; the last two are empty in a layer with experts."""
 
 
