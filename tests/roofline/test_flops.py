@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from foretell.model.load.transformers import cache_argument
 from foretell.roofline.analysis import AnalyzedModel, phase_graphs
 from foretell.roofline.attention import SOFTMAX_OPS
 from foretell.roofline.cost import scalar
@@ -53,9 +54,11 @@ def reference(name: str, layers: int | None = LAYERS) -> torch.nn.Module:
 def counted(module: torch.nn.Module, batch: int, past: int, tokens: int) -> int:
     ids = torch.zeros(batch, past + tokens, dtype=torch.long, device="meta")
     with torch.no_grad():
-        cache = module(ids[:, :past], use_cache=True).past_key_values if past else None
+        cache = {cache_argument(module): transformers.DynamicCache(config=module.config)}
+        if past:
+            module(ids[:, :past], use_cache=True, **cache)
         with FlopCounterMode(display=False) as counter:
-            module(ids[:, past:], past_key_values=cache, use_cache=True)
+            module(ids[:, past:], use_cache=True, **cache)
     return int(counter.get_total_flops())
 
 

@@ -12,7 +12,7 @@ from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
 from foretell.model.load.reference import resolve_reference
-from foretell.model.load.transformers import load_error
+from foretell.model.load.transformers import cache_argument, load_error
 
 Mode = Literal["plain", "lookup", "assisted"]
 
@@ -153,12 +153,12 @@ class TransformersForwardBackend(ForwardBackend):
         """Read the prefix."""
         self._cache = import_transformers().DynamicCache(config=self._model.config)
         self._added = 0
-        self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._run(tokens, logits_to_keep=1)
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int]) -> None:
         """One pass over new tokens."""
-        self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True)
+        self._run(tokens)
         self._added += len(tokens)
 
     def rollback(self) -> None:
@@ -166,3 +166,7 @@ class TransformersForwardBackend(ForwardBackend):
         if self._added:
             self._cache.crop(-self._added)
         self._added = 0
+
+    def _run(self, tokens: Sequence[int], **options: Any) -> None:
+        cache = {cache_argument(self._model): self._cache}
+        self._model(torch.tensor([list(tokens)]), use_cache=True, **cache, **options)

@@ -41,6 +41,20 @@ def import_transformers() -> Any:
     return transformers
 
 
+def cache_argument(model: Any) -> str:
+    """The name of the parameter by which `model.forward` takes its key-value cache: `cache` since transformers 5.24,
+    `past_key_values` before.
+
+    Raises:
+        ValueError: it takes none.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise ValueError(f"{type(model).__name__} cannot read token trees: it takes no key-value cache")
+
+
 @dataclass
 class _Row:
     """The cache of one batch row (a `DynamicCache`): committed tokens, then the nodes of the current tree in the order
@@ -90,12 +104,13 @@ class HFRunner(Runner):
 
     def __init__(self, model: Any, images: ImagePrompt | None = None) -> None:
         name, config = type(model).__name__, model.config.get_text_config()
-        inputs = inspect.signature(model.forward).parameters
+        positions = "position_ids" in inspect.signature(model.forward).parameters
         windowed = "sliding_attention" in (config.to_dict().get("layer_types") or ())
-        if not {"position_ids", "past_key_values"} <= set(inputs) or model._is_stateful or windowed:
+        if not positions or model._is_stateful or windowed:
             raise ValueError(
                 f"{name} cannot read token trees: it needs position ids, and attention over all keys and values"
             )
+        self._cache_argument = cache_argument(model)
         self.model = model.eval()
         self.config = model_config_of(model)
         self.vocab, self.context = self.config.vocab, self.config.context
@@ -170,9 +185,9 @@ class HFRunner(Runner):
             **self._inputs(tree.token[i, nodes], positions),
             position_ids=torch.from_numpy(positions)[None].to(device),
             attention_mask=mask[None, None].to(device),
-            past_key_values=row.cache,
             use_cache=True,
             output_hidden_states=hidden_states,
+            **{self._cache_argument: row.cache},
         )
 
     def _inputs(self, tokens: Int[np.ndarray, " n"], positions: Int[np.ndarray, " n"]) -> dict[str, torch.Tensor]:
