@@ -169,6 +169,7 @@ class EagleInput(ctypes.Structure):
     _fields_ = (
         *(("embedding", Embedding), ("embedding_norm", c_void_p), ("feature_norm", c_void_p)),
         *(("norm_before_residual", c_int32), ("output_norm", c_void_p), ("fusion", Fusion)),
+        *(("mask", c_void_p), ("mask_feature", c_void_p)),
     )
 
 
@@ -273,6 +274,13 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         (
             *(*_STACK, POINTER(Layer), POINTER(BlockInput), POINTER(Weight), _P, _P),
             *(POINTER(StatesRead), _P, *_TREES),
+        ),
+    ),
+    "foretell_mask_trees": (
+        _I,
+        (
+            *(*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P),
+            *(POINTER(StatesRead), _I, *_TREES),
         ),
     ),
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),

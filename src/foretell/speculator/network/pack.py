@@ -101,7 +101,7 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
         packed.native_stack = _pack_layers(packed, form)
         stacked = packed.layers if packed.native_stack else None
     packed.packed_head, packed.packed_precision = form.linear(head), precision
-    if isinstance(packed, Eagle3) and not isinstance(packed, PEagle):
+    if isinstance(packed, Eagle3):
         packed.native = _pack_eagle3(packed, form)
     _replace_modules(packed, form, stacked)
     for module in packed.modules():
@@ -206,6 +206,7 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
         return None
     assert isinstance(first, Eagle3FirstLayer) and head is not None
     norms, fuse = network.fc_norm, PackedLinear(form.linear(network.fc.weight, network.fc.bias))
+    network.add_module("fc", fuse)
     weights = EagleWeights(
         embedding=network.get_buffer("_embedding") if own is None else own,
         embedding_scale=network.embedding_scale if own is None else 1.0,
@@ -218,8 +219,8 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
         final_norm=network.norm.weight,
         head=head,
         token_of=network.token_of,
+        mask=(network.mask, network.fuse(network.mask_states)) if isinstance(network, PEagle) else None,
     )
-    network.add_module("fc", fuse)
     return NativeEagle(network.native_stack, weights)
 
 

@@ -198,6 +198,8 @@ struct EagleInput {  // what EAGLE-3's first layer reads: token embeddings and f
   // null: the output is the next feature as it is.
   const float* output_norm;
   Fusion fusion;
+  // [hidden] each: the embedding and the feature of a mask, which is token -1 after feature -1 (P-EAGLE); or null.
+  const float *mask, *mask_feature;
 };
 
 struct BlockInput {  // what DFlash's layers read, and its heads beside the output head
