@@ -173,6 +173,10 @@ class ModelConfig:
     """
     cache_dtype: CacheDtype = "auto"
     """Numbers of cached keys and values."""
+    page_budget: int = 0
+    """Cached keys that a decoded token attends to, per layer and key-value head, in pages that it selects (Quest, arXiv
+    2406.10774); 0: all.
+    """
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

@@ -221,7 +221,7 @@ class Layout(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),
         *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots", "layer_inputs")),
-        *(("input_width", c_int32), ("queries", c_void_p)),
+        *(("input_width", c_int32), ("queries", c_void_p), ("in_pages", c_void_p)),
     )
 
 
@@ -242,7 +242,8 @@ class Cache(ctypes.Structure):
         *((name, c_int32) for name in ("blocks", "rows", "row_blocks", "bits", "coarse")),
         *((name, c_void_p) for name in ("k_packed", "v_packed", "k_range", "v_range", "packed_table", "packed_slots")),
         *((name, c_int32) for name in ("packed_blocks", "packed_row_blocks", "packed_bits", "packed_residual")),
-        ("states", c_void_p),
+        *((name, c_void_p) for name in ("states", "k_least", "k_most", "page_slots")),
+        ("page_budget", c_int32),
     )
 
 

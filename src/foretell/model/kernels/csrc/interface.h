@@ -254,6 +254,7 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
   const float* layer_inputs;   // [count, input_width], per-layer inputs of all layers; or null
   int32_t input_width;
   float* queries;  // [layers, count, heads, head_dim], receives the queries that attention multiplies; or null
+  const int32_t* in_pages;  // 1: the token attends to selected pages of the cache, if it has some; or null: none does
 };
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
@@ -294,5 +295,9 @@ struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slot
   int32_t packed_bits;      // of a level: 4 or 2; 0: nothing is packed
   int32_t packed_residual;  // tokens before a token whose groups it reads whole
   const States* states;  // of the layers with a recurrent state; or null
+  // Pages of keys, see pages.h: [layers, kv_heads, blocks, ...] per block; null where there are none
+  void *k_least, *k_most;
+  const int32_t* page_slots;  // [rows]: slots from 0 on whose bounds are known in all layers
+  int32_t page_budget;        // keys that a token attends to; 0: all
 };
 }

@@ -369,15 +369,15 @@ const char* foretell_abi() {
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width),
-      F(Layout, queries));
+      F(Layout, queries), F(Layout, in_pages));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
       F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
       F(Cache, k_packed), F(Cache, v_packed), F(Cache, k_range), F(Cache, v_range), F(Cache, packed_table),
       F(Cache, packed_slots), F(Cache, packed_blocks), F(Cache, packed_row_blocks), F(Cache, packed_bits),
-      F(Cache, packed_residual),
-      F(Cache, states));
+      F(Cache, packed_residual), F(Cache, states), F(Cache, k_least), F(Cache, k_most), F(Cache, page_slots),
+      F(Cache, page_budget));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
