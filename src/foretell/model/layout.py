@@ -1,7 +1,7 @@
 """Where the new tokens of a forward pass are in the key-value cache, and which slots they attend to."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -68,8 +68,8 @@ class Layout:
         padded = np.array([slots + [-1] * (width - len(slots)) for slots in extra], np.int32)
         columns = *(np.array(c, np.int32) for c in (row, slot, position, prefix)), padded.reshape(len(extra), width)
         selects = torch.tensor(in_pages, dtype=torch.int32)
-        layout = Layout(*map(torch.from_numpy, (*columns, tree.token[active])), in_pages=selects)
-        return layout, index_marked(active)
+        layout = Layout(*map(torch.from_numpy, (*columns, tree.token[active])))
+        return replace(layout, in_pages=selects), index_marked(active)
 
 
 def index_marked(marked: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:

@@ -33,7 +33,7 @@ def page_bounds(
     """Upper bounds of the scores in every page: the sum over dimensions of the larger product of a query with the least
     and the greatest number of the page's keys; `n` is a multiple of `PAGE`.
     """
-    pages = keys.unflatten(-2, (-1, PAGE))  # type: ignore[no-untyped-call]
+    pages = keys.unflatten(-2, (-1, PAGE))
     least, most = pages.amin(-2), pages.amax(-2)
     bounds: Float[torch.Tensor, "*b q p"] = queries.clamp(min=0) @ most.mT + queries.clamp(max=0) @ least.mT
     return bounds
