@@ -92,8 +92,9 @@ class TokenTiles {
       : width_(visibility.layout().max_extra_slots), places_((size_t)visibility.layout().count * width_) {
     const Layout& layout = visibility.layout();
     for (int t = 0; t < layout.count; ++t) {
+      const bool hides = visibility[t].hidden || (t && visibility[t - 1].hidden);
       if (tiles_.empty() || layout.row[t] != layout.row[t - 1] || t - tiles_.back().first == tokens_per_tile ||
-          packed(t) != tiles_.back().packed || visibility[t].hidden || visibility[t - 1].hidden)
+          packed(t) != tiles_.back().packed || hides)
         tiles_.push_back({t, t, packed(t), {}});
       tiles_.back().last = t + 1;
       for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
@@ -538,8 +539,10 @@ class Attention {
       }
     }
     const int run = at.pages ? 1 : groups;
-    for (int i = 0; i < queries * groups; i += run)
-      cache_.scale_scores(at, slot + i % groups * kLanes, run, out.first + i / groups * out.stride + i % groups * kLanes);
+    for (int i = 0; i < queries * groups; i += run) {
+      const int first = i % groups * kLanes;
+      cache_.scale_scores(at, slot + first, run, out.first + i / groups * out.stride + first);
+    }
   }
 
   // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra groups, from which every
