@@ -97,8 +97,9 @@ class TokenTiles {
           packed(t) != tiles_.back().packed || hides)
         tiles_.push_back({t, t, packed(t), {}});
       tiles_.back().last = t + 1;
-      for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
-        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, visibility[t].slot(visibility[t].prefix + i));
+      const VisibleKeys& keys = visibility[t];
+      for (int i = 0; i < keys.length - keys.prefix; ++i)
+        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, keys.slot(keys.prefix + i));
     }
     for (const TokenTile& tile : tiles_) most_groups_ = std::max(most_groups_, (int)tile.extra_groups.size());
   }
