@@ -222,7 +222,7 @@ class ExpertPass {
     return weighted_operands_->prepare(e.gate_up->operand, weighted_.get(), m_.hidden, m_.hidden, nullptr, 0, team);
   }
 
-  // Brings experts from number `first` on into memory; returns the number after the last one that may be multiplied now.
+  // Brings experts from number `first` on into memory; returns the number after the last one that may be multiplied.
   int load_experts(const Experts& e, const Routes& routes, int first, const float* x, const Team& team) const {
     if (!e.load) return count_;
     int32_t* used = used_.get();
@@ -253,10 +253,10 @@ class ExpertPass {
                   {parts_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, following, team);
   }
 
-  // Products of those of experts first .. last - 1 that have tokens; an expert's rows are those of its places, or row 0
-  // for all.
-  void multiply_each(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, int first, int last,
-                     Output output, const Weight* following, const Team& team) const {
+  // Products of those of experts first .. last - 1 that have tokens; an expert's rows are those of its places, or row
+  // 0 for all.
+  void multiply_each(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, int first,
+                     int last, Output output, const Weight* following, const Team& team) const {
     const auto next_used = [&](int e) {
       while (e < last && routes.first[e] == routes.first[e + 1]) ++e;
       return e;

@@ -94,9 +94,9 @@ struct Experts {  // the mixture of experts of a layer
   // Norms of experts that run beside the dense network of their layer, [hidden]: of the inputs of the router and of the
   // experts, and of the outputs of the experts and of the dense network. Else null.
   const float *router_norm, *input_norm, *output_norm, *dense_norm;
-  // Where experts lie in a file: brings some of the layer into memory, whose numbers ascend, and returns how many of the
-  // first ones are there until the next call; 0: they cannot be read. x [tokens, hidden]: the residual stream that they
-  // will be added to. Null: all are in memory.
+  // Where experts lie in a file: brings some of the layer into memory, whose numbers ascend, and returns how many of
+  // the first ones are there until the next call; 0: they cannot be read. x [tokens, hidden]: the residual stream that
+  // they will be added to. Null: all are in memory.
   int32_t (*load)(int32_t layer, const int32_t* experts, int32_t count, const float* x, int32_t tokens);
   int32_t layer;
 };
