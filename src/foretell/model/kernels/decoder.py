@@ -355,6 +355,7 @@ class NativeDecoder:
             *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
             *(None if found is None else found.data_ptr(), torch.get_num_threads()),
         )
+        stack.check_readable(invalid)
         if invalid >= 0:
             raise ValueError(
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
@@ -444,6 +445,7 @@ class NativeDecoder:
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
             *(memory, torch.get_num_threads()),
         )
+        stack.check_readable(invalid)
         trees.check_result(invalid, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":

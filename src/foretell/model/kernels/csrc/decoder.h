@@ -61,12 +61,16 @@ class ForwardPass {
       else
         take_shortcut(layers_[i].attention_shortcut, team);
       if (layers_[i].mlp) feed_forward(i, team);
+      if (failed()) return;
       if (routes && layers_[i].mlp && layers_[i].experts && !team.thread)
         experts_->copy_routes(routes + (size_t)(i - first_) * experts_->entries());
       if (!layers_[i].mlp) take_shortcut(layers_[i].mlp_shortcut, team);
       finish(layers_[i], team);
     }
   }
+
+  // Whether weights could not be read.
+  bool failed() const { return experts_ && experts_->failed(); }
 
  private:
   // Copies the residual stream. No thread changes it before all have reached the next barrier.
@@ -337,13 +341,14 @@ class ForwardPass {
 };
 
 template <class C>
-void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
+bool run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
                const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* routes,
                int threads) {
   const ForwardPass<C> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
   Barrier barrier_state;
 #pragma omp parallel num_threads(threads)
   pass.run(hidden, routes, Team::current(barrier_state));
+  return !pass.failed();
 }
 
 // The first token that points outside the cache or the rotary tables, or has no visible key; -1: there is none.
@@ -375,8 +380,8 @@ int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x
   const int invalid = first_invalid_token(m, layout, cache);
   if (invalid >= 0 || !layout.count || first == last) return invalid;
   const auto run = m.cache_kind == kFloat32 ? run_stack<Float32> : run_stack<Bfloat16>;
-  run(m, layers, first, last, x, attention_input, layout, cache, hidden, routes, threads);
-  return -1;
+  const bool complete = run(m, layers, first, last, x, attention_input, layout, cache, hidden, routes, threads);
+  return complete ? -1 : kUnreadable;
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ extern "C" {
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
 // the stream before the layers that `hidden_layers` names, ascending. routes [last - first, tokens, active]: receives
 // the experts of every token in layers that have some; or null. Returns -1, or the first token that points outside the
-// cache or the rotary tables; then nothing was computed.
+// cache or the rotary tables; then nothing was computed. Or kUnreadable.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
                        const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* routes,
@@ -63,7 +63,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
   float* x = hidden_states + (size_t)count * (size_t)tokens * d;
   const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
                                 {hidden_layers, count, hidden_states}, threads, routes);
-  if (invalid >= 0) return invalid;
+  if (invalid != -1) return invalid;
   Buffer<float> gathered;
   const float* head_input = normed;
   if (norm_scored_only) {
@@ -321,7 +321,7 @@ const char* foretell_abi() {
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
       F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale),
       F(Experts, weighs_inputs), F(Experts, expert_scale), F(Experts, router_norm), F(Experts, input_norm),
-      F(Experts, output_norm), F(Experts, dense_norm));
+      F(Experts, output_norm), F(Experts, dense_norm), F(Experts, load), F(Experts, layer));
     S(StateLayer, F(StateLayer, kind), F(StateLayer, index), F(StateLayer, convolution),
       F(StateLayer, convolution_bias), F(StateLayer, rate), F(StateLayer, time_bias), F(StateLayer, skip),
       F(StateLayer, norm), F(StateLayer, eps));
