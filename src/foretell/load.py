@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
-from foretell.model.cache_policy import parse_eviction
+from foretell.model.cache_policy import parse_target_policy
 from foretell.model.compact_runner import check_compactible
 from foretell.model.compress import DecoderTransform
 from foretell.model.config import CacheDtype, ModelConfig, with_context, with_rope_scaling
@@ -84,8 +84,8 @@ def load(
     alone; `int4-kivi` and `int2-kivi` round keys per dimension over 32 tokens (KIVI, arXiv 2402.02750) and keep the
     last 128 tokens whole; `auto` keeps them as the model computes.
     `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET`, `tova@BUDGET` or `h2o@BUDGET` keeps about so many keys
-    and values per layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all
-    are kept.
+    and values per layer and head while an answer is decoded, and evicts the others; with `quest@BUDGET` every token
+    selects so many to read, and all are kept. Answers are lossy then. None: all are kept and read.
     `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
     neurons of feed-forward networks, so answers are lossy. With `memory_limit` the neurons that are needed most often
     are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
@@ -98,7 +98,7 @@ def load(
     for name, value, known in (("dtype", dtype, DTYPES), ("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))):
         if value not in known:
             raise unknown(name, value, known)
-    policy = None if kv_cache_policy is None else parse_eviction(kv_cache_policy)
+    policy = None if kv_cache_policy is None else parse_target_policy(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     _refuse_diffusion(reference, path)
@@ -120,6 +120,8 @@ def load(
     check_cache_dtype(reference, config)
     if policy is not None:
         check_compactible(config)
+        if policy.selects:
+            config, policy = replace(config, page_budget=policy.budget), None
     precision = choose_precision(reference, dtype, config, opened.weights, torch_device)
     weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
     if memory_limit is None and runs_on_kernels(config, torch_device):

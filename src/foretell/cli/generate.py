@@ -239,13 +239,13 @@ def run(
     with Interrupt() as interrupt:
         for answered in batch.run(specs, interrupt):
             answers.append(answered.answer)
-            print_answer(answered, output)
+            print_answer(answered, output, setup.model.expert_reads)
     if writer is not None and answers:
         writer.finish()
     for line in batch.errors:
         print_error(f"line {line.number}: {line.reason}" if output.is_batch else line.reason)
     if answers and not output.as_json:
-        print_status(summary_line(answers, time.perf_counter() - started))
+        print_status(summary_line(answers, time.perf_counter() - started, setup.model.expert_reads))
     if interrupt.requested:
         print_error("interrupted; what was generated until then is above")
         return 130

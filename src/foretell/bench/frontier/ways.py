@@ -11,7 +11,7 @@ from foretell.bench.frontier.predict import CheckpointKind, Predictor
 from foretell.catalogue import catalogue
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.load import open_checkpoint
-from foretell.model.cache_policy import POLICIES
+from foretell.model.cache_policy import target_policies
 from foretell.model.config import CacheDtype
 from foretell.model.config_readers.compressed import CARD
 from foretell.model.load.reference import resolve_reference
@@ -80,10 +80,9 @@ def _kv_dtypes(inputs: WayInputs) -> Iterator[Way]:
 
 def _kv_policies(inputs: WayInputs) -> Iterator[Way]:
     for budget in inputs.budgets:
-        for name, policy in POLICIES.items():
-            if policy.evicts:
-                options = replace(inputs.exact, kv_cache_policy=f"{name}@{budget}")
-                yield Way(f"{name}@{budget}", "kv-policy", options, partial(Predictor.kv_budget, budget=budget))
+        for name in (policy.name for policy in target_policies()):
+            options = replace(inputs.exact, kv_cache_policy=f"{name}@{budget}")
+            yield Way(f"{name}@{budget}", "kv-policy", options, partial(Predictor.kv_budget, budget=budget))
 
 
 def _checkpoints(inputs: WayInputs) -> Iterator[Way]:

@@ -25,6 +25,8 @@ class PEagleConfig(EagleConfig):
     kind: Literal["p_eagle"] = "p_eagle"
     depth: int = Field(7, ge=2, le=EXTRA_POSITIONS)
     """Tokens that are drafted in one pass."""
+    mask_token: int | None = Field(None, ge=0)
+    """Published checkpoints: the token in whose place the mask's embedding stood; None: it is no token's."""
 
 
 class PEagle(Eagle3):
