@@ -30,6 +30,8 @@ LANES = 16
 MAX_HEAD_DIM = 576
 MAX_GROUP = 16
 """Query heads per key-value head."""
+UNREADABLE = -3
+"""What a pass returns where weights could not be read from their file."""
 KEYS_ONLY = 2
 """Value of `Layer.attention`: keys and values are stored, and nothing is attended to."""
 
@@ -63,7 +65,8 @@ class Experts(ctypes.Structure):
         *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
         *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
         *(("scale", c_float), ("weighs_inputs", c_int32), ("expert_scale", c_void_p)),
-        *((name, c_void_p) for name in ("router_norm", "input_norm", "output_norm", "dense_norm")),
+        *((name, c_void_p) for name in ("router_norm", "input_norm", "output_norm", "dense_norm", "load")),
+        ("layer", c_int32),
     )
 
 
@@ -222,7 +225,7 @@ class Layout(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),
         *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots", "layer_inputs")),
-        *(("input_width", c_int32), ("queries", c_void_p)),
+        *(("input_width", c_int32), ("queries", c_void_p), ("in_pages", c_void_p)),
     )
 
 
@@ -243,7 +246,8 @@ class Cache(ctypes.Structure):
         *((name, c_int32) for name in ("blocks", "rows", "row_blocks", "bits", "coarse")),
         *((name, c_void_p) for name in ("k_packed", "v_packed", "k_range", "v_range", "packed_table", "packed_slots")),
         *((name, c_int32) for name in ("packed_blocks", "packed_row_blocks", "packed_bits", "packed_residual")),
-        ("states", c_void_p),
+        *((name, c_void_p) for name in ("states", "k_least", "k_most", "page_slots")),
+        ("page_budget", c_int32),
     )
 
 

@@ -1,7 +1,7 @@
 """Packs a trained network for drafting on a CPU: its matrices in the format of the native kernels."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import torch
@@ -9,10 +9,12 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.decoder import RMSNorm
+from foretell.model.decoder import Decoder, RMSNorm
 from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.block_weights import BlockWeights
+from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
+from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import rms_norm
@@ -114,6 +116,41 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
         table, scale = packed.get_buffer("_embedding"), packed.embedding_scale
         packed.native = NativeStages(stages, table, scale, packed.token_of)
     return packed
+
+
+def pack_decoder(decoder: Decoder, precision: DraftPrecision) -> NativeDecoder:
+    """A torch decoder on the kernels, its head in the same precision as its blocks.
+
+    Raises:
+        ValueError: the kernels do not support the architecture.
+    """
+    form = _Format.of(precision)
+    if form.kind is None:
+        return NativeDecoder(decoder, form.precision)
+    blocks = [_rounded(block_weights(block), form) for block in decoder.blocks]
+    config, ropes = decoder.config, (decoder.rope_tables, decoder.local_rope_tables)
+    # The decoder's norm weights include the offset already.
+    stack = NativeStack(replace(config, norm_offset=0.0), blocks, form.precision, *ropes)
+    dtype = torch.bfloat16 if decoder.embedding.dtype == torch.bfloat16 else torch.float32
+    embedding = NativeEmbedding(StoredMatrix.of(decoder.embedding.detach()), dtype, config.embedding_scale)
+    head = form.linear(decoder.head.weight, decoder.head.bias)
+    return NativeDecoder.of_parts(config, embedding, stack, decoder.norm.weight.detach(), head)
+
+
+def _rounded(block: BlockWeights, form: _Format) -> BlockWeights:
+    """A block's weights with its matrices as they are packed."""
+
+    def matrix(weight: Matrix | None) -> Matrix | None:
+        return form.matrix(weight) if isinstance(weight, torch.Tensor) else weight
+
+    return replace(
+        block,
+        qkv=[weight if isinstance(weight, StoredMatrix) else form.matrix(weight) for weight in block.qkv],
+        output=matrix(block.output),
+        gate=matrix(block.gate),
+        up=matrix(block.up),
+        down=matrix(block.down),
+    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ extern "C" {
 // qkv]: input of the first layer's attention; null: the normed stream. hidden_states [count, tokens, hidden]: receives
 // the stream before the layers that `hidden_layers` names, ascending. routes [last - first, tokens, active]: receives
 // the experts of every token in layers that have some; or null. Returns -1, or the first token that points outside the
-// cache or the rotary tables; then nothing was computed.
+// cache or the rotary tables; then nothing was computed. Or kUnreadable.
 int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32_t last, float* x,
                        const float* attention_input, const Layout* layout, const Cache* cache,
                        const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* routes,
@@ -63,7 +63,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
   float* x = hidden_states + (size_t)count * (size_t)tokens * d;
   const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
                                 {hidden_layers, count, hidden_states}, threads, routes);
-  if (invalid >= 0) return invalid;
+  if (invalid != -1) return invalid;
   Buffer<float> gathered;
   const float* head_input = normed;
   if (norm_scored_only) {
@@ -329,7 +329,7 @@ const char* foretell_abi() {
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
       F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale),
       F(Experts, weighs_inputs), F(Experts, expert_scale), F(Experts, router_norm), F(Experts, input_norm),
-      F(Experts, output_norm), F(Experts, dense_norm));
+      F(Experts, output_norm), F(Experts, dense_norm), F(Experts, load), F(Experts, layer));
     S(StateLayer, F(StateLayer, kind), F(StateLayer, index), F(StateLayer, convolution),
       F(StateLayer, convolution_bias), F(StateLayer, rate), F(StateLayer, time_bias), F(StateLayer, skip),
       F(StateLayer, norm), F(StateLayer, eps));
@@ -378,15 +378,15 @@ const char* foretell_abi() {
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width),
-      F(Layout, queries));
+      F(Layout, queries), F(Layout, in_pages));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
       F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
       F(Cache, k_packed), F(Cache, v_packed), F(Cache, k_range), F(Cache, v_range), F(Cache, packed_table),
       F(Cache, packed_slots), F(Cache, packed_blocks), F(Cache, packed_row_blocks), F(Cache, packed_bits),
-      F(Cache, packed_residual),
-      F(Cache, states));
+      F(Cache, packed_residual), F(Cache, states), F(Cache, k_least), F(Cache, k_most), F(Cache, page_slots),
+      F(Cache, page_budget));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
