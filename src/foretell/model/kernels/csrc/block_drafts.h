@@ -1,4 +1,4 @@
-// Drafting several tokens in one pass over features of the target's hidden states: DFlash's blocks, and P-EAGLE's masks.
+// Drafting several tokens in one pass over features of the target's hidden states: DFlash's blocks, P-EAGLE's masks.
 
 #pragma once
 

@@ -207,8 +207,8 @@ int32_t foretell_block_trees(const Model* m, const Layer* layers, int32_t count,
   return block_trees(*m, layers, injecting, count, *e, {norm, head, token_of}, *read, root, *b, *cache, threads);
 }
 
-// Dynamic trees as of foretell_eagle_trees, all levels from one pass over the positions of `read` and `masks` masks after
-// those of every request (P-EAGLE, arXiv 2602.01469). Returns as foretell_eagle_forward.
+// Dynamic trees as of foretell_eagle_trees, all levels from one pass over the positions of `read` and `masks` masks
+// after those of every request (P-EAGLE, arXiv 2602.01469). Returns as foretell_eagle_forward.
 int32_t foretell_mask_trees(const Model* m, const Layer* layers, int32_t count, const EagleInput* e,
                             const Weight* head, const float* norm, const int64_t* token_of, const StatesRead* read,
                             int32_t masks, const DynamicTree* b, const Cache* cache, int32_t threads) {
