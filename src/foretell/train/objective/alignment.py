@@ -82,7 +82,7 @@ def cross_step_loss(
     b, t = masks[0].shape
     token = torch.arange(b * (t + len(masks)), device=masks[0].device).view(b, -1)[:, :t]
     label = torch.cat([(token + i)[mask] for i, mask in enumerate(masks)])
-    kept = torch.isin(label, _drawn(label.unique()))
+    kept = torch.isin(label, _drawn(torch.unique(label)))
     return contrastive_loss(torch.cat(list(states))[kept], label[kept])
 
 
