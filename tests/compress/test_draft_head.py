@@ -123,8 +123,8 @@ def test_what_does_not_fit_is_refused(
     made: tuple[Path, Path, Path], tmp_path: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
     target, data, folder = made
-    given = ("calibrate", "head", folder, "--model", target, "--data", data, "--out", tmp_path / "x", *arguments)
-    assert sentence in expect_error(*given)
+    given = ("--model", target, "--data", data, "--out", tmp_path / "x")
+    assert sentence in expect_error("calibrate", "head", folder, *given, *arguments)
 
 
 def test_an_output_folder_in_use_and_other_kinds_are_refused(made: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def fit_draft_head(
     network.set_head_factors(*head_factors(network.lm_head, fitted, rank), candidates)
     packed = pack_network(network)
     best, best_few = 0.0, 0.0
-    for state in held_out.split(_CHUNK):
+    for state in torch.split(held_out, _CHUNK):
         whole = F.linear(state, network.lm_head.float()).topk(BEST).indices
         own = packed.compute_logits(state).topk(BEST).indices
         best += float((own[:, 0] == whole[:, 0]).sum()) / len(held_out)
