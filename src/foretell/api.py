@@ -23,7 +23,9 @@ from foretell.model.backend import Backend
 from foretell.model.cache_policy import CachePolicy
 from foretell.model.config import ModelConfig
 from foretell.model.evicting_runner import EvictingRunner
+from foretell.model.kernels.expert_cache import ExpertReads
 from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
+from foretell.model.load.expert_offload import ExpertOffloadedDecoder
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.transformers import HFRunner, ImagePrompt
 from foretell.model.network import Network
@@ -145,6 +147,13 @@ class Model:
         if self._network is None:
             raise self._unsupported_error()
         return self._network
+
+    @property
+    def expert_reads(self) -> ExpertReads | None:
+        """Which experts were in memory, read ahead or waited for since the model was loaded; None: its experts are not
+        read one by one.
+        """
+        return self._network.reads if isinstance(self._network, ExpertOffloadedDecoder) else None
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -50,7 +50,7 @@ class Recording(PardDrafter):
     """Notes the logits of every depth by the text before."""
 
     def __init__(self, network: PardNetwork) -> None:
-        super().__init__(network)
+        super().__init__(network.to_runner(), network.config.mask_token, network.depth)
         self.found: dict[tuple[int, ...], torch.Tensor] = {}
 
     def _predict(self, context):  # type: ignore[no-untyped-def]

@@ -131,5 +131,7 @@ def running_gateway(settings: ServerSettings = SETTINGS, replicas: int = 2, rows
     gateway = Gateway(replace(settings, limits=replace(settings.limits, max_num_seqs=rows)), here)
     with listening(gateway.app, gateway) as (server, url):
         front = Front(gateway, here, server, url, [engines for _, engines in made], services)
-        yield front
-        front.http.close()
+        try:
+            yield front
+        finally:
+            front.http.close()

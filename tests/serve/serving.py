@@ -177,9 +177,11 @@ def running_server(
     service, engines = paced_service(settings, method, rows, path, loaded_model)
     with listening(create_app(service), service, address) as (server, url):
         found = Server(service, server, url, engines)
-        wait_for(lambda: bool(engines) and found.health() == 200)
-        yield found
-        found.http.close()
+        try:
+            wait_for(lambda: bool(engines) and found.health() == 200)
+            yield found
+        finally:
+            found.http.close()
 
 
 __all__ = [

@@ -128,6 +128,7 @@ def test_openai_s_parse_and_stream(server: Server) -> None:
         ({"response_format": {"type": "structural_tag", "triggers": ["<f"], "structures": [
           {"begin": "<f>", "schema": {"type": "object", "unevaluatedProperties": False}, "end": "</f>"}]}},
          "response_format", "unevaluatedProperties"),
+        ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
         ({"structured_outputs": {"json_object": 3}}, "structured_outputs.json_object", "true or false"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "choice"),
         ({"grammar": "root ::= missing", "max_tokens": 3}, "grammar", "missing"),

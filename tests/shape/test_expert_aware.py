@@ -11,6 +11,7 @@ from foretell.accept import Match
 from foretell.catalogue import build
 from foretell.catalogue.build_context import BuildContext
 from foretell.core.context import ModelOutput, StepResult
+from foretell.core.expert_forecast import ExpertForecast
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft import DraftModel, NoDrafter
@@ -21,7 +22,7 @@ from foretell.engine.request import Completion, Request
 from foretell.model.config import MoEConfig
 from foretell.model.decoder import Decoder
 from foretell.model.runner import DecoderRunner
-from foretell.shape import DynamicTree, ExpertAwareTree, ExpertForecast, ExpertSizes, RootOnly, Shape
+from foretell.shape import DynamicTree, ExpertAwareTree, ExpertSizes, RootOnly, Shape
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, context_of, random_tokens
 
@@ -57,7 +58,7 @@ def kept(tree: TokenTree, known: dict[int, tuple[int, int]]) -> list[int]:
 
 
 def test_a_forecast_is_the_last_experts_of_a_token_or_those_that_are_used_most() -> None:
-    forecast = ExpertForecast(SIZES)
+    forecast = ExpertForecast(SIZES.layers, SIZES.count, SIZES.active)
     assert forecast.probabilities(5).sum(1) == pytest.approx(2.0)
     for _ in range(200):
         forecast.observe(np.array([5, 6]), routes((0, 1), (2, 3)))
@@ -68,7 +69,7 @@ def test_a_forecast_is_the_last_experts_of_a_token_or_those_that_are_used_most()
 
 
 def test_a_forecast_that_does_not_come_true_is_not_believed() -> None:
-    forecast, random = ExpertForecast(SIZES), np.random.default_rng(0)
+    forecast, random = ExpertForecast(SIZES.layers, SIZES.count, SIZES.active), np.random.default_rng(0)
     for _ in range(300):
         forecast.observe(np.array([5]), routes(tuple(random.choice(8, 2, replace=False))))
     assert 0.1 < forecast.hit_share < 0.45  # chance is 2 of 8

@@ -226,7 +226,7 @@ def test_reduced_vocabularies_are_checked(tmp_path: Path) -> None:
 
 def test_unknown_types_and_forms_are_refused(tmp_path: Path) -> None:
     config, tensors = speculators_eagle3()
-    with pytest.raises(ValueError, match="of the type 'hydra' are not known here; known: eagle3, dflash, dspark"):
+    with pytest.raises(ValueError, match="type 'hydra' are not known here; known: eagle3, peagle, dflash, dspark"):
         load(put(tmp_path / "a", config | {"speculators_model_type": "hydra"}, tensors))
     with pytest.raises(ValueError, match="drafts in a width of its own"):
         load(put(tmp_path / "b", config | {"target_hidden_size": 2 * D}, tensors))

@@ -246,7 +246,8 @@ def test_a_network_that_is_no_llama_model_is_refused(tmp_path: Path) -> None:
 def test_unsupported_formats_name_the_supported_ones(tmp_path: Path) -> None:
     medusa = Medusa(MedusaConfig(target=CARD), embedding_and_head())
     with pytest.raises(
-        ValueError, match=r"speculators is for speculators of kind eagle3, .* kind medusa; .* kind: vllm-medusa"
+        ValueError,
+        match=r"is for speculators of kind eagle3 or p_eagle, .* kind medusa; .* kind: vllm-medusa",
     ):
         export(medusa, VERIFIER, "speculators", tmp_path / "out")
     with pytest.raises(ValueError, match="formats for that kind: none"):

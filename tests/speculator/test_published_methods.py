@@ -8,6 +8,8 @@ import pytest
 import torch
 from published import LAYERS, D, V, authors_medusa, eagle1, eagle3, ibm_mlp, put, speculators_eagle3, vllm_medusa
 from test_dflash_formats import dflash
+from test_one_pass_formats import p_eagle
+from test_redrafter_format import redrafter
 
 from foretell.catalogue import BuildContext, build
 from foretell.engine.engine import Engine
@@ -32,6 +34,8 @@ REQUESTS = [Request(random_tokens(n, V, seed=n), max_new_tokens=12) for n in (3,
         (eagle3, "eagle3"),
         (speculators_eagle3, "eagle3"),
         (dflash, "dflash"),
+        (p_eagle, "p_eagle"),
+        (redrafter, "redrafter"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["torch", "kernels"])

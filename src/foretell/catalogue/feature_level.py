@@ -175,8 +175,8 @@ def _method(
 ) -> AnyMethod:
     """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
     accept: Acceptor = Rejection() if draw else Match()
-    network, label = drafter.network, drafter.label
-    label = describe_packed(label, network) if isinstance(network, Speculator) else label
+    network = None if isinstance(drafter, PardDrafter) else drafter.network
+    label = describe_packed(drafter.label, network) if isinstance(network, Speculator) else drafter.label
     return Method(drafter, shape, accept, drafter_label=label)
 
 

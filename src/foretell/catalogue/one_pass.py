@@ -5,9 +5,10 @@ from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.feature_level import method_of_levels
 from foretell.catalogue.options.feature_level import DFlashOptions
-from foretell.catalogue.speculators import trained_speculator
+from foretell.catalogue.speculators import check_draft_vocabs, trained_speculator
 from foretell.draft import DFlashDrafter, PardDrafter, PEagleDrafter
 from foretell.engine.method import AnyMethod
+from foretell.model.runner import DecoderRunner, Runner
 from foretell.shape import CostAwareTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
@@ -15,6 +16,8 @@ from foretell.speculator.network.pack import pack_network
 from foretell.speculator.network.pard import PardNetwork
 
 _LEVELS = "tokens in a pass, one for each level"
+_PARD_DEPTH = 8
+"""Tokens of a draft of a published PARD model where num_steps is not set: its trainer's."""
 
 
 def dflash(context: BuildContext, options: DFlashOptions) -> AnyMethod:
@@ -51,10 +54,32 @@ def p_eagle_method(network: PEagle, options: DFlashOptions) -> AnyMethod:
 
 
 def pard(context: BuildContext, options: DFlashOptions) -> AnyMethod:
-    """PARD with the tree of the options."""
+    """PARD with the tree of the options: a model with a mask token that was named, else a trained speculator."""
+    if context.drafts and not context.speculators:
+        runner, mask_token = _pard_model(context)
+        depth = options.num_steps or _PARD_DEPTH
+        return method_of_levels(PardDrafter(runner, mask_token, depth), depth, f"{_LEVELS} (num_steps)", options)
     network = trained_speculator(context, "pard")
     assert isinstance(network, PardNetwork)
     return pard_method(network, options)
+
+
+def _pard_model(context: BuildContext) -> tuple[Runner, int]:
+    """The draft model that was named, and its mask token.
+
+    Raises:
+        ValueError: it has none, there are several, or its vocabulary is not the target's.
+    """
+    if len(context.drafts) > 1:
+        raise ValueError(f"pard drafts with one model, and {len(context.drafts)} were named; name one")
+    (runner,) = check_draft_vocabs(context)
+    token = runner.network.config.mask_token if isinstance(runner, DecoderRunner) else None
+    if token is None:
+        raise ValueError(
+            "the draft model has no mask token (pard_token in its config.json), so it predicts the next token only; "
+            "use draft_model, or a PARD checkpoint"
+        )
+    return runner, token
 
 
 def pard_method(network: PardNetwork, options: DFlashOptions) -> AnyMethod:
@@ -63,7 +88,8 @@ def pard_method(network: PardNetwork, options: DFlashOptions) -> AnyMethod:
     Raises:
         ValueError: the tree is deeper than the network was trained for.
     """
-    return method_of_levels(PardDrafter(network), network.depth, _LEVELS, options)
+    drafter = PardDrafter(network.to_runner(), network.config.mask_token, network.depth)
+    return method_of_levels(drafter, network.depth, _LEVELS, options)
 
 
 ENTRIES = (

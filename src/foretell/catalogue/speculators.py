@@ -110,19 +110,29 @@ def find_draft_models(context: BuildContext) -> tuple[Runner, ...]:
     Raises:
         ValueError: one has another vocabulary than the target, or a speculator of another kind was named.
     """
+    drafts = check_draft_vocabs(context)
+    if drafts or context.speculators:
+        trained = (_draft_network(context, read_speculator(context, folder)) for folder in context.speculators)
+        return (*drafts, *(network.to_runner() for network in trained))
+    if context.checkpoint is None:
+        return ()
+    installed = find_installed(DRAFT_MODEL, target_card(context).fingerprint)
+    return () if installed is None else (_draft_network(context, read_speculator(context, installed)).to_runner(),)
+
+
+def check_draft_vocabs(context: BuildContext) -> tuple[Runner, ...]:
+    """The draft models that were named.
+
+    Raises:
+        ValueError: one has another vocabulary than the target.
+    """
     for runner in context.drafts:
         if runner.vocab != context.vocab:
             raise ValueError(
                 f"the draft model's vocabulary has {runner.vocab} tokens, the target's {context.vocab}; "
                 "use a draft model with the target's tokenizer"
             )
-    if context.drafts or context.speculators:
-        trained = (_draft_network(context, read_speculator(context, folder)) for folder in context.speculators)
-        return (*context.drafts, *(network.to_runner() for network in trained))
-    if context.checkpoint is None:
-        return ()
-    installed = find_installed(DRAFT_MODEL, target_card(context).fingerprint)
-    return () if installed is None else (_draft_network(context, read_speculator(context, installed)).to_runner(),)
+    return context.drafts
 
 
 def names_only_draft_models(context: BuildContext) -> bool:

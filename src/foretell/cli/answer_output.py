@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from foretell.api import Answer
     from foretell.cli.batch import AnsweredPrompt
+    from foretell.model.kernels.expert_cache import ExpertReads
 
 
 _TITLE_WIDTH = 60
@@ -25,10 +26,13 @@ class OutputFormat:
     prompt_logprobs: int | None = None
 
 
-def print_answer(answered: "AnsweredPrompt", output: OutputFormat) -> None:
-    """Print a finished answer, unless it was streamed."""
+def print_answer(answered: "AnsweredPrompt", output: OutputFormat, reads: "ExpertReads | None" = None) -> None:
+    """Print a finished answer, unless it was streamed; `reads`: of an offloaded mixture of experts, up to now."""
     if output.as_json:
-        print(json.dumps(answer_record(answered.answer, output), ensure_ascii=False), flush=True)
+        record = answer_record(answered.answer, output)
+        if reads is not None:
+            record["expert_reads"] = reads.to_dict()
+        print(json.dumps(record, ensure_ascii=False), flush=True)
     elif output.is_batch:
         print(f"── {answered.line} ── {answered.title[:_TITLE_WIDTH]}\n{answered.answer.text}\n", flush=True)
     elif not output.stream:

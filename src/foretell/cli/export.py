@@ -10,7 +10,7 @@ from foretell.cli.setup import spinner
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.speculator.export import export as write
-from foretell.speculator.export import find_export, require_empty
+from foretell.speculator.export import find_exports, require_empty
 from foretell.speculator.formats.base import Verifier
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -21,7 +21,12 @@ _ON_THE_HUB = {DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 def export(
     speculator: Annotated[str, typer.Argument(help="Directory of a speculator, or the kind of an installed one.")],
     format_name: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="speculators, eagle3, eagle, vllm-medusa, vllm-mlp or hf.")
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="speculators, eagle3, eagle, dflash, vllm-medusa, vllm-mlp, redrafter or hf.",
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write, new or empty.")],
     model: options.Model = options.DEFAULT_MODEL,
@@ -33,9 +38,10 @@ def export(
 ) -> None:
     """Write a trained speculator as vLLM, SGLang and the speculators library read it.
 
-    speculators and eagle3 are for EAGLE-3, eagle for EAGLE-1 and 2, hf for draft models; see docs/formats.md.
+    speculators is for EAGLE-3 and P-EAGLE, eagle3 for EAGLE-3, eagle for EAGLE-1 and 2, hf for draft models and PARD;
+    see docs/formats.md.
     """
-    find_export(format_name)
+    find_exports(format_name)
     require_empty(out)
     with spinner(f"loading {model}"):
         target = load(model, dtype)

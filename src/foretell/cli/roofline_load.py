@@ -24,13 +24,11 @@ from foretell.cli.roofline_options import (
 from foretell.roofline import cli_inputs, records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
-from foretell.roofline.formats import parse_format
 from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.plan import cost_of_profile, profiles_for
 from foretell.roofline.runtime import DEFAULT_RUNTIME
 from foretell.roofline.speculation import estimate_method
-from foretell.roofline.workload import Workload
 
 
 class SimulationProgress:
@@ -112,8 +110,7 @@ def load_command(
     shape = cli_inputs.parse_shape(3 if tokens is None and tree is None else tokens, tree, tau)
     (profile,) = profiles_for(target, {method: find_method(method)}, draft_model).values()
     drafter = cost_of_profile(profile, target, draft_model)
-    formats = [parse_format(text) for text in (weights, activations, kv)]
-    workload = Workload("decode", 1, prompt, weights=formats[0], activations=formats[1], kv=formats[2], devices=devices)
+    workload = cli_inputs.parse_workload("decode", 1, prompt, weights, activations, kv, devices=devices)
     assert shape is not None
     shape = estimate_method(profile, drafter, target, device, workload, shape=shape).shape
     loads = (

@@ -1,6 +1,7 @@
 """`foretell roofline analyze` and `plan`: the cost of a pass, and methods ranked by predicted gain."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,6 @@ from foretell.cli.roofline_options import (
 )
 from foretell.roofline import cli_inputs, records, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
-from foretell.roofline.formats import parse_format
 from foretell.roofline.method_profiles import with_draft_vocab
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.model_variants import model_variants
@@ -46,7 +46,6 @@ from foretell.roofline.plan import rank_methods
 from foretell.roofline.runtime import DEFAULT_RUNTIME
 from foretell.roofline.speculation import MAX_NODES
 from foretell.roofline.sweep import parse_axis, sweep
-from foretell.roofline.workload import Workload
 
 
 def analyze_command(
@@ -81,11 +80,10 @@ def analyze_command(
     check_output_options(as_json, as_csv)
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     target = AnalyzedModel(*find_model(model))
-    workload = Workload(
-        cli_inputs.parse_stage(stage), batch, context, tokens, chunk, generate, parse_format(weights),
-        parse_format(activations), parse_format(kv), cli_inputs.parse_fusion(fusion), devices, square,
-        parse_format(head) if head else None,
-    )  # fmt: skip
+    workload = cli_inputs.parse_workload(
+        stage, batch, context, weights, activations, kv, head=head, fusion=fusion, devices=devices
+    )
+    workload = replace(workload, tokens=tokens, chunk=chunk, generate=generate, square=square)
     if axes:
         swept = records.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
         print_records(swept, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
@@ -161,11 +159,9 @@ def plan_command(
     chosen = cli_inputs.select_methods(method, accept, acceptance, given)
     profiles = {name: with_draft_vocab(profile, draft_vocab) for name, profile in chosen.items()}
     shape = cli_inputs.parse_shape(tokens, tree, tau)
-    workload = Workload(
-        "decode", batch, context, weights=parse_format(weights), activations=parse_format(activations),
-        kv=parse_format(kv), fusion=cli_inputs.parse_fusion(fusion), devices=devices,
-        head=parse_format(head) if head else None,
-    )  # fmt: skip
+    workload = cli_inputs.parse_workload(
+        "decode", batch, context, weights, activations, kv, head=head, fusion=fusion, devices=devices
+    )
     analysis = analyse(target, device, workload)
     placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
     if curve:

@@ -10,6 +10,8 @@ from rich.text import Text
 from foretell.api import Answer
 from foretell.engine.request import Update
 from foretell.model.backend import Backend
+from foretell.model.cache_policy import Quest
+from foretell.model.kernels.expert_cache import ExpertReads
 from foretell.plan import PlanReport
 from foretell.tokenizer.stream import Detokenizer
 
@@ -65,8 +67,10 @@ class AnswerWriter:
         sys.stdout.flush()
 
 
-def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
-    """One line on speed and method; `seconds` is the time that several answers took together."""
+def summary_line(answers: Sequence[Answer], seconds: float, reads: ExpertReads | None = None) -> Text:
+    """One line on speed and method; `seconds` is the time that several answers took together, `reads` those of an
+    offloaded mixture of experts.
+    """
     if len(answers) == 1:
         rate = answers[0].statistics.tokens_per_second
     else:
@@ -87,18 +91,23 @@ def summary_line(answers: Sequence[Answer], seconds: float) -> Text:
         line.append("lossless" if all(a.exact for a in answers) else "lossless up to rounding", "dim")
     else:
         line.append("LOSSY", "bold red not dim").append(f" · {_fidelity_loss(answers)}", "dim")
+    if reads is not None:
+        line.append(
+            f" · experts: {reads.memory_share:.0%} in memory, {reads.ahead_share:.0%} of the others read ahead", "dim"
+        )
     return line.append(f" · {answers[0].backend}", "dim")
 
 
 def _lossy_target(backend: Backend) -> str:
     """What is lossy about the target itself, with its price where it is known."""
     policy, sparse = backend.cache_policy, backend.sparsity
-    evicted = (
-        f"keys and values were evicted beyond {policy}; foretell evaluate --kv-cache-policy measures the price"
+    fate = "left unread" if policy.startswith(f"{Quest.name}@") else "evicted"
+    cached = (
+        f"keys and values were {fate} beyond {policy}; foretell evaluate --kv-cache-policy measures the price"
         if policy
         else ""
     )
-    return "; ".join(filter(None, [evicted, f"tokens read a part of the neurons, {sparse}" if sparse else ""]))
+    return "; ".join(filter(None, [cached, f"tokens read a part of the neurons, {sparse}" if sparse else ""]))
 
 
 def _fidelity_loss(answers: Sequence[Answer]) -> str:

@@ -8,7 +8,7 @@ from foretell.core.context import Context
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft.draft_model import OwnCache, read_backlog, unread_tokens
 from foretell.draft.heads import scores_by_depth
-from foretell.speculator.network.pard import PardNetwork
+from foretell.model.runner import Runner
 
 
 class PardDrafter(OwnCache):
@@ -20,15 +20,15 @@ class PardDrafter(OwnCache):
 
     label = "draft model over mask tokens, in one pass"
 
-    def __init__(self, network: PardNetwork, chunk: int = 512) -> None:
-        self.network, self.runner = network, network.to_runner()
-        self.max_context = self.runner.context - network.depth
+    def __init__(self, runner: Runner, mask_token: int, depth: int, chunk: int = 512) -> None:
+        self.runner, self.depth, self._mask_token = runner, depth, mask_token
+        self.max_context = runner.context - depth
         self._chunk = chunk
         self._logits = torch.zeros(0, 0, 0)
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """At most the number of tokens that a pass predicts."""
-        return np.minimum(super().max_depths(context), self.network.depth)
+        return np.minimum(super().max_depths(context), self.depth)
 
     @torch.inference_mode()
     def expand(
@@ -43,15 +43,14 @@ class PardDrafter(OwnCache):
         """Logits of all depths for the requests that may have drafts."""
         active = np.flatnonzero(context.max_depth)
         if not len(active):
-            return torch.zeros(self.network.depth, 0, self.runner.vocab)
-        part, masks = context.select(active.tolist()), self.network.depth - 1
+            return torch.zeros(self.depth, 0, self.runner.vocab)
+        part, masks = context.select(active.tolist()), self.depth - 1
         for row, text in zip(part.rows, part.sequences, strict=True):
             # A step that failed proposes again: its last token was read.
             self.runner.truncate(row, min(self.runner.length(row), text.length - 1))
         read_backlog(self.runner, part, self._chunk)
-        token = self.network.config.mask_token
         chains = tree_from_lists(
-            [[last, *[token] * masks] for last in part.last_tokens], [list(range(-1, masks))] * len(active)
+            [[last, *[self._mask_token] * masks] for last in part.last_tokens], [list(range(-1, masks))] * len(active)
         )
         full = chains.with_prefix(unread_tokens(self.runner, part))
         last = full.prefix_length[:, None] - 1

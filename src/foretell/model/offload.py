@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -57,10 +57,7 @@ class BlockStore(Generic[B]):
         """Bytes of the largest block."""
         room = budget - fixed_bytes
         if self.block_bytes > room:
-            raise ValueError(
-                f"the memory limit of {budget:,} bytes is too small: what stays in memory and one block alone take "
-                f"{fixed_bytes + self.block_bytes:,}"
-            )
+            refuse_small_limit(budget, "what stays in memory and one block", fixed_bytes + self.block_bytes)
         # Where not all blocks fit, places are needed for the block that is running and the next ones.
         places = 0 if sum(sizes) <= room else min(_PLACES, room // self.block_bytes)
         self._depth = max(0, places - 1)
@@ -117,6 +114,15 @@ class BlockStore(Generic[B]):
         self._release_pages()
         self.fetch_count += 1
         return block
+
+
+def refuse_small_limit(limit: int, what: str, least: int) -> NoReturn:
+    """Refuse a limit of memory; `what` takes `least` bytes.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(f"the memory limit of {limit:,} bytes is too small: {what} alone take {least:,}")
 
 
 def weight_bytes(part: Any) -> int:

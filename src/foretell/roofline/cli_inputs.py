@@ -8,6 +8,7 @@ from foretell.roofline.acceptance import AcceptanceByRank, geometric_acceptance
 from foretell.roofline.analysis import Analysis, AnalyzedModel
 from foretell.roofline.attention import Fusion
 from foretell.roofline.cost import scalar
+from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, memory_tier, with_overrides
 from foretell.roofline.method_profiles import MethodProfile, find_method, method_profiles, with_acceptance
 from foretell.roofline.names import look_up
@@ -38,6 +39,36 @@ def parse_fusion(name: str) -> Fusion:
         ValueError: no such degree.
     """
     return look_up({f: f for f in FUSIONS}, name, "fusion")
+
+
+def parse_workload(
+    stage: str,
+    batch: int,
+    context: int,
+    weights: str,
+    activations: str,
+    kv: str,
+    *,
+    head: str | None = None,
+    fusion: str = "flash",
+    devices: int = 1,
+) -> Workload:
+    """A workload from the texts of options.
+
+    Raises:
+        ValueError: a text or a size is invalid.
+    """
+    return Workload(
+        parse_stage(stage),
+        batch,
+        context,
+        weights=parse_format(weights),
+        activations=parse_format(activations),
+        kv=parse_format(kv),
+        fusion=parse_fusion(fusion),
+        devices=devices,
+        head=parse_format(head) if head else None,
+    )
 
 
 def select_hardware(

@@ -174,9 +174,9 @@ def published_record(c: ComparedRow) -> dict[str, Any]:
     workload = {"batch": r.batch, "weights": r.weights, "devices": r.devices}
     drafted = {"drafted": r.nodes - 1 if r.nodes else None, "tau": r.tau or None}
     return {
-        "group": r.group, "model": r.model, "hardware": r.hardware, "method": r.method or "plain",
+        "model": r.model, "hardware": r.hardware, "method": r.method or "plain",
         "published": r.published, "predicted": c.predicted, "error_percent": round(100 * c.error, 1),
-        "used": "fitted" if r.fit else "checked", "measure": r.measure, **workload, **drafted,
+        "group": r.group, "used": "fitted" if r.fit else "checked", "measure": r.measure, **workload, **drafted,
         "runtime": r.runtime, "tau_basis": r.tau_basis, "source": r.source,
     }  # fmt: skip
 
@@ -184,8 +184,9 @@ def published_record(c: ComparedRow) -> dict[str, Any]:
 def group_record(g: GroupErrors) -> dict[str, Any]:
     """Errors of a group of published measurements, in percent."""
     return {
-        "group": g.group, "checked": g.checked, "fitted": g.fitted, "median_error_percent": round(100 * g.median, 1),
-        "worst_error_percent": round(100 * g.worst, 1), "median_bias_percent": round(100 * g.bias, 1),
+        "group": g.group, "median_error_percent": round(100 * g.median, 1),
+        "worst_error_percent": round(100 * g.worst, 1), "checked": g.checked, "fitted": g.fitted,
+        "median_bias_percent": round(100 * g.bias, 1),
     }  # fmt: skip
 
 

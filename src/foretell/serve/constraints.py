@@ -49,6 +49,7 @@ class _Wanted(NamedTuple):
 
 def _requested(body: GenerationBody, model: Model) -> _Wanted | None:
     """The structured output that a body asks for."""
+    _refuse_guided(body)
     found = dict[str, Mapping[str, Any]]()
     if body.structured_outputs is not None:
         found["structured_outputs"] = _structured_outputs(body.structured_outputs)
@@ -72,6 +73,14 @@ def _requested(body: GenerationBody, model: Model) -> _Wanted | None:
         return _Wanted(param, StructuredOutputs(**fields))
     except ValueError as error:
         raise bad_request(str(error), param) from error
+
+
+def _refuse_guided(body: GenerationBody) -> None:
+    """Refuse the fields by which vLLM before 0.12 took a constraint: a constraint must not be ignored."""
+    for name, value in (body.model_extra or {}).items():
+        kind = name.removeprefix("guided_")
+        if kind != name and kind in _FIELDS and value is not None:
+            raise bad_request(f'{name} is no field here; write "structured_outputs": {{"{kind}": …}}', name)
 
 
 def _structured_outputs(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from foretell.shape.chain import Chain
 from foretell.shape.cost_aware_tree import CostAwareTree
 from foretell.shape.cost_aware_trie import CostAwareTrie
 from foretell.shape.dynamic_tree import DynamicTree
-from foretell.shape.expert_aware import ExpertAwareTree, ExpertForecast, ExpertSizes
+from foretell.shape.expert_aware import ExpertAwareTree, ExpertSizes
 from foretell.shape.fixed_tree import FixedTree
 from foretell.shape.llmcad import LLMCadTree
 from foretell.shape.optimal_tree import optimal_tree
@@ -27,7 +27,6 @@ __all__ = [
     "CostAwareTrie",
     "DynamicTree",
     "ExpertAwareTree",
-    "ExpertForecast",
     "ExpertSizes",
     "FixedTree",
     "HeuristicSchedule",

@@ -3,18 +3,17 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import EngineBound
+from foretell.core.expert_forecast import ExpertForecast
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape
 
 _DECAY = 0.98
-"""Share of the counted tokens, weights and routes that is kept per step."""
-_FIRST_HITS = 0.5
-"""Share of a token's experts that its last ones are taken to predict, before it is known."""
+"""Share of the counted tokens and weights that is kept per step."""
 
 
 @dataclass(frozen=True)
@@ -32,50 +31,6 @@ class ExpertSizes:
     def weights(self, experts: float) -> float:
         """Weights that a pass over so many experts of all layers reads."""
         return self.fixed + self.expert * experts
-
-
-class ExpertForecast:
-    """Predicts the experts of tokens: those that the token had when it was last read, as far as these have predicted
-    its next ones, and else the experts that are used most.
-
-    Routers read the residual stream, to which the token's own embedding contributes most, so the same token has mostly
-    the same experts (observed for Mixtral, arXiv 2401.04088, and for OpenMoE, arXiv 2402.01739).
-    """
-
-    def __init__(self, sizes: ExpertSizes) -> None:
-        self._sizes = sizes
-        self._last: dict[int, Int[np.ndarray, "l k"]] = {}
-        self._used = np.full((sizes.layers, sizes.count), sizes.active / sizes.count)
-        """Probability that a token has an expert."""
-        self._hits, self._asked = _FIRST_HITS, 1.0
-        self._layer = np.arange(sizes.layers)[:, None]
-
-    @property
-    def hit_share(self) -> float:
-        """Share of the experts of tokens that were read before which their last ones predicted."""
-        return self._hits / self._asked
-
-    def probabilities(self, token: int) -> Float[np.ndarray, "l e"]:
-        """Probability that a token has each expert of each layer."""
-        last = self._last.get(token)
-        if last is None:
-            return self._used
-        found = (1 - self.hit_share) * self._used
-        found[self._layer, last] += self.hit_share
-        return np.minimum(found, 1.0)
-
-    def observe(self, tokens: Int[np.ndarray, " t"], routes: Int[np.ndarray, "l t k"]) -> None:
-        """Learn the experts of the tokens of a pass."""
-        share = np.zeros_like(self._used)
-        for layer in range(len(routes)):
-            np.add.at(share[layer], routes[layer].ravel(), 1 / len(tokens))
-        self._used += (1 - _DECAY) * (share - self._used)
-        for place, token in enumerate(tokens.tolist()):
-            own, last = routes[:, place], self._last.get(token)
-            if last is not None:
-                hits = (own[:, :, None] == last[:, None, :]).any(2).mean()
-                self._hits, self._asked = _DECAY * self._hits + float(hits), _DECAY * self._asked + 1
-            self._last[token] = own.astype(np.int16)
 
 
 class ExpertAwareTree(EngineBound, Shape[Predictor]):
@@ -98,7 +53,7 @@ class ExpertAwareTree(EngineBound, Shape[Predictor]):
     drafter_type = Predictor
 
     def __init__(self, inner: Shape[Predictor], sizes: ExpertSizes) -> None:
-        self._inner, self.sizes, self.forecast = inner, sizes, ExpertForecast(sizes)
+        self._inner, self.sizes, self.forecast = inner, sizes, ExpertForecast(sizes.layers, sizes.count, sizes.active)
         self._tokens, self._weights = 1.0, sizes.weights(sizes.layers * sizes.active)
 
     @property

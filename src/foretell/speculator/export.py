@@ -10,15 +10,15 @@ from foretell.speculator.network.base import Speculator
 from foretell.utils.names import unknown
 
 
-def find_export(name: str) -> ExportFormat:
-    """The format of this name.
+def find_exports(name: str) -> tuple[ExportFormat, ...]:
+    """The formats of this name, one for each kind of speculator.
 
     Raises:
         ValueError: there is none; the nearest name is suggested.
     """
-    found = next((e for e in EXPORTS if e.name == name), None)
-    if found is None:
-        raise unknown("format", name, [e.name for e in EXPORTS])
+    found = tuple(e for e in EXPORTS if e.name == name)
+    if not found:
+        raise unknown("format", name, sorted({e.name for e in EXPORTS}))
     return found
 
 
@@ -29,12 +29,13 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
     Raises:
         ValueError: an unknown format, one that does not support the speculator, or a directory that is not empty.
     """
-    format_ = find_export(format_name)
-    if network.kind != format_.kind:
+    formats = find_exports(format_name)
+    format_ = next((f for f in formats if f.kind == network.kind), None)
+    if format_ is None:
         supported = ", ".join(e.name for e in EXPORTS if e.kind == network.kind) or "none"
         raise ValueError(
-            f"the format {format_name} is for speculators of kind {format_.kind}, and this one is of kind "
-            f"{network.kind}; formats for that kind: {supported}"
+            f"the format {format_name} is for speculators of kind {' or '.join(f.kind for f in formats)}, and this one "
+            f"is of kind {network.kind}; formats for that kind: {supported}"
         )
     require_empty(out)
     out.parent.mkdir(parents=True, exist_ok=True)

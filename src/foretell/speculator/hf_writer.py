@@ -84,6 +84,7 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
         "eos_token_id": list(c.eos) if len(c.eos) != 1 else c.eos[0],
         "torch_dtype": str(dtype).removeprefix("torch."),
         **_rope(c),
+        **({} if c.mask_token is None else {"pard_token": c.mask_token, "spd_type": "pard"}),
     }
 
 

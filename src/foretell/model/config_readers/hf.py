@@ -114,10 +114,29 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         unrotated_layers=read_unrotated_layers(read, kind, layers),
         experts=read_experts(read, kind, layers),
         state=read_state(read, kind, layers),
+        mask_token=_read_mask_token(read),
         bos=next(iter(read.integers("bos_token_id")), None),
         eos=eos_token_ids(read),
         **fixed,
     )
+
+
+def _read_mask_token(read: Fields) -> int | None:
+    """The mask token of a PARD draft model; None: it is none.
+
+    Raises:
+        ValueError: it is not in the vocabulary, or the model is a PARD-2 that reads the target's hidden states.
+    """
+    if read.has("pard2_target_layers"):
+        raise ValueError(
+            f"{read.source}: a PARD-2 draft model that reads its target's hidden states (pard2_target_layers), which "
+            "is not supported; use a PARD checkpoint of this family"
+        )
+    token = read.integer("pard_token", default=-1, least=-1)
+    vocab = read.integer("vocab_size", least=1)
+    if token >= vocab:
+        raise ValueError(f"{read.source}: pard_token is {token}, and its vocabulary has {vocab} tokens; is it damaged?")
+    return None if token < 0 else token
 
 
 def _from_family(read: Fields, kind: str) -> ModelConfig:

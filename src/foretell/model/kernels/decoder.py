@@ -44,6 +44,7 @@ from foretell.model.layer_inputs import LayerInput
 from foretell.model.layout import Layout
 from foretell.model.linear import FactoredLinear, Linear
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.pages import page_policy
 from foretell.model.sparsity import NeuronRule, check_sparse
 from foretell.model.state_store import build_cache
 from foretell.model.stored_matrix import Matrix, StoredMatrix
@@ -260,7 +261,9 @@ class NativeDecoder:
         c = self.config
         return build_cache(
             c,
-            lambda layers, s: NativeKVCache(layers, s.kv_heads, s.head_dim, self.precision, c.cache_dtype),
+            lambda layers, s: NativeKVCache(
+                layers, s.kv_heads, s.head_dim, self.precision, c.cache_dtype, c.page_budget
+            ),
             lambda layers, shape: NativeStateStore(layers, shape, torch.float32, self.device),
         )
 
@@ -352,6 +355,7 @@ class NativeDecoder:
             *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
             *(None if found is None else found.data_ptr(), torch.get_num_threads()),
         )
+        stack.check_readable(invalid)
         if invalid >= 0:
             raise ValueError(
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
@@ -370,8 +374,9 @@ class NativeDecoder:
         instructions = build.library().foretell_instructions().decode()
         return Backend(
             *("native", "cpu", self.precision, instructions),
-            batch_invariant=True,
+            batch_invariant=not self.config.page_budget,  # tokens of a chunk read all pages
             cache_dtype=self.config.cache_dtype,
+            cache_policy=page_policy(self.config),
             sparsity=self.sparsity,
         )
 
@@ -440,6 +445,7 @@ class NativeDecoder:
             *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
             *(memory, torch.get_num_threads()),
         )
+        stack.check_readable(invalid)
         trees.check_result(invalid, stack.model.context)
 
     def first_layers(self, layers: int) -> "NativeDecoder":

@@ -226,7 +226,11 @@ class PackedReader:
 
 def restore(part: Mapping[str, Any], memory: Tensor) -> PackedPart:
     """A part from its description and its bytes."""
-    tensors = [memory[start : start + size] for start, size in part["tensors"]]
+    return restore_tensors(part, [memory[start : start + size] for start, size in part["tensors"]])
+
+
+def restore_tensors(part: Mapping[str, Any], tensors: Sequence[Tensor]) -> PackedPart:
+    """A part from its description and its tensors; what points into an empty tensor is null."""
     single = [getattr(structures, s["type"]) for s in part["structs"]]
     kinds = [k * s["count"] if s["count"] else k for k, s in zip(single, part["structs"], strict=True)]
     made = [k.from_buffer_copy(bytes.fromhex(s["bytes"])) for k, s in zip(kinds, part["structs"], strict=True)]

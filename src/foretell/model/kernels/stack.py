@@ -29,6 +29,7 @@ from foretell.model.kernels.block_weights import (
     input_bias,
     plan_block,
 )
+from foretell.model.kernels.expert_cache import ExpertCache
 from foretell.model.kernels.experts import PackedExperts
 from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
 from foretell.model.kernels.linear import PackedLinears, check_tensor
@@ -36,7 +37,7 @@ from foretell.model.kernels.pack import interleave_bias, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import NativePass, NativeStateStore, pack_mixer, projected_width
 from foretell.model.kernels.states import supports as supports_states
-from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, Precision
+from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, UNREADABLE, Precision
 from foretell.model.layout import Layout
 from foretell.model.rope import RopeTables
 from foretell.model.state_store import plan_stores
@@ -96,6 +97,9 @@ class NativeStack:
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
         self._further: tuple[PackedBlock, ...] = ()
         """Blocks beside those of the model, kept alive here; see `followed_by`."""
+
+    expert_cache: ExpertCache | None = None
+    """Where the experts are; None: in the blocks."""
 
     def _segments(self, first: int, last: int) -> list[tuple[int, int]]:
         """Ranges of blocks of the same sizes."""
@@ -211,7 +215,9 @@ class NativeStack:
 
         Raises:
             ValueError: that token has no visible slot or lies outside the cache.
+            OSError: weights could not be read from their file.
         """
+        self.check_readable(invalid)
         if invalid < 0:
             return
         columns = {f.name: getattr(layout, f.name) for f in fields(layout) if f.name != "queries"}
@@ -220,6 +226,16 @@ class NativeStack:
             f"token {invalid} of the layout has no visible slot or lies outside the blocks of its row, the "
             f"{cache.rows} rows of the cache or the {self.model.context} positions: {where}"
         )
+
+    def check_readable(self, result: int) -> None:
+        """Raise what kept a pass from reading experts, if a kernel's return value says that something did.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is damaged.
+        """
+        if result == UNREADABLE and self.expert_cache is not None:
+            self.expert_cache.raise_error()
 
     def without_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
         """The blocks without some sub-layers, sharing the packed weights."""
@@ -402,6 +418,7 @@ class NativeStack:
             *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
             *(None if routes is None else routes.data_ptr(), torch.get_num_threads()),
         )
+        self.check_readable(invalid)
         if invalid >= 0:
             raise ValueError(f"token {invalid} of the layout has no visible slot or lies outside the cache")
         return out, next(iter(() if routes is None else routes_of_layers(routes)), None)
@@ -424,6 +441,9 @@ class NativeStack:
             check_tensor(column, torch.int32, "the layout", t)
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         struct = structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
+        if layout.in_pages is not None:
+            check_tensor(layout.in_pages, torch.int32, "the layout", t)
+            struct.in_pages = layout.in_pages.data_ptr()
         if layout.queries is not None:
             if not self.uniform:
                 raise ValueError("queries are recorded of models whose layers have the same sizes only")

@@ -30,6 +30,8 @@ LANES = 16
 MAX_HEAD_DIM = 576
 MAX_GROUP = 16
 """Query heads per key-value head."""
+UNREADABLE = -3
+"""What a pass returns where weights could not be read from their file."""
 KEYS_ONLY = 2
 """Value of `Layer.attention`: keys and values are stored, and nothing is attended to."""
 
@@ -70,7 +72,8 @@ class Experts(ctypes.Structure):
         *((name, c_int32) for name in ("count", "active", "ffn", "shared_ffn", "shared_gate", "scoring")),
         *((name, c_int32) for name in ("renormalize", "groups", "active_groups", "ranked_by")),
         *(("scale", c_float), ("weighs_inputs", c_int32), ("expert_scale", c_void_p)),
-        *((name, c_void_p) for name in ("router_norm", "input_norm", "output_norm", "dense_norm")),
+        *((name, c_void_p) for name in ("router_norm", "input_norm", "output_norm", "dense_norm", "load")),
+        ("layer", c_int32),
     )
 
 
@@ -176,6 +179,7 @@ class EagleInput(ctypes.Structure):
     _fields_ = (
         *(("embedding", Embedding), ("embedding_norm", c_void_p), ("feature_norm", c_void_p)),
         *(("norm_before_residual", c_int32), ("output_norm", c_void_p), ("fusion", Fusion)),
+        *(("mask", c_void_p), ("mask_feature", c_void_p)),
     )
 
 
@@ -228,7 +232,7 @@ class Layout(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),
         *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots", "layer_inputs")),
-        *(("input_width", c_int32), ("queries", c_void_p)),
+        *(("input_width", c_int32), ("queries", c_void_p), ("in_pages", c_void_p)),
     )
 
 
@@ -249,7 +253,8 @@ class Cache(ctypes.Structure):
         *((name, c_int32) for name in ("blocks", "rows", "row_blocks", "bits", "coarse")),
         *((name, c_void_p) for name in ("k_packed", "v_packed", "k_range", "v_range", "packed_table", "packed_slots")),
         *((name, c_int32) for name in ("packed_blocks", "packed_row_blocks", "packed_bits", "packed_residual")),
-        ("states", c_void_p),
+        *((name, c_void_p) for name in ("states", "k_least", "k_most", "page_slots")),
+        ("page_budget", c_int32),
     )
 
 
@@ -280,6 +285,13 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         (
             *(*_STACK, POINTER(Layer), POINTER(BlockInput), POINTER(Weight), _P, _P),
             *(POINTER(StatesRead), _P, *_TREES),
+        ),
+    ),
+    "foretell_mask_trees": (
+        _I,
+        (
+            *(*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P),
+            *(POINTER(StatesRead), _I, *_TREES),
         ),
     ),
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),

@@ -39,12 +39,20 @@ class UncachedFile:
             OSError: the file ends before, or cannot be read.
         """
         memory = allocate(size)
-        view, have = memory.numpy().data, 0
+        self.read_into(memory.numpy().data, offset)
+        return memory
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill memory that begins at a page and is a multiple of `PAGE` from an offset on.
+
+        Raises:
+            OSError: as `read`.
+        """
+        size, have = len(target), 0
         while have < size:
-            got = os.preadv(self._file, [view[have:]], offset + have)
+            got = os.preadv(self._file, [target[have:]], offset + have)
             if not got:
                 raise OSError(f"{self._path}: truncated, {size - have} bytes are missing from {offset + have} on")
             have += got
         if not self.is_direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, offset, size, os.POSIX_FADV_DONTNEED)
-        return memory

@@ -40,7 +40,7 @@ from foretell.model.load.weights import Weights
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 
 _EMBEDDING = "model.embed_tokens.weight"
-_OUTER_PARTS = 2
+OUTER_PARTS = 2
 """Parts of a file of packed weights before the blocks: the head, and the final norm."""
 
 
@@ -64,7 +64,7 @@ def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> 
         try:
             with kept:
                 head, norm, *blocks = kept.read_all()
-            outer = _restore_outer(config, weights, precision, head, norm)
+            outer = restore_outer(config, weights, precision, head, norm)
             return outer.with_blocks([_attach(outer, i, block) for i, block in enumerate(blocks)])
         except PackedFileError as error:
             place.discard(error)
@@ -90,41 +90,48 @@ class StreamedNetwork(NamedTuple):
     """0: the decoder has its head."""
 
 
-def native_blocks(config: ModelConfig, weights: Weights, precision: Precision, limit: int) -> StreamedNetwork:
-    """The decoder without blocks, and a function that gives block `i`: from the cache of packed weights, which is made
-    first where there is none, or else from the checkpoint. From the cache the head is read in pieces, too, where
-    `limit` bytes do not hold it beside two blocks.
+def packed_file(config: ModelConfig, weights: Weights, precision: Precision) -> PackedReader | None:
+    """The file with these weights in the cache of packed weights, which is made first where there is none; None: it
+    cannot be.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
     """
     place = _place_in_cache(config, weights, precision)
     kept = None if place is None else place.open()
-    if kept is None:
-        outer = pack_outer(config, weights, precision)
+    if place is None or kept is not None:
+        return kept
+    outer = pack_outer(config, weights, precision)
+    with _kept_in(place, outer, config, weights, precision) as keep:
+        if keep.wanted:
+            for i in range(config.layers):
+                keep(outer.stack.pack_block(i, read_block(config, i, weights, precision)))
+                keep.wait()
+                weights.release_pages()
+    keep.wait()
+    return place.open()
 
-        def pack(i: int) -> PackedBlock:
-            return outer.stack.pack_block(i, read_block(config, i, weights, precision))
 
-        with _kept_in(place, outer, config, weights, precision) as keep:
-            if keep.wanted:
-                for i in range(config.layers):
-                    keep(pack(i))
-                    keep.wait()
-                    weights.release_pages()
-        keep.wait()
-        kept = None if place is None else place.open()
-        if kept is None:
-            return StreamedNetwork(outer, pack)
-        del outer
-    return _streamed(config, weights, precision, kept, limit)
+def native_blocks(
+    config: ModelConfig, weights: Weights, precision: Precision, limit: int, kept: PackedReader | None
+) -> StreamedNetwork:
+    """The decoder without blocks, and a function that gives block `i`: from the file of packed weights, or else from
+    the checkpoint. From the file the head is read in pieces, too, where `limit` bytes do not hold it beside two blocks.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
+    if kept is not None:
+        return _streamed(config, weights, precision, kept, limit)
+    outer = pack_outer(config, weights, precision)
+    return StreamedNetwork(outer, lambda i: outer.stack.pack_block(i, read_block(config, i, weights, precision)))
 
 
 def _streamed(
     config: ModelConfig, weights: Weights, precision: Precision, kept: PackedReader, limit: int
 ) -> StreamedNetwork:
     parts, sizes = StreamedParts(kept), kept.sizes()
-    blocks, pieces = sizes[_OUTER_PARTS:], None
+    blocks, pieces = sizes[OUTER_PARTS:], None
     largest = max(blocks)
     streams_head = sizes[0] + 2 * largest > limit and StreamedHead.supports(kept) and weights.maps(_EMBEDDING)
     if streams_head:
@@ -132,12 +139,12 @@ def _streamed(
         norm = parts.read(1).tensors[0].view(torch.float32)
         outer = _assemble(config, weights, precision, pieces.absent(), norm)
     else:
-        outer = _restore_outer(config, weights, precision, parts.read(0), parts.read(1))
+        outer = restore_outer(config, weights, precision, parts.read(0), parts.read(1))
 
     def fetch(i: int) -> PackedBlock | NativeLinear:
         if pieces is not None and i >= config.layers:
             return pieces.read(i - config.layers)
-        return _attach(outer, i, parts.read(_OUTER_PARTS + i))
+        return _attach(outer, i, parts.read(OUTER_PARTS + i))
 
     further = [] if pieces is None else pieces.sizes
     return StreamedNetwork(outer, fetch, [*blocks, *further], len(further))
@@ -258,9 +265,10 @@ def pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> N
     return _assemble(config, weights, precision, head, norm)
 
 
-def _restore_outer(
+def restore_outer(
     config: ModelConfig, weights: Weights, precision: Precision, head: PackedPart, norm: PackedPart
 ) -> NativeDecoder:
+    """The decoder without its blocks, from packed parts."""
     scale = norm.tensors[0].view(torch.float32)
     return _assemble(config, weights, precision, NativeLinear.of_packed(head, precision), scale)
 

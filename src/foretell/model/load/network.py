@@ -11,10 +11,11 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.linear import quantize_int8
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
-from foretell.model.load.native import load_native, native_blocks, weight_dtype
+from foretell.model.load.expert_offload import build_expert_network
+from foretell.model.load.native import load_native, native_blocks, packed_file, weight_dtype
 from foretell.model.load.weights import Weights
 from foretell.model.network import Network
-from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
+from foretell.model.offload import BlockStore, OffloadedDecoder, refuse_small_limit, weight_bytes
 from foretell.utils.names import unknown
 
 
@@ -90,8 +91,16 @@ def build_streamed_network(
 ) -> Network:
     """The network with at most `limit` bytes of weights in memory; its results are those of `build_network`."""
     if runs_on_kernels(config, device):
-        found = native_blocks(config, weights, precision, limit)
+        kept = packed_file(config, weights, precision)
+        by_expert = None
+        if config.experts is not None and kept is not None:
+            by_expert = build_expert_network(config, weights, precision, limit, kept)
+        if isinstance(by_expert, NativeDecoder):
+            return by_expert
+        found = native_blocks(config, weights, precision, limit, kept)
         count, fixed = config.layers + found.head_pieces, weight_bytes(found.outer)
+        if isinstance(by_expert, int) and found.sizes is not None and by_expert < fixed + max(found.sizes):
+            refuse_small_limit(limit, "what all tokens need and one expert", by_expert)
         store = BlockStore(count, found.fetch, weights.release_pages, limit, fixed, found.sizes)
         return OffloadedDecoder(found.outer, store, found.head_pieces)
     shell = build_without_blocks(config, weights, weight_dtype(precision), device)

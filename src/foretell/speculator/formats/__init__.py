@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretell.speculator.formats import dflash, draft_model, eagle, eagle_export, masked_diffusion, medusa, mlp
+from foretell.speculator.formats import (
+    dflash,
+    draft_model,
+    eagle,
+    eagle_export,
+    masked_diffusion,
+    medusa,
+    mlp,
+    p_eagle,
+    redrafter,
+)
 from foretell.speculator.formats.base import CheckpointFormat, ExportFormat
 from foretell.speculator.formats.files import PublishedCheckpoint, open_checkpoint
 
@@ -14,6 +24,9 @@ FORMATS: Sequence[CheckpointFormat] = (
     mlp.IBM,
     dflash.SPECULATORS,
     dflash.AUTHORS,
+    p_eagle.LIBRARY,
+    p_eagle.FLAT,
+    redrafter.AUTHORS,
     eagle.SPECULATORS,
     eagle.EAGLE3,
     eagle.EAGLE1,
@@ -24,10 +37,13 @@ EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_SPECULATORS,
     eagle_export.TO_EAGLE3,
     eagle_export.TO_EAGLE1,
+    p_eagle.TO_SPECULATORS,
     dflash.TO_AUTHORS,
     medusa.TO_VLLM,
     mlp.TO_VLLM,
+    redrafter.TO_AUTHORS,
     draft_model.HF,
+    draft_model.HF_PARD,
 )
 """Formats that are written."""
 

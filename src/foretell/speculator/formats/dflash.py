@@ -25,10 +25,13 @@ from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.layers import (
     OwnTensors,
     TensorSource,
+    check_layers_read,
+    check_mask_token_read,
     convert,
     layer_shape,
     layer_sources,
     layer_values,
+    library_layer,
 )
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.dflash import DFlash, DFlashConfig
@@ -90,16 +93,13 @@ def _read_authors(
 def _read_speculators(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    layer = found.config.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise ValueError(f"{found.folder / 'config.json'}: transformer_layer_config should describe the layers")
     values = {
         "hidden_layers": found.fields.integers("aux_hidden_state_layer_ids"),
         "mask_token": found.fields.integer("mask_token_id"),
         "block_size": found.fields.integer("block_size"),
         "predicts_from_anchor": found.config.get("speculators_model_type") == "dspark",
     }
-    return _read(found, layer, values, target, embedding_and_head)
+    return _read(found, library_layer(found), values, target, embedding_and_head)
 
 
 def _read(
@@ -131,17 +131,11 @@ def _check(found: PublishedCheckpoint, shape: ModelConfig, values: Mapping[str, 
         ValueError: a layer that the target does not have, a mask token outside its vocabulary, another Markov head than
             the plain one, or sliding windows.
     """
-    place, highest = found.folder / "config.json", target.layers + 1
-    if not values["hidden_layers"] or not all(0 <= i <= highest for i in values["hidden_layers"]):
-        raise ValueError(
-            f"{place}: it reads the layers {list(values['hidden_layers'])} of its target, and this target has layers "
-            f"0 to {highest}; the checkpoint is for another model"
-        )
-    if not 0 <= values["mask_token"] < target.vocab:
-        raise ValueError(
-            f"{place}: its mask token is {values['mask_token']}, and the target has {target.vocab} tokens; the "
-            "checkpoint is for another tokenizer, or the target lacks a token that was added for it"
-        )
+    place = found.folder / "config.json"
+    if not values["hidden_layers"]:
+        raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
+    check_layers_read(found, values["hidden_layers"], target)
+    check_mask_token_read(found, values["mask_token"], target)
     kind = found.config.get("markov_head_type", "vanilla")
     if found.has(_MARKOV_IN) and kind != "vanilla":
         raise ValueError(f"{place}: markov_head_type is {kind!r}, and only 'vanilla' is supported")

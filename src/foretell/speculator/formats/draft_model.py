@@ -1,4 +1,4 @@
-"""Draft models written as Hugging Face models."""
+"""Draft models, those of PARD too, written as Hugging Face models."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.hf_writer import write_hf
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import DraftNetwork
+from foretell.speculator.network.pard import PardNetwork
 
 
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -18,9 +19,11 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     decoder = network.to_decoder(network.dtype)
     # Other engines need a logit for every token: those outside the draft vocabulary use the target's rows.
     head = network.full_lm_head.detach().to(network.dtype)
-    config = replace(decoder.config, tied=torch.equal(head, decoder.embedding))
+    mask_token = network.config.mask_token if isinstance(network, PardNetwork) else None
+    config = replace(decoder.config, tied=torch.equal(head, decoder.embedding), mask_token=mask_token)
     whole = Decoder(config, decoder.embedding, list(decoder.blocks), decoder.norm, Linear(head))  # type: ignore[arg-type]
     write_hf(folder, whole, verifier.codec, network.dtype)
 
 
 HF = ExportFormat("hf", "draft_model", _write)
+HF_PARD = ExportFormat("hf", "pard", _write)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
@@ -11,10 +11,12 @@ from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.layers import (
     OwnTensors,
     TensorSource,
+    check_layers_read,
     convert,
     layer_shape,
     layer_sources,
     layer_values,
+    library_layer,
 )
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import EagleConfig
@@ -26,7 +28,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
     """The published tensors (`midlayer` renamed to `layers.0`) of every tensor of the network."""
-    d, e, eagle3 = c.target.hidden, c.head_dim, c.kind == "eagle3"
+    d, e, eagle3 = c.target.hidden, c.head_dim, c.kind != "eagle"
     fc_inputs = len(c.recorded_layers) * d if eagle3 else 2 * d
     out = {"fc.weight": TensorSource(("fc.weight",), (d,), (fc_inputs,))}
     if c.fc_bias or (c.fc_bias is None and not eagle3):
@@ -63,16 +65,22 @@ def _read_eagle1(
 ) -> ConvertedCheckpoint:
     found = found.strip_prefixes("model.")
     raw = found.config.get("model")
-    return _read(found, raw if isinstance(raw, dict) else found.config, "eagle", {}, target, embedding_and_head)
+    raw = raw if isinstance(raw, dict) else found.config
+    return convert_layers(found, raw, EagleConfig, {"kind": "eagle"}, target, embedding_and_head)
 
 
 def _read_eagle3(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    found = _midlayer(found.strip_prefixes("model."))
+    found, values = read_flat(found)
+    return convert_layers(found, found.config, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
+
+
+def read_flat(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
+    """A checkpoint of EAGLE-3's authors or SpecForge with plain names of its tensors, and its options."""
     # `eagle_config` counts a layer's output; Foretell and vLLM count the input of the next layer.
     hidden_layers = [i + 1 for i in found.fields.fields("eagle_config").integers("eagle_aux_hidden_state_layer_ids")]
-    return _read(found, found.config, "eagle3", _flags(found, hidden_layers), target, embedding_and_head)
+    return _midlayer(found.strip_prefixes("model.")), _flags(found, hidden_layers)
 
 
 def _read_speculators(
@@ -81,15 +89,17 @@ def _read_speculators(
     kind = found.config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise ValueError(
-            f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3, dflash, dspark"
+            f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3, peagle, dflash, "
+            "dspark"
         )
-    layer = found.config.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise ValueError(f"{found.folder / 'config.json'}: transformer_layer_config should describe the layer")
-    library = found.config.get("speculators_config")
-    verifier = library.get("verifier") if isinstance(library, dict) else None
-    name = str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
-    return _read(_midlayer(found), layer, "eagle3", _flags(found, ()), target, embedding_and_head, name)
+    found, values = read_library(found)
+    layer = library_layer(found)
+    return convert_layers(found, layer, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
+
+
+def read_library(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
+    """A checkpoint of the `speculators` library with plain names of its tensors, and its options."""
+    return _midlayer(found), _flags(found, ())
 
 
 def _midlayer(found: PublishedCheckpoint) -> PublishedCheckpoint:
@@ -107,28 +117,35 @@ def _flags(found: PublishedCheckpoint, hidden_layers: Sequence[int]) -> dict[str
     }
 
 
-def _read(
+def _verifier(found: PublishedCheckpoint) -> str:
+    """The target's name in a checkpoint of the `speculators` library; empty: there is none."""
+    library = found.config.get("speculators_config")
+    verifier = library.get("verifier") if isinstance(library, dict) else None
+    return str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
+
+
+def convert_layers(
     found: PublishedCheckpoint,
     raw: Mapping[str, Any],
-    kind: Literal["eagle", "eagle3"],
-    flags: Mapping[str, Any],
+    config_type: type[EagleConfig],
+    values: Mapping[str, Any],
     target: TargetInfo,
     embedding_and_head: EmbeddingAndHead,
-    name: str = "",
+    mask_token: int | None = None,
 ) -> ConvertedCheckpoint:
+    """EAGLE's layers as `raw` describes them. `values`: options of the configuration that its keys do not give.
+
+    Raises:
+        ValueError: the checkpoint is damaged, for another target, or has a part that is not supported.
+    """
+    check_layers_read(found, values.get("hidden_layers", ()), target)
     shape = layer_shape(found, raw, target.vocab)
     is_drafted = found.find("t2d")
     fields = Fields(raw, str(found.folder / CONFIG))
     vocab = fields.integer("vocab_size", default=target.vocab, least=1) if is_drafted is None else len(is_drafted)
-    trained_for = target_info(found, target, shape.hidden, vocab, name)
-    own = OwnTensors.find(found, target, embedding_and_head, with_head=kind == "eagle3")
-    config = EagleConfig(
-        kind=kind,
-        target=trained_for,
-        fc_bias=found.has("fc.bias"),
-        **layer_values(found, shape, own),
-        **flags,
-    )
+    trained_for = target_info(found, target, shape.hidden, vocab, _verifier(found))
+    own = OwnTensors.find(found, target, embedding_and_head, values["kind"] != "eagle", mask_token)
+    config = config_type(target=trained_for, fc_bias=found.has("fc.bias"), **layer_values(found, shape, own), **values)
     return convert(found, config, tensor_sources(config), own)
 
 

@@ -18,8 +18,11 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import CachedLayersConfig
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 
+_PROPOSED = 5
+"""Tokens of a draft that the configuration of an EAGLE-3 speculator proposes."""
 
-def _weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, torch.Tensor]:
+
+def weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, torch.Tensor]:
     """The tensors under their published names, the first layer as `layers.0`."""
     state, out = network.state_dict(), dict[str, torch.Tensor]()
     for ours, part in tensor_sources(network.config).items():
@@ -76,7 +79,7 @@ def _norms(c: EagleConfig) -> dict[str, bool]:
     return {name: c.model_dump()[name] for name in FLAGS}
 
 
-def _check(network: EagleNetwork, format_name: str) -> None:
+def check_exported(network: EagleNetwork, format_name: str) -> None:
     """Refuse a network with a part that the format does not support.
 
     Raises:
@@ -84,7 +87,7 @@ def _check(network: EagleNetwork, format_name: str) -> None:
     """
     refuse_softcap(network, format_name)
     c = network.config
-    eagle3 = c.kind == "eagle3"
+    eagle3 = c.kind != "eagle"
     recorded, most = [t for t in c.recorded_layers if t <= c.target.layers], c.target.layers + 1
     hidden_layers = f" (--set hidden_layers={','.join(map(str, recorded))})"
     unsupported = (
@@ -102,23 +105,23 @@ def _check(network: EagleNetwork, format_name: str) -> None:
             )
 
 
-def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) -> None:
-    assert isinstance(network, Eagle3)
-    _check(network, "speculators")
+def library_config(
+    network: EagleNetwork, verifier: Verifier, kind: str, architecture: str, proposed: int
+) -> dict[str, Any]:
+    """The configuration of the `speculators` library; `proposed`: tokens of a draft."""
     c = network.config
-    layer = layer_config(c, dtype_name(network))
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    layout = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+    proposal = {"proposal_type": "greedy", "speculative_tokens": proposed, "verifier_accept_k": 1}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
         "speculators_version": "0.7.0",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
+            "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
         },
-        "transformer_layer_config": layer,
+        "transformer_layer_config": layer_config(c, dtype_name(network)),
         "draft_vocab_size": c.draft_vocab or c.target.vocab,
         "target_hidden_size": None,
         **_norms(c),
@@ -126,12 +129,18 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
         "embed_requires_grad": False,
         "torch_dtype": dtype_name(network),
     }
-    write_checkpoint(folder, layout, _weights(network) | vocabulary(network, always_maps=False))
+
+
+def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, Eagle3)
+    check_exported(network, "speculators")
+    layout = library_config(network, verifier, "eagle3", "Eagle3Speculator", _PROPOSED)
+    write_checkpoint(folder, layout, weights(network) | vocabulary(network, always_maps=False))
 
 
 def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, Eagle3)
-    _check(network, "eagle3")
+    check_exported(network, "eagle3")
     c = network.config
     if c.layers > 1:
         raise ValueError(
@@ -150,13 +159,13 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
             "eagle_aux_hidden_state_layer_ids": [hidden_layer - 1 for hidden_layer in c.recorded_layers],
         },
     }
-    weights = {n.replace("layers.0.", "midlayer."): t for n, t in _weights(network).items()}
-    write_checkpoint(folder, layout, weights | vocabulary(network, always_maps=True))
+    tensors = {n.replace("layers.0.", "midlayer."): t for n, t in weights(network).items()}
+    write_checkpoint(folder, layout, tensors | vocabulary(network, always_maps=True))
 
 
 def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, Eagle1)
-    _check(network, "eagle")
+    check_exported(network, "eagle")
     c = network.config
     layout = {
         "architectures": verifier.architectures or ["LlamaForCausalLM"],
@@ -165,7 +174,7 @@ def _write_eagle1(network: Speculator, verifier: Verifier, folder: Path) -> None
         "bias": network.fc.bias is not None,
         "qkv_bias": c.qkv_bias,
     }
-    write_checkpoint(folder, layout, _weights(network, always_embedding=True))
+    write_checkpoint(folder, layout, weights(network, always_embedding=True))
 
 
 TO_SPECULATORS = ExportFormat("speculators", "eagle3", _write_speculators)

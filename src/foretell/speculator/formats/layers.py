@@ -1,6 +1,6 @@
 """What the published formats of speculators made of decoder layers share: names, sizes and tensors of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -68,6 +68,45 @@ def layer_shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) 
     return shape
 
 
+def library_layer(found: PublishedCheckpoint) -> Mapping[str, Any]:
+    """The layers' configuration in a checkpoint of the `speculators` library.
+
+    Raises:
+        ValueError: there is none.
+    """
+    layer = found.config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError(f"{found.folder / CONFIG}: transformer_layer_config should describe the layers")
+    return layer
+
+
+def check_layers_read(found: PublishedCheckpoint, layers: Sequence[int], target: TargetInfo) -> None:
+    """Check that the target has the layers whose hidden states a checkpoint reads.
+
+    Raises:
+        ValueError: it has not.
+    """
+    highest = target.layers + 1
+    if not all(0 <= i <= highest for i in layers):
+        raise ValueError(
+            f"{found.folder / CONFIG}: it reads the layers {list(layers)} of its target, and this target has layers "
+            f"0 to {highest}; the checkpoint is for another model"
+        )
+
+
+def check_mask_token_read(found: PublishedCheckpoint, token: int, target: TargetInfo) -> None:
+    """Check that the mask token of a checkpoint is one of the target's tokens.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 <= token < target.vocab:
+        raise ValueError(
+            f"{found.folder / CONFIG}: its mask token is {token}, and the target has {target.vocab} tokens; the "
+            "checkpoint is for another tokenizer, or the target lacks a token that was added for it"
+        )
+
+
 class OwnTensors(NamedTuple):
     """What a checkpoint may have of its own; None: it uses the target's."""
 
@@ -83,15 +122,17 @@ class OwnTensors(NamedTuple):
         target: TargetInfo,
         embedding_and_head: EmbeddingAndHead,
         with_head: bool = True,
+        mask_token: int | None = None,
     ) -> Self:
-        """Those of a checkpoint, copies of the target's left out.
+        """Those of a checkpoint, copies of the target's left out. `mask_token`: a row of the embedding that is read
+        separately and may differ.
 
         Raises:
             ValueError: one has another shape, or the draft vocabulary is damaged.
         """
         tokens = _draft_vocab(found, target.vocab)
         head = _own_head(found, tokens, target, embedding_and_head) if with_head else None
-        return cls(tokens, head, _own_embedding(found, target, embedding_and_head))
+        return cls(tokens, head, _own_embedding(found, target, embedding_and_head, mask_token))
 
 
 def layer_values(found: PublishedCheckpoint, shape: ModelConfig, own: OwnTensors) -> dict[str, Any]:
@@ -142,13 +183,17 @@ def _draft_vocab(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
 
 
 def _own_embedding(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead, mask_token: int | None
 ) -> torch.Tensor | None:
-    """The checkpoint's embedding, unless it is a copy of the target's."""
+    """The checkpoint's embedding, unless it is a copy of the target's, apart from the row of a mask token."""
     if not found.has("embed_tokens.weight"):
         return None
-    own = found.require("embed_tokens.weight", target.vocab, target.hidden)
-    return None if embedding_and_head.embedding_scale == 1 and is_copy(own, embedding_and_head.embedding) else own
+    own, shared = found.require("embed_tokens.weight", target.vocab, target.hidden), embedding_and_head.embedding
+    compared = own
+    if mask_token is not None:
+        compared = own.clone()
+        compared[mask_token] = shared[mask_token].to(own)
+    return None if embedding_and_head.embedding_scale == 1 and is_copy(compared, shared) else own
 
 
 def _own_head(

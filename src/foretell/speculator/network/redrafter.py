@@ -1,12 +1,12 @@
 """ReDrafter: a recurrent network over the drafted tokens, beside the target's last hidden state."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from foretell.model.embedding_and_head import EmbeddingAndHead
@@ -26,12 +26,30 @@ class ReDrafterConfig(SpeculatorConfig):
     inner: int = Field(1024, ge=1)
     """Width of the recurrent state."""
     layers: int = Field(2, ge=0)
-    """Residual layers between the state and the target's head."""
+    """Residual layers between the state and the output matrix."""
+    recurrent: bool = True
+    """False: the state is the sum of the tokens' embeddings, as in checkpoints of Apple without `rnn`."""
+    exit_width: int | None = Field(None, ge=1)
+    """Width of the residual layers and of its own output matrix; None: the target's."""
+    combined: bool = True
+    """False: the residual layers read the target's state and the recurrent state, without a matrix before them."""
+    combine_bias: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        width = self.target.hidden + self.inner
+        if not self.combined and self.exit_width != width:
+            raise ValueError(f"without a matrix the residual layers are as wide as the states together ({width})")
+        if self.exit_width is not None and (not self.own_head or self.draft_vocab is not None):
+            raise ValueError("residual layers of a width of their own need an output matrix of the whole vocabulary")
+        if not self.recurrent and self.inner != self.target.hidden:
+            raise ValueError(f"a sum of embeddings is as wide as they are ({self.target.hidden})")
+        return self
 
 
 class ReDrafter(Speculator):
     """ReDrafter (arXiv 2403.09919): the state `s_i = SiLU(A s_(i-1) + B emb(token_(i-1)))` starts at zero; with the
-    target's last hidden state `h` it gives the input of the target's head, through residual layers. All steps share
+    target's last hidden state `h` it gives the input of the output matrix, through residual layers. All steps share
     their weights.
     """
 
@@ -40,22 +58,27 @@ class ReDrafter(Speculator):
     def __init__(self, config: ReDrafterConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
         self.config: ReDrafterConfig = config
-        d, e = embedding_and_head.hidden, config.inner
-        self.recur = nn.Linear(e, e, bias=False)
-        self.token = nn.Linear(d, e)
-        self.combine = nn.Linear(d + e, d, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(d, d) for _ in range(config.layers))
+        d, e, width = embedding_and_head.hidden, config.inner, config.exit_width or embedding_and_head.hidden
+        self.recur = nn.Linear(e, e, bias=False) if config.recurrent else None
+        self.token = nn.Linear(d, e) if config.recurrent else None
+        self.combine = nn.Linear(d + e, width, bias=config.combine_bias) if config.combined else None
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(config.layers))
         self.native = None
         """There is no kernel for the whole network; its matrices are packed."""
-        self._init_weights()
+        if config.exit_width is None:
+            self._init_weights()
+        else:
+            self.register_parameter("head", nn.Parameter(torch.zeros(embedding_and_head.vocab, width)))
 
     @torch.no_grad()
     def _init_weights(self) -> None:
         """The first outputs are the target's state and a little noise; the state adds nothing yet."""
-        table = self.get_buffer("_embedding")[:1000].float() * self.embedding_scale
-        nn.init.orthogonal_(self.recur.weight, 0.5)
-        nn.init.normal_(self.token.weight, 0, 1 / float(table.norm(dim=-1).mean()))
-        nn.init.zeros_(self.token.bias)
+        if self.recur is not None and self.token is not None:
+            table = self.get_buffer("_embedding")[:1000].float() * self.embedding_scale
+            nn.init.orthogonal_(self.recur.weight, 0.5)
+            nn.init.normal_(self.token.weight, 0, 1 / float(table.norm(dim=-1).mean()))
+            nn.init.zeros_(self.token.bias)
+        assert self.combine is not None
         d = self.combine.out_features
         nn.init.normal_(self.combine.weight, 0, _INIT_SCALE * self.config.inner**-0.5)
         self.combine.weight[:, :d] = torch.eye(d)
@@ -84,7 +107,10 @@ class ReDrafter(Speculator):
     ) -> Float[torch.Tensor, "*t w"]:
         """The target's state and the recurrent state after a token."""
         h, s = state.split((self.target_info.hidden, self.config.inner), -1)
-        return torch.cat((h, F.silu(self.recur(s) + self.token(self.embed(token))).to(h.dtype)), -1)
+        embedded = self.embed(token)
+        if self.recur is None or self.token is None:
+            return torch.cat((h, s + embedded), -1)
+        return torch.cat((h, F.silu(self.recur(s) + self.token(embedded)).to(h.dtype)), -1)
 
     def draft_step(
         self, state: Float[torch.Tensor, "k w"], token: Int[torch.Tensor, " k"], stage: int
@@ -94,8 +120,8 @@ class ReDrafter(Speculator):
         return state, self.compute_logits(self.head_input(state))
 
     def head_input(self, state: Float[torch.Tensor, "*t w"]) -> Float[torch.Tensor, "*t d"]:
-        """The input of the target's head."""
-        x: torch.Tensor = self.combine(state)
+        """The input of the output matrix."""
+        x: torch.Tensor = state if self.combine is None else self.combine(state)
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x

@@ -26,7 +26,7 @@ class ForwardPass {
         tokens_(layout.count),
         qkv_width_((model.heads + 2 * model.cache_heads) * model.head_dim),
         ffn_(round_up(model.ffn, kLanes)),
-        visibility_(layout),
+        visibility_(layout, cache),
         attention_(model, visibility_, cache, team),
         experts_of_(first_experts(layers, first, last)),
         latent_of_(first_latent(layers, first, last)),
@@ -61,12 +61,16 @@ class ForwardPass {
       else
         take_shortcut(layers_[i].attention_shortcut, team);
       if (layers_[i].mlp) feed_forward(i, team);
+      if (failed()) return;
       if (routes && layers_[i].mlp && layers_[i].experts && !team.thread)
         experts_->copy_routes(routes + (size_t)(i - first_) * experts_->entries());
       if (!layers_[i].mlp) take_shortcut(layers_[i].mlp_shortcut, team);
       finish(layers_[i], team);
     }
   }
+
+  // Whether weights could not be read.
+  bool failed() const { return experts_ && experts_->failed(); }
 
  private:
   // Copies the residual stream. No thread changes it before all have reached the next barrier.
@@ -86,6 +90,8 @@ class ForwardPass {
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
     attention_.pack(layer.store, team);
+    attention_.note_pages(layer.store, team);
+    attention_.select_pages(layer.store, team);
     const bool gated = layer.attention_gate.words;
     if (gated)
       attend_gated(layer, team);
@@ -110,6 +116,7 @@ class ForwardPass {
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
     team.barrier();
     attention_.pack(layer.store, team);
+    attention_.note_pages(layer.store, team);
   }
 
   // Attention, multiplied by the sigmoid of its gates.
@@ -334,13 +341,14 @@ class ForwardPass {
 };
 
 template <class C>
-void run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
+bool run_stack(const Model& m, const Layer* layers, int first, int last, float* x, const float* attention_input,
                const Layout& layout, const Cache& cache, const HiddenLayers& hidden, int32_t* routes,
                int threads) {
   const ForwardPass<C> pass(m, layers, first, last, x, attention_input, layout, cache, {0, threads});
   Barrier barrier_state;
 #pragma omp parallel num_threads(threads)
   pass.run(hidden, routes, Team::current(barrier_state));
+  return !pass.failed();
 }
 
 // The first token that points outside the cache or the rotary tables, or has no visible key; -1: there is none.
@@ -372,8 +380,8 @@ int32_t stack(const Model& m, const Layer* layers, int first, int last, float* x
   const int invalid = first_invalid_token(m, layout, cache);
   if (invalid >= 0 || !layout.count || first == last) return invalid;
   const auto run = m.cache_kind == kFloat32 ? run_stack<Float32> : run_stack<Bfloat16>;
-  run(m, layers, first, last, x, attention_input, layout, cache, hidden, routes, threads);
-  return -1;
+  const bool complete = run(m, layers, first, last, x, attention_input, layout, cache, hidden, routes, threads);
+  return complete ? -1 : kUnreadable;
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 //
 // A pass routes all tokens, sorts (token, expert) pairs by expert, and multiplies every expert that has a token with
 // its tokens. Each product goes to a place of its own, and a token's products are added in order of expert index, so
-// that its numbers do not depend on the other tokens. Experts without tokens are not read.
+// that its numbers do not depend on the other tokens. Experts without tokens are not read. Where experts lie in a file,
+// they are brought into memory and multiplied in rounds, as many at a time as there is room for.
 
 #pragma once
 
@@ -107,9 +108,12 @@ class ExpertPass {
         weighted_(buffer<float>(e.weighs_inputs ? (size_t)entries_ * model.hidden : 0)),
         inner_(buffer<float>((size_t)entries_ * ffn_)),
         parts_(buffer<float>((size_t)entries_ * model.hidden)),
+        used_(buffer<int32_t>((size_t)e.count)),
+        loaded_(buffer<int32_t>(1)),
         shared_inner_(buffer<float>((size_t)tokens * shared_ffn_)),
         shared_(buffer<float>(e.shared_ffn ? (size_t)tokens * model.hidden : 0)) {
     if (e.weighs_inputs) weighted_operands_.emplace(entries_, model.hidden, team);
+    loaded_[0] = 1;
   }
 
   // Adds a layer's network to the residual stream x, or where `out` is not null writes its output there. `operands` are
@@ -135,16 +139,12 @@ class ExpertPass {
             ? weigh_inputs(e, routes, x, input_norm, team)
             : gather(routes, operands.prepare(e.gate_up->operand, x, m_.hidden, m_.hidden, input_norm, m_.eps, team),
                      team);
-    const int32_t down = e.down->operand;
-    multiply_experts(
-        e.gate_up, routes, rows, tokens_ > 1 || e.weighs_inputs,
-        {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down}, nullptr, team);
-    team.barrier();
-    const Rows inner = rounds_each_number(down)
-                           ? Rows{(const uint32_t*)inner_.get(), (size_t)ffn_}
-                           : inner_operands_.prepare(down, inner_.get(), e.ffn, ffn_, nullptr, 0, team);
-    multiply_experts(e.down, routes, inner, true, {parts_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0},
-                     following, team);
+    for (int first = 0; first < count_;) {
+      const int last = load_experts(e, routes, first, x, team);
+      if (failed()) return;
+      multiply_experts(e, routes, rows, first, last, last < count_ ? nullptr : following, team);
+      first = last;
+    }
     if (e.shared_ffn) {
       const Weight& w = e.shared_down;
       const Rows prepared = rounds_each_number(w.operand)
@@ -156,6 +156,9 @@ class ExpertPass {
     add_parts(e, routes, x, out, team);
     team.barrier();
   }
+
+  // Whether experts could not be read; the pass is to end.
+  bool failed() const { return loaded_[0] <= 0; }
 
   // (token, expert) pairs of a layer.
   size_t entries() const { return (size_t)entries_; }
@@ -219,19 +222,51 @@ class ExpertPass {
     return weighted_operands_->prepare(e.gate_up->operand, weighted_.get(), m_.hidden, m_.hidden, nullptr, 0, team);
   }
 
-  // Products of every expert that has tokens; its rows are those of its places, or row 0 for all.
-  void multiply_experts(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, Output output,
-                       const Weight* following, const Team& team) const {
+  // Brings experts from number `first` on into memory; returns the number after the last one that may be multiplied.
+  int load_experts(const Experts& e, const Routes& routes, int first, const float* x, const Team& team) const {
+    if (!e.load) return count_;
+    int32_t* used = used_.get();
+    team.barrier();
+    if (!team.thread) {
+      int count = 0;
+      for (int i = first; i < count_; ++i)
+        if (routes.first[i] < routes.first[i + 1]) used[count++] = i;
+      loaded_[0] = count ? e.load(e.layer, used, count, x, tokens_) : 1;
+      used[0] = loaded_[0] < count ? used[std::max(loaded_[0], 0)] : count_;
+    }
+    team.barrier();
+    return used[0];
+  }
+
+  // The networks of experts first .. last - 1.
+  void multiply_experts(const Experts& e, const Routes& routes, const Rows& rows, int first, int last,
+                        const Weight* following, const Team& team) const {
+    const int32_t down = e.down->operand;
+    multiply_each(e.gate_up, routes, rows, tokens_ > 1 || e.weighs_inputs, first, last,
+                  {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down}, nullptr, team);
+    team.barrier();
+    const Rows inner = rounds_each_number(down)
+                           ? Rows{(const uint32_t*)inner_.get(), (size_t)ffn_}
+                           : inner_operands_.prepare(down, inner_.get(), e.ffn, ffn_, nullptr, 0, team,
+                                                     routes.first[first], routes.first[last]);
+    multiply_each(e.down, routes, inner, true, first, last,
+                  {parts_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, following, team);
+  }
+
+  // Products of those of experts first .. last - 1 that have tokens; an expert's rows are those of its places, or row
+  // 0 for all.
+  void multiply_each(const Weight* weights, const Routes& routes, const Rows& rows, bool by_place, int first,
+                     int last, Output output, const Weight* following, const Team& team) const {
     const auto next_used = [&](int e) {
-      while (e < count_ && routes.first[e] == routes.first[e + 1]) ++e;
+      while (e < last && routes.first[e] == routes.first[e + 1]) ++e;
       return e;
     };
     float* const y = output.y;
-    for (int e = next_used(0); e < count_;) {
-      const int first = routes.first[e], next = next_used(e + 1);
-      output.y = y + (size_t)first * output.stride;
-      multiply(weights[e], {rows.words + (by_place ? first * rows.stride : 0), rows.stride},
-               routes.first[e + 1] - first, output, next < count_ ? weights + next : following, team);
+    for (int e = next_used(first); e < last;) {
+      const int place = routes.first[e], next = next_used(e + 1);
+      output.y = y + (size_t)place * output.stride;
+      multiply(weights[e], {rows.words + (by_place ? place * rows.stride : 0), rows.stride},
+               routes.first[e + 1] - place, output, next < last ? weights + next : following, team);
       e = next;
     }
   }
@@ -271,7 +306,9 @@ class ExpertPass {
   const Buffer<uint32_t> gathered_;
   const Buffer<float> weighted_;
   std::optional<Operands> weighted_operands_;
-  const Buffer<float> inner_, parts_, shared_inner_, shared_;
+  const Buffer<float> inner_, parts_;
+  const Buffer<int32_t> used_, loaded_;
+  const Buffer<float> shared_inner_, shared_;
 };
 
 }  // namespace

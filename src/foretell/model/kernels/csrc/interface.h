@@ -9,6 +9,8 @@ extern "C" {
 constexpr int kMaxHeadDim = 576;
 constexpr int kMaxGroup = 16;  // query heads per key-value head
 
+constexpr int32_t kUnreadable = -3;  // what a pass returns where weights could not be read from their file
+
 constexpr int kAbiVersion = 3;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), as blocks of a GGUF file, as
@@ -100,6 +102,11 @@ struct Experts {  // the mixture of experts of a layer
   // Norms of experts that run beside the dense network of their layer, [hidden]: of the inputs of the router and of the
   // experts, and of the outputs of the experts and of the dense network. Else null.
   const float *router_norm, *input_norm, *output_norm, *dense_norm;
+  // Where experts lie in a file: brings some of the layer into memory, whose numbers ascend, and returns how many of
+  // the first ones are there until the next call; 0: they cannot be read. x [tokens, hidden]: the residual stream that
+  // they will be added to. Null: all are in memory.
+  int32_t (*load)(int32_t layer, const int32_t* experts, int32_t count, const float* x, int32_t tokens);
+  int32_t layer;
 };
 
 // What a layer with a recurrent state is; see state_layers.py.
@@ -206,6 +213,8 @@ struct EagleInput {  // what EAGLE-3's first layer reads: token embeddings and f
   // null: the output is the next feature as it is.
   const float* output_norm;
   Fusion fusion;
+  // [hidden] each: the embedding and the feature of a mask, which is token -1 after feature -1 (P-EAGLE); or null.
+  const float *mask, *mask_feature;
 };
 
 struct BlockInput {  // what DFlash's layers read, and its heads beside the output head
@@ -262,6 +271,7 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
   const float* layer_inputs;   // [count, input_width], per-layer inputs of all layers; or null
   int32_t input_width;
   float* queries;  // [layers, count, heads, head_dim], receives the queries that attention multiplies; or null
+  const int32_t* in_pages;  // 1: the token attends to selected pages of the cache, if it has some; or null: none does
 };
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
@@ -302,5 +312,9 @@ struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slot
   int32_t packed_bits;      // of a level: 4 or 2; 0: nothing is packed
   int32_t packed_residual;  // tokens before a token whose groups it reads whole
   const States* states;  // of the layers with a recurrent state; or null
+  // Pages of keys, see pages.h: [layers, kv_heads, blocks, ...] per block; null where there are none
+  void *k_least, *k_most;
+  const int32_t* page_slots;  // [rows]: slots from 0 on whose bounds are known in all layers
+  int32_t page_budget;        // keys that a token attends to; 0: all
 };
 }

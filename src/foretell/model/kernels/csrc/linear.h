@@ -339,15 +339,17 @@ class Operands {
         latent_(buffer<float>((size_t)tokens * rank)) {}
 
   // Every thread prepares its share and waits for the others; for few tokens every thread prepares all of them, which
-  // is quicker than waiting.
+  // is quicker than waiting. Rows first .. last - 1; last -1: all.
   Rows prepare(int32_t operand, const float* x, int in, int x_stride, const float* norm, float eps,
-               const Team& team) const {
+               const Team& team, int first = 0, int last = -1) const {
     const size_t stride = row_words(operand, in);
-    const auto [from, to] = every_thread_prepares_all_ ? std::pair(0, tokens_) : team.share(tokens_);
+    if (last < 0) last = tokens_;
+    const auto [begin, end] = every_thread_prepares_all_ ? std::pair(0, last - first) : team.share(last - first);
+    const int from = first + begin, to = first + end;
     uint32_t* words = words_.get() + (every_thread_prepares_all_ ? team.thread * tokens_ * stride : 0);
     float* row = rows_.get() + team.thread * row_size_;
     for (int i = in; i < round_up(in, 64); ++i) row[i] = 0;
-    with_operand(operand, [&, from = from, to = to](auto o) {
+    with_operand(operand, [&](auto o) {
       for (int t = from; t < to; ++t) {
         const float* source = x + (size_t)t * x_stride;
         if (norm)

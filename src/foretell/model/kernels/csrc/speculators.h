@@ -62,14 +62,19 @@ void embed(const Embedding& e, int64_t token, int d, float* out) {
 
 // EAGLE-3's input for tokens that follow features: x [tokens, hidden] the residual stream, attention_input [tokens, 2
 // hidden] the normed embeddings and features, concatenated. Feature `parent[t]` belongs to token t; null: feature t.
+// Token -1 is a mask.
 void prepare_eagle_input(const Model& m, const EagleInput& e, const int64_t* token, const float* features,
                          const int64_t* parent, int tokens, float* x, float* attention_input, int threads) {
   const int d = m.hidden;
 #pragma omp parallel for num_threads(threads) if (tokens > 16)
   for (int t = 0; t < tokens; ++t) {
-    const float* feature = features + (size_t)(parent ? parent[t] : t) * d;
+    const bool mask = token[t] < 0;
+    const float* feature = mask ? e.mask_feature : features + (size_t)(parent ? parent[t] : t) * d;
     float *embedded = attention_input + (size_t)t * 2 * d, *normed = embedded + d;
-    embed(e.embedding, token[t], d, embedded);
+    if (mask)
+      std::memcpy(embedded, e.mask, 4 * (size_t)d);
+    else
+      embed(e.embedding, token[t], d, embedded);
     normalize(embedded, d, e.embedding_norm, m.eps, embedded);
     normalize(feature, d, e.feature_norm, m.eps, normed);
     std::memcpy(x + (size_t)t * d, e.norm_before_residual ? normed : feature, 4 * (size_t)d);
