@@ -87,6 +87,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
 void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  if (w->exact) return score_outputs(*w, x, nullptr, 0, y, tokens, threads, [](int) {});
   linear(*w, x, y, tokens, width, threads);
 }
 
@@ -323,7 +324,8 @@ const char* foretell_abi() {
       F(NeuronPlaces, offset), F(NeuronPlaces, counts));
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
       F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places),
-      F(Weight, factor));
+      F(Weight, factor), F(Weight, exact));
+    S(ExactRows, F(ExactRows, rows), F(ExactRows, row_words), F(ExactRows, operand), F(ExactRows, count));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),

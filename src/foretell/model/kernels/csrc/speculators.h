@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "output_head.h"
 #include "row_ops.h"
 #include "sampler.h"
 
@@ -77,25 +78,6 @@ void prepare_eagle_input(const Model& m, const EagleInput& e, const int64_t* tok
     normalize(embedded, d, e.embedding_norm, m.eps, embedded);
     normalize(feature, d, e.feature_norm, m.eps, normed);
     std::memcpy(x + (size_t)t * d, e.norm_before_residual ? normed : feature, 4 * (size_t)d);
-  }
-}
-
-// The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax. x is
-// normed first unless `norm` is null.
-void linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
-                         int64_t* indices, int tokens, int k, int threads) {
-  const Operands operands(tokens, w.in, {0, threads});
-  const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
-  Barrier barrier;
-#pragma omp parallel num_threads(threads)
-  {
-    const Team team = Team::current(barrier);
-    operands.multiply(w, x, w.in, norm, eps, {scores.get(), w.out, w.out, Epilogue::kStore, 0, 0}, nullptr, team);
-    team.barrier();
-    const auto [from, to] = team.share(tokens);
-    for (int t = from; t < to; ++t)
-      topk_softmax_row(scores.get() + (size_t)t * w.out, w.out, k, probabilities + (size_t)t * k,
-                       indices + (size_t)t * k);
   }
 }
 
