@@ -52,8 +52,15 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *(("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32)),
         *(("kind", c_int32), ("operand", c_int32), ("next", c_void_p)),
-        *(("threshold", c_float), ("stored_input", c_int32), ("places", c_void_p), ("factor", c_void_p)),
+        *(("threshold", c_float), ("stored_input", c_int32)),
+        *((name, c_void_p) for name in ("places", "factor", "exact")),
     )
+
+
+class ExactRows(ctypes.Structure):
+    """Rows with which an output head in two stages scores its best outputs again."""
+
+    _fields_ = (("rows", c_void_p), *((name, c_int32) for name in ("row_words", "operand", "count")))
 
 
 class Experts(ctypes.Structure):
@@ -172,6 +179,7 @@ class EagleInput(ctypes.Structure):
     _fields_ = (
         *(("embedding", Embedding), ("embedding_norm", c_void_p), ("feature_norm", c_void_p)),
         *(("norm_before_residual", c_int32), ("output_norm", c_void_p), ("fusion", Fusion)),
+        *(("mask", c_void_p), ("mask_feature", c_void_p)),
     )
 
 
@@ -279,6 +287,13 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
             *(POINTER(StatesRead), _P, *_TREES),
         ),
     ),
+    "foretell_mask_trees": (
+        _I,
+        (
+            *(*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P),
+            *(POINTER(StatesRead), _I, *_TREES),
+        ),
+    ),
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),
     "foretell_mlp_speculator_trees": (
         _I,
@@ -323,7 +338,7 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    of_layers = (NeuronPlaces, Weight, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
+    of_layers = (NeuronPlaces, Weight, ExactRows, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
     of_drafts = (Stage, Embedding, Fusion, EagleInput, BlockInput, DynamicTree, StatesRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]

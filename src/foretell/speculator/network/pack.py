@@ -20,13 +20,14 @@ from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
+from foretell.model.kernels.two_stage_head import TwoStageHead
 from foretell.model.load.rounding import round_to_blocks
 from foretell.model.rope import rope_tables
 from foretell.model.stored_matrix import BLOCKS, Kind, Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersNetwork
 from foretell.speculator.network.dflash import DFlash
-from foretell.speculator.network.eagle import Eagle3
+from foretell.speculator.network.eagle import HEAD_FACTORS, Eagle3, EagleNetwork
 from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
@@ -102,8 +103,8 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
     if isinstance(packed, CachedLayersNetwork):
         packed.native_stack = _pack_layers(packed, form)
         stacked = packed.layers if packed.native_stack else None
-    packed.packed_head, packed.packed_precision = form.linear(head), precision
-    if isinstance(packed, Eagle3) and not isinstance(packed, PEagle):
+    packed.packed_head, packed.packed_precision = _pack_head(packed, form), precision
+    if isinstance(packed, Eagle3):
         packed.native = _pack_eagle3(packed, form)
     _replace_modules(packed, form, stacked)
     for module in packed.modules():
@@ -225,6 +226,16 @@ def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
     )
 
 
+def _pack_head(network: Speculator, form: _Format) -> NativeLinear:
+    """The output matrix, in two stages where the network has its factors."""
+    head = network.lm_head
+    if not isinstance(network, EagleNetwork) or isinstance(network, PEagle) or not network.config.head_rank:
+        return form.linear(head)
+    outer, inner = (network.get_buffer(name).to(head.device, torch.float32) for name in HEAD_FACTORS)
+    factors = form.matrix(head.detach().float() @ outer), form.matrix(inner)
+    return TwoStageHead(*factors, head.detach(), network.config.head_candidates, form.precision)
+
+
 def _pack_layers(network: CachedLayersNetwork, form: _Format) -> NativeStack | None:
     """The network's layers on the kernels; None where these do not support them."""
     config = network.config.decoder_config
@@ -243,6 +254,7 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
         return None
     assert isinstance(first, Eagle3FirstLayer) and head is not None
     norms, fuse = network.fc_norm, PackedLinear(form.linear(network.fc.weight, network.fc.bias))
+    network.add_module("fc", fuse)
     weights = EagleWeights(
         embedding=network.get_buffer("_embedding") if own is None else own,
         embedding_scale=network.embedding_scale if own is None else 1.0,
@@ -255,8 +267,8 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
         final_norm=network.norm.weight,
         head=head,
         token_of=network.token_of,
+        mask=(network.mask, network.fuse(network.mask_states)) if isinstance(network, PEagle) else None,
     )
-    network.add_module("fc", fuse)
     return NativeEagle(network.native_stack, weights)
 
 

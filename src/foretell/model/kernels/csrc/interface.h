@@ -52,6 +52,13 @@ struct NeuronPlaces {
   int64_t* counts;  // receive, added up: neurons that were read from the file, requests for them, bytes of these
 };
 
+// Rows of the layer that a layer of low rank stands for. Its `count` best outputs, or a few more, are scored again with
+// these, where the outputs are scores of tokens.
+struct ExactRows {
+  const uint32_t* rows;  // [out, row_words], float32 or bfloat16, padded with zeros to whole vectors
+  int32_t row_words, operand, count;
+};
+
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
   const float* bias;      // padded to whole panels, or null
@@ -62,6 +69,7 @@ struct Weight {           // one packed linear layer
   int32_t stored_in;   // inputs of the panels, of which the first `in` are read; 0: all
   const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
   const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
+  const ExactRows* exact;  // of an output head in two stages; or null
 };
 
 // How the neurons of a token are chosen: by the magnitude of their activated gate (CATS, arXiv 2404.08763), or by the
@@ -205,6 +213,8 @@ struct EagleInput {  // what EAGLE-3's first layer reads: token embeddings and f
   // null: the output is the next feature as it is.
   const float* output_norm;
   Fusion fusion;
+  // [hidden] each: the embedding and the feature of a mask, which is token -1 after feature -1 (P-EAGLE); or null.
+  const float *mask, *mask_feature;
 };
 
 struct BlockInput {  // what DFlash's layers read, and its heads beside the output head

@@ -87,6 +87,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
 void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  if (w->exact) return score_outputs(*w, x, nullptr, 0, y, tokens, threads, [](int) {});
   linear(*w, x, y, tokens, width, threads);
 }
 
@@ -207,6 +208,14 @@ int32_t foretell_block_trees(const Model* m, const Layer* layers, int32_t count,
   return block_trees(*m, layers, injecting, count, *e, {norm, head, token_of}, *read, root, *b, *cache, threads);
 }
 
+// Dynamic trees as of foretell_eagle_trees, all levels from one pass over the positions of `read` and `masks` masks
+// after those of every request (P-EAGLE, arXiv 2602.01469). Returns as foretell_eagle_forward.
+int32_t foretell_mask_trees(const Model* m, const Layer* layers, int32_t count, const EagleInput* e,
+                            const Weight* head, const float* norm, const int64_t* token_of, const StatesRead* read,
+                            int32_t masks, const DynamicTree* b, const Cache* cache, int32_t threads) {
+  return mask_trees(*m, layers, count, *e, masks, {norm, head, token_of}, *read, *b, *cache, threads);
+}
+
 // Dynamic trees as of foretell_eagle_trees from the layers of a decoder, below roots whose layer outputs [requests,
 // hidden] are given.
 int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t count, const Embedding* e,
@@ -315,7 +324,8 @@ const char* foretell_abi() {
       F(NeuronPlaces, offset), F(NeuronPlaces, counts));
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
       F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places),
-      F(Weight, factor));
+      F(Weight, factor), F(Weight, exact));
+    S(ExactRows, F(ExactRows, rows), F(ExactRows, row_words), F(ExactRows, operand), F(ExactRows, count));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
@@ -352,7 +362,8 @@ const char* foretell_abi() {
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
     S(Fusion, F(Fusion, count), F(Fusion, norms), F(Fusion, fuse));
     S(EagleInput, F(EagleInput, embedding), F(EagleInput, embedding_norm), F(EagleInput, feature_norm),
-      F(EagleInput, norm_before_residual), F(EagleInput, output_norm), F(EagleInput, fusion));
+      F(EagleInput, norm_before_residual), F(EagleInput, output_norm), F(EagleInput, fusion), F(EagleInput, mask),
+      F(EagleInput, mask_feature));
     S(BlockInput, F(BlockInput, embedding), F(BlockInput, mask), F(BlockInput, feature_norm), F(BlockInput, slots),
       F(BlockInput, depth), F(BlockInput, fusion), F(BlockInput, markov), F(BlockInput, markov_out),
       F(BlockInput, confidence));
@@ -386,6 +397,7 @@ const char* foretell_abi() {
     S(foretell_eagle_forward_from_target);
     S(foretell_eagle_trees);
     S(foretell_block_trees);
+    S(foretell_mask_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
     S(foretell_tree_pass);
