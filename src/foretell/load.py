@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
-from foretell.model.cache_policy import parse_eviction
+from foretell.model.cache_policy import parse_target_policy
 from foretell.model.compact_runner import check_compactible
 from foretell.model.compress import DecoderTransform
 from foretell.model.config import CacheDtype, ModelConfig, with_context, with_rope_scaling
 from foretell.model.config_readers.architectures import is_decoder_family
+from foretell.model.config_readers.compressed import check_card
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.config_readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
@@ -45,7 +46,7 @@ from foretell.speculator import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
-from foretell.utils.validation import Fields, read_json
+from foretell.utils.validation import Fields, parse_object, read_json
 
 DTYPES = ("auto", *PRECISIONS, "int4")
 """Values of `dtype`."""
@@ -83,8 +84,8 @@ def load(
     alone; `int4-kivi` and `int2-kivi` round keys per dimension over 32 tokens (KIVI, arXiv 2402.02750) and keep the
     last 128 tokens whole; `auto` keeps them as the model computes.
     `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET`, `tova@BUDGET` or `h2o@BUDGET` keeps about so many keys
-    and values per layer and head while an answer is decoded, and evicts the others; answers are lossy then. None: all
-    are kept.
+    and values per layer and head while an answer is decoded, and evicts the others; with `quest@BUDGET` every token
+    selects so many to read, and all are kept. Answers are lossy then. None: all are kept and read.
     `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
     neurons of feed-forward networks, so answers are lossy. With `memory_limit` the neurons that are needed most often
     are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
@@ -97,7 +98,7 @@ def load(
     for name, value, known in (("dtype", dtype, DTYPES), ("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))):
         if value not in known:
             raise unknown(name, value, known)
-    policy = None if kv_cache_policy is None else parse_eviction(kv_cache_policy)
+    policy = None if kv_cache_policy is None else parse_target_policy(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     _refuse_diffusion(reference, path)
@@ -119,6 +120,8 @@ def load(
     check_cache_dtype(reference, config)
     if policy is not None:
         check_compactible(config)
+        if policy.selects:
+            config, policy = replace(config, page_budget=policy.budget), None
     precision = choose_precision(reference, dtype, config, opened.weights, torch_device)
     weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
     if memory_limit is None and runs_on_kernels(config, torch_device):
@@ -129,6 +132,29 @@ def load(
         network = _load_network(checkpoint, None if sparsity is None else Path(sparsity), memory_limit)
     variant = weights.variant or precision
     return Model(reference, config, codec.result(), network, variant, opened.eos, checkpoint, policy)
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """Options of a target for long texts and for cheaper passes, as `load` has them; `rope_scaling` as JSON."""
+
+    max_model_len: int | None = None
+    rope_scaling: str | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_policy: str | None = None
+    sparsity: Path | None = None
+
+    def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
+        """Load a target with these options."""
+        scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
+        return load(
+            *(model, dtype, device, memory_limit, self.max_model_len, scaling),
+            *(self.kv_cache_dtype, self.kv_cache_policy, self.sparsity),
+        )
+
+
+PLAIN_TARGET = TargetOptions()
+"""A target as it is."""
 
 
 def _load_network(checkpoint: "_FileCheckpoint", sparsity: Path | None, memory_limit: int | None) -> Network:
@@ -254,6 +280,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
         config = gguf_config(file)
         return OpenCheckpoint(config, GGUFWeights(file, config), partial(codec_from_gguf, file.metadata), config.eos)
     raw, source = _read_config(path), str(path / "config.json")
+    check_card(path, raw)
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
     require_tokenizer(path)

@@ -78,6 +78,18 @@ def test_peak_memory_is_measured_in_a_process_of_its_own(questions: Path, tmp_pa
     assert plain.peak_memory_bytes is not None and plain.peak_memory_bytes > 10_000_000
 
 
+def test_methods_with_options_and_targets_with_options_are_measured(questions: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out", '{"method": "ngram", "num_speculative_tokens": 4}'
+    given = ("--methods", "autoregressive", "--speculative-config", options, "--kv-cache-policy", "tova@64", "--memory")
+    result = bench(*run(questions, out, *given))
+    assert result.exit_code == 0, result.output
+    found = BenchResults.model_validate_json((out / "results.json").read_bytes())
+    assert found.settings.target.kv_cache_policy == "tova@64"
+    names = [c.name.split("/")[0] for c in found.competitors]
+    assert names == ["autoregressive", "ngram{num_speculative_tokens=4}"]
+    assert all(c.peak_memory_bytes for c in found.competitors)
+
+
 def test_an_interruption_keeps_finished_work(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -121,6 +133,10 @@ def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -
         (("--peers", "transformers-assisted"), "needs a draft model"),
         (("--threads", "99999"), "threads must lie between 1 and"),
         (("--threads", "0"), "threads must lie between 1 and"),
+        (("--sparsity", "nowhere"), "nowhere"),
+        (("--kv-cache-policy", "tova@64", "--peers", "transformers"), "peers run the model as it is"),
+        (("--speculative-config", '{"eagle_topk": 2}'), 'names no method: add "method"'),
+        (("--speculative-config", '{"method": "ngram", "eagle_topk": 2}'), "eagle_topk"),
     ],
 )
 def test_wrong_options_are_one_sentence(questions: Path, tmp_path: Path, more: tuple[str, ...], words: str) -> None:

@@ -176,6 +176,34 @@ def test_a_compressed_checkpoint_that_is_not_described_is_refused(
     assert said in expect_error("generate", "a", "--model", tmp_path / "thin", "--max-new-tokens", "2")
 
 
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        (None, "a compressed model (svd) without its compression.json"),
+        ("{", "compression.json: "),
+        ("{}", "no method is named, so it is unknown what was done"),
+        ('{"method": "wanda"}', "says wanda, and config.json beside it svd"),
+    ],
+)
+def test_a_compressed_checkpoint_without_its_kind_is_refused(card: str | None, said: str, tmp_path: Path) -> None:
+    shutil.copytree(thin(), tmp_path / "thin")
+    file = tmp_path / "thin" / "compression.json"
+    file.unlink()
+    if card is not None:
+        file.write_text(card)
+    assert said in expect_error("generate", "a", "--model", tmp_path / "thin", "--max-new-tokens", "2")
+
+
+def test_what_is_made_of_a_compressed_checkpoint_is_a_model_of_its_own(tmp_path: Path) -> None:
+    compress(tmp_path / "pruned", "magnitude", "--pattern", "2:4")
+    out = tmp_path / "nested"
+    made = run_foretell("train", "matformer", tmp_path / "pruned", "--out", out, "--steps", "0", "--text", text())
+    assert made.exit_code == 0, made.output
+    assert "foretell_compression" in json.loads((tmp_path / "pruned" / "config.json").read_text())
+    assert "foretell_compression" not in json.loads((out / "config.json").read_text())
+    assert run_foretell("generate", "a", "--model", out, "--max-new-tokens", "2").exit_code == 0
+
+
 @cache
 def thin() -> Path:
     out = Path(mkdtemp()) / "thin"

@@ -30,7 +30,16 @@ from helpers import VOCAB, context_of, random_tokens
 pytestmark = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 
 SIZES = replace(TINY, hidden=64, heads=4, kv_heads=2, head_dim=16, vocab=VOCAB)
-SHAPES = (Chain(4, draw=False), Chain(3), DynamicTree(1, 3, 9), DynamicTree(5, 3, 60, 1e-4), DynamicTree(4, 2, 5, 0.02))
+SHAPES = (
+    Chain(4, draw=False),
+    Chain(3),
+    Chain(4, confidence=0.3),
+    Chain(4, fallback=0.3),
+    Chain(4, False, 0.4, 0.2),
+    DynamicTree(1, 3, 9),
+    DynamicTree(5, 3, 60, 1e-4),
+    DynamicTree(4, 2, 5, 0.02),
+)
 Path = tuple[int, ...]
 
 
@@ -38,6 +47,9 @@ class Stepwise(DraftModel):
     """Has its trees grown level by level."""
 
     def grow_dynamic_tree(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
+        return None
+
+    def grow_chain(self, context, length, limits):  # type: ignore[no-untyped-def]
         return None
 
 

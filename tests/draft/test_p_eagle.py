@@ -3,6 +3,7 @@ first step.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -21,7 +22,7 @@ from foretell.shape import Chain, DynamicTree
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import Eagle3, EagleConfig
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
-from foretell.speculator.network.pack import pack_network
+from foretell.speculator.network.pack import DraftPrecision, pack_network
 from helpers import (
     VOCAB,
     after_prompt,
@@ -41,12 +42,12 @@ SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256, "h
 
 
 @cache
-def network_of(vocab: int = VOCAB, subset: int | None = 20, wide: bool = False) -> PEagle:
+def network_of(vocab: int = VOCAB, subset: int | None = 20, wide: bool = False, **changed: bool) -> PEagle:
     """Random weights, in float64 unless for the kernels."""
     of = wide_target() if wide else target(vocab)
     card = TargetInfo(name="tiny", hidden=of.config.hidden, vocab=vocab, layers=2)
     sizes = SIZES | {"target": card, "draft_vocab": subset, "layers": 2, "depth": 4, "fc_norm": True}
-    config = PEagleConfig.model_validate(sizes | ({"head_dim": 16} if wide else {}))
+    config = PEagleConfig.model_validate(sizes | ({"head_dim": 16} if wide else {}) | changed)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         network = PEagle(config, EmbeddingAndHead(of.embedding.detach(), of.head.weight.detach()))
@@ -73,7 +74,14 @@ def predictions(
     return torch.stack(network(torch.tensor([text]), states, torch.tensor([anchors]), wanted), 1)
 
 
-class Recording(PEagleDrafter):
+class Stepwise(PEagleDrafter):
+    """Grows trees level by level."""
+
+    def grow_dynamic_tree(self, context, sizes, bounds):  # type: ignore[no-untyped-def]
+        return None
+
+
+class Recording(Stepwise):
     """Notes the logits of every depth by the text before."""
 
     def __init__(self, network: PEagle) -> None:
@@ -174,7 +182,26 @@ def test_the_kernels_draft_what_torch_drafts() -> None:
     for network in (plain, packed):
         drafter = Recording(network)
         drafter.observe(step)
-        DynamicTree(4, 2, 8).grow(drafter, context_of(*texts))
+        Chain(4, draw=False).grow(drafter, context_of(*texts))
         found.append([drafter.found[tuple(text)] for text in texts])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
+@pytest.mark.parametrize("precision", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("shape", [DynamicTree(1, 3, 9), DynamicTree(4, 3, 40, 1e-4), DynamicTree(9, 4, 7)], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"norm_output": True, "norm_before_residual": True, "fc_norm": False}])
+def test_the_kernels_grow_the_trees_that_grow_level_by_level(
+    precision: DraftPrecision, shape: DynamicTree, changed: dict[str, bool]
+) -> None:
+    """Texts of unequal length, one of them with room for two more tokens, one with none."""
+    network = pack_network(network_of(wide=True, **changed), precision)
+    assert network.native is not None
+    texts = [random_tokens(n, seed=n) for n in (9, 3, 17, 5)]
+    context = replace(context_of(*texts), max_depth=np.array([4, 2, 4, 0]))
+    step = after_prompt(wide_target(), context, network.hidden_layers)
+    found = [drafted_paths(shape, drafter, step) for drafter in (PEagleDrafter(network), Stepwise(network))]
+    assert found[0] == found[1]
+    assert [bool(part) for part in found[0]] == [True, True, True, False]
+    assert all(len(path) <= 3 for path in found[0][1])

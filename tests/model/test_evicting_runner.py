@@ -15,7 +15,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import load
 from foretell.model import kernels
-from foretell.model.cache_policy import H2O, CachePolicy, SnapKV, StreamingLLM, parse_eviction
+from foretell.model.cache_policy import H2O, CachePolicy, SnapKV, StreamingLLM, parse_target_policy
 from foretell.model.compact_runner import SparseCacheRunner
 from foretell.model.evicting_runner import EVICTION_INTERVAL, EvictingRunner
 from foretell.model.kernels.decoder import NativeDecoder
@@ -110,7 +110,7 @@ def test_the_backend_names_the_policy_and_answers_are_lossy() -> None:
     ("text", "words"),
     [
         ("snapkw@64", "unknown KV cache policy 'snapkw': did you mean 'snapkv'"),
-        ("quest@64", "unknown KV cache policy 'quest'"),
+        ("retrieval@64", "unknown KV cache policy 'retrieval'"),
         ("tova", "needs a budget of keys, as in tova@1024; found 'tova'"),
         ("tova@x", "needs a budget of keys"),
         ("tova@7", "at least 8 keys, found a budget of 7"),
@@ -118,7 +118,7 @@ def test_the_backend_names_the_policy_and_answers_are_lossy() -> None:
 )
 def test_other_policies_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parse_eviction(text)
+        parse_target_policy(text)
     assert "policy" in expect_error("generate", "hello", "--model", tiny_target(), "--kv-cache-policy", text)
 
 

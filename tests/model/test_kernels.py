@@ -150,7 +150,7 @@ def chain(count: int, length: int, row: int = 0) -> Layout:
 
 
 def concatenate(parts: Sequence[Layout]) -> Layout:
-    names = [field.name for field in fields(Layout) if field.name not in ("token", "queries")]
+    names = [field.name for field in fields(Layout) if field.name not in ("token", "queries", "in_pages")]
     return Layout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
@@ -437,8 +437,8 @@ def test_the_library_has_the_interface_that_python_declares() -> None:
     assert lines == structures.interface().splitlines()
     assert {
         "panel 32",
-        "Cache 152 0:8 8:8 16:8 24:8 32:8 40:8 48:8 56:4 60:4 64:4 68:4 72:4 80:8 88:8 96:8 104:8 112:8 120:8 128:4 "
-        "132:4 136:4 140:4 144:8",
+        "Cache 184 0:8 8:8 16:8 24:8 32:8 40:8 48:8 56:4 60:4 64:4 68:4 72:4 80:8 88:8 96:8 104:8 112:8 120:8 128:4 "
+        "132:4 136:4 140:4 144:8 152:8 160:8 168:8 176:4",
         "foretell_pack_rows viiipiip",
     } <= set(lines)
 

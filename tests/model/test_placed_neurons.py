@@ -12,7 +12,8 @@ from test_sparsity import FFN, HIDDEN, dense, packed, predictor, sparse, states
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.neuron_file import NeuronFile, record_bytes, write_layer
 from foretell.model.kernels.placed_neurons import PlacedBlocks
-from foretell.model.kernels.sparse import floats, input_rows, row_tensor
+from foretell.model.kernels.rows import floats, row_tensor
+from foretell.model.kernels.sparse import input_rows
 from foretell.model.kernels.structures import Precision
 from foretell.model.neuron_placement import by_frequency, place_neurons
 from foretell.model.placement_file import file_order

@@ -70,6 +70,23 @@ def calibration(fitted: Path, fresh: Path, *options: str) -> tuple[str | Path, .
     return ("calibrate", "exits", fitted, "--model", tiny_target(), "--data", fresh, *options)
 
 
+def test_the_blocks_of_an_exit_count_as_layers(fresh: Path, tmp_path: Path) -> None:
+    options = "--draft-vocab", "64", "--layers", "1", "--blocks", "1", "--steps", "2"
+    fitted = run_foretell("train", "exits", tiny_target(), "--out", tmp_path / "exits", "--data", shared(), *options)
+    assert fitted.exit_code == 0, (fitted.output, fitted.exception)
+    made = run_foretell(*calibration(tmp_path / "exits", fresh, "--disagreement", "0.6", "--confidence", "0.6"))
+    assert made.exit_code == 0, (made.output, made.exception)
+    found = ExitCalibration.model_validate_json((tmp_path / "exits" / "calibration.json").read_text())
+    # A layer and a block of a model of two layers, and after all layers the block as well.
+    assert found.found <= 0.6 and 1 <= found.depth <= 1.5
+    spoken = run_foretell(
+        *("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "8", "--method", "early_exit_lossy"),
+        *("--draft-model", tmp_path / "exits", "--speculative-config"),
+        f'{{"calibration": "{tmp_path / "exits" / "calibration.json"}"}}',
+    )
+    assert spoken.exit_code == 0 and "LOSSY" in spoken.stderr, spoken.output
+
+
 def test_the_command_writes_thresholds_that_generation_reads(fitted: Path, fresh: Path, tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     made = run_foretell(*calibration(fitted, fresh, "--disagreement", "0.5", "--confidence", "0.8", "--out", str(file)))

@@ -74,3 +74,20 @@ def test_a_folder_of_other_settings_is_refused_and_left_alone(tmp_path: Path) ->
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         read_settings(tmp_path, Settings)
+
+
+def test_a_full_disk_leaves_a_folder_that_a_later_run_continues(tmp_path: Path) -> None:
+    """The lock is free even where closing writes in vain, and settings are there whole or not at all."""
+    store = RunStore(tmp_path, SETTINGS, Record)
+    store.append(FIRST)
+    store._file.close()
+    store._file = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115 (the store closes it)
+    with pytest.raises(OSError, match="No space left"), store:
+        store.append(SECOND)
+    with RunStore(tmp_path, SETTINGS, Record) as again:
+        assert again.records == [FIRST]
+    other = tmp_path / "other"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", lambda path, text: Path("/dev/full").write_bytes(text.encode()))
+        RunStore(other, SETTINGS, Record)
+    fill(other)

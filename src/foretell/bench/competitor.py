@@ -67,21 +67,25 @@ class Competitor(ABC):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method of the catalogue with its number of drafted tokens."""
+    """A method of the catalogue with its options."""
 
     label: str
-    """`method`, or `method@budget`."""
+    """`method`, `method@budget`, or `method{option=value}`; without slashes."""
     method: str
     config: SpeculativeConfig
+    source: str = ""
+    """What it was parsed from."""
 
     @staticmethod
     def parse(text: str) -> "MethodSpec":
-        """Parse `name` or `name@budget`.
+        """Parse `name`, `name@budget`, or the JSON of a speculative config that names a method.
 
         Raises:
-            ValueError: unknown method (the nearest is suggested), a budget that is no number in range, or a method that
-                reads none.
+            ValueError: unknown method (the nearest is suggested), a budget that is no number in range, or options that
+                the method does not read.
         """
+        if text.lstrip().startswith("{"):
+            return MethodSpec._parse_config(text)
         name, at, budget = text.partition("@")
         entry = find(name)
         if at and not (budget.isdigit() and 0 <= int(budget) <= _MAX_BUDGET):
@@ -93,7 +97,19 @@ class MethodSpec:
             entry.parse_options(config)
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from error
-        return MethodSpec(entry.name + at + budget, entry.name, config)
+        return MethodSpec(entry.name + at + budget, entry.name, config, text)
+
+    @staticmethod
+    def _parse_config(text: str) -> "MethodSpec":
+        config = SpeculativeConfig.parse(text)
+        if config.method is None:
+            raise ValueError(f'speculative config {text}: it names no method: add "method"')
+        entry = find(config.method)
+        entry.parse_options(config)
+        given = {"model": config.model} if config.model else {}
+        options = {name: str(value).rpartition("/")[2] for name, value in (given | dict(config.options)).items()}
+        label = ", ".join(f"{name}={value}" for name, value in options.items())
+        return MethodSpec(f"{entry.name}{{{label}}}" if label else entry.name, entry.name, config, text)
 
     @staticmethod
     def parse_all(texts: Sequence[str]) -> "list[MethodSpec]":

@@ -10,16 +10,16 @@ import torch
 
 from foretell.bench.competitor import MethodSpec, load_drafts
 from foretell.bench.peers import registry
-from foretell.bench.results import is_peer
 from foretell.bench.schema import BenchSettings, FrozenModel
 from foretell.engine.request import Request
-from foretell.load import load
 
 
 class MemoryTask(FrozenModel):
     """Input of the process: the competitor and the prompt that it answers."""
 
     competitor: str
+    method: str | None = None
+    """What a method was parsed from; None: a peer."""
     settings: BenchSettings
     context: int
     """Longest sequence of a peer, in tokens."""
@@ -58,15 +58,15 @@ def main(text: str) -> None:
     task = MemoryTask.model_validate_json(text)
     s = task.settings
     torch.set_num_threads(s.threads)
-    kind, precision = task.competitor.split("/")
-    if is_peer(task.competitor):
+    _, precision = task.competitor.split("/")
+    if task.method is None:
         settings = registry.PeerSettings(s.model, s.draft_model, precision, task.context, s.threads, Path(task.folder))
         peer = registry.load_peers([task.competitor], settings)[task.competitor]
         _reset_peak()
         peer.generate(task.prompt, s.max_new_tokens)
     else:
-        model, spec = load(s.model, precision, s.device, s.memory_limit), MethodSpec.parse(kind)
-        drafts = load_drafts(s.draft_model, precision, s.device)
+        model, spec = s.target.load(s.model, precision, s.device, s.memory_limit), MethodSpec.parse(task.method)
+        drafts = load_drafts(spec.config.model or s.draft_model, precision, s.device)
         references = [Path(r).read_text("utf-8") for r in s.references]
         engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=references), rows=1)
         _reset_peak()

@@ -19,7 +19,7 @@ from foretell.bench.peers import registry
 from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchSettings
-from foretell.load import load
+from foretell.load import PLAIN_TARGET
 from foretell.model.load.native import finish_writing
 
 _PEER_CONTEXT = 4096
@@ -40,11 +40,11 @@ class BenchPlan:
     def from_settings(
         settings: BenchSettings, methods: Sequence[str], peers: Sequence[str], folder: Path
     ) -> "BenchPlan":
-        """Resolve names; plain decoding is always included, and first.
+        """Resolve names; plain decoding is always included, and first. `methods`: see `MethodSpec.parse`.
 
         Raises:
-            ValueError: an unknown method or peer, a peer that is not installed, or peers at a temperature or batch
-                above 0 or 1.
+            ValueError: an unknown method or peer, a peer that is not installed, peers at a temperature or batch
+                above 0 or 1, or beside a target with options.
         """
         specs = MethodSpec.parse_all(methods)
         names = registry.expand_names(peers, settings.dtypes[0], settings.draft_model is not None)
@@ -52,13 +52,18 @@ class BenchPlan:
             raise ValueError("peers are measured at temperature 0 only: leave out --peers, or the temperature")
         if names and settings.batch > 1:
             raise ValueError("peers answer one question at a time: leave out --peers, or --batch")
+        if names and settings.target != PLAIN_TARGET:
+            raise ValueError(
+                "peers run the model as it is: leave out --peers, or --max-model-len, --rope-scaling, "
+                "--kv-cache-dtype, --kv-cache-policy and --sparsity"
+            )
         registry.require_installed(names)
         return BenchPlan(settings, tuple(specs), tuple(names), folder)
 
     def load_models(self) -> dict[str, Model]:
         """The target by precision. Modified copies of it, which some methods draft with, are loaded once."""
         s = self.settings
-        models = {d: load(s.model, d, s.device, s.memory_limit) for d in s.dtypes}
+        models = {d: s.target.load(s.model, d, s.device, s.memory_limit) for d in s.dtypes}
         for model in models.values():
             model.cache_checkpoint()
         finish_writing()
@@ -71,8 +76,9 @@ class BenchPlan:
         references = [Path(r).read_text("utf-8") for r in s.references]
         competitors: list[Competitor] = []
         for precision, model in models.items():
-            drafts = load_drafts(s.draft_model, precision, s.device)
-            competitors += [MethodCompetitor(model, spec, generation, drafts, references) for spec in self.methods]
+            for spec in self.methods:
+                drafts = load_drafts(spec.config.model or s.draft_model, precision, s.device)
+                competitors.append(MethodCompetitor(model, spec, generation, drafts, references))
         first = next(iter(models.values()))
         peers = registry.load_peers(self.peers, self._peer_settings(first))
         competitors += [PeerCompetitor(p, first) for p in peers.values()]
@@ -87,12 +93,12 @@ class BenchPlan:
         model = next(iter(run.models.values()))
         prompt = tuple(Conversation(model).add_user(max((q.turns[0] for q in questions), key=len)))
         context = self._peer_settings(model).context
-        peaks = {
-            c.name: measure_peak_memory(
-                MemoryTask(
-                    competitor=c.name, settings=self.settings, context=context, folder=str(self.folder), prompt=prompt
-                )
-            )
-            for c in run.competitors
-        }
+        sources = {spec.label: spec.source for spec in self.methods}
+        peaks = dict[str, int | None]()
+        for name in (c.name for c in run.competitors):
+            task = MemoryTask(
+                competitor=name, method=sources.get(name.split("/")[0]), settings=self.settings, context=context,
+                folder=str(self.folder), prompt=prompt,
+            )  # fmt: skip
+            peaks[name] = measure_peak_memory(task)
         return {name: peak for name, peak in peaks.items() if peak is not None}

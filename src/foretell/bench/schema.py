@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from foretell.load import PLAIN_TARGET, TargetOptions
+
 
 class FrozenModel(BaseModel):
     """Immutable data; unknown keys are an error."""
@@ -204,6 +206,8 @@ class BenchSettings(FileModel):
     references: tuple[str, ...] = ()
     memory_limit: int | None = None
     """Bytes that the weights of the target may take."""
+    target: TargetOptions = PLAIN_TARGET
+    """How the target is loaded."""
 
 
 class BenchResults(FileModel):

@@ -32,7 +32,7 @@ from foretell.tokenizer.codec import TextCodec
 
 _MIN_EXPANDED_NODES = 4
 """Nodes that a dynamic tree expands per level at least: enough for trees of 12 to 16 nodes."""
-_MAX_NODES = 64
+MAX_NODES = 64
 """Most nodes of a tree whose size follows the machine."""
 _NODES_PER_EXPANDED_NODE = 6
 """Nodes of a dynamic tree per node that is expanded in a level: EAGLE-2's 60 and 10 (arXiv 2406.16858)."""
@@ -166,7 +166,7 @@ def cost_aware_tree(options: BeamOptions, depth: int) -> Shape[Predictor]:
     """
     if options.is_set("num_draft_tokens") or options.is_set("confidence_threshold"):
         return dynamic_tree(options, depth)
-    return CostAwareTree(depth, options.eagle_topk or _MIN_EXPANDED_NODES, _MAX_NODES)
+    return CostAwareTree(depth, options.eagle_topk or _MIN_EXPANDED_NODES, MAX_NODES)
 
 
 def dynamic_tree(options: BeamOptions, depth: int) -> DynamicTree:

@@ -51,9 +51,12 @@ class DraftHeads(NamedTuple):
     least_probability: float
 
 
-def draft_heads(context: BuildContext, layer: int | None, several: bool) -> DraftHeads:
+def draft_heads(
+    context: BuildContext, layer: int | None, several: bool, precision: DraftPrecision = EXIT_PRECISION
+) -> DraftHeads:
     """The exit that drafts: the fitted one after `layer` layers, by default the one that promises most; without fitted
     exits the target's own head, by default after a third of its layers. `several`: this exit and all before it.
+    `precision`: of the matrices of exits on the CPU kernels.
 
     Raises:
         ValueError: there is no exit after so many layers.
@@ -62,21 +65,23 @@ def draft_heads(context: BuildContext, layer: int | None, several: bool) -> Draf
     if exits is None:
         return DraftHeads(SharedHead(network, layer or default_exit_layer(network.config)), 0.0)
     chosen = layer or best_exit(exits, network.config)
-    heads = packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen], network)
+    heads = packed_exits(exits, [e for e in exits.config.layers if e < chosen] * several + [chosen], network, precision)
     return DraftHeads(heads, least_probability(exits, network.config, chosen))
 
 
-def packed_exits(exits: Exits, layers: Sequence[int], network: Network) -> TrainedExits:
+def packed_exits(
+    exits: Exits, layers: Sequence[int], network: Network, precision: DraftPrecision = EXIT_PRECISION
+) -> TrainedExits:
     """The exits of a network after these layers (none: all), packed for the CPU kernels where these run.
 
     Raises:
         ValueError: there is no exit after one of these layers.
     """
     known = exits.config.layers
-    heads = {i: pack_exit(exits, i, EXIT_PRECISION) for i, layer in enumerate(known) if layer in (layers or known)}
+    heads = {i: pack_exit(exits, i, precision) for i, layer in enumerate(known) if layer in (layers or known)}
     packed = {i: head for i, head in heads.items() if head is not None}
     floats = network.embedding.dtype if isinstance(network, Decoder) else torch.float32
-    return TrainedExits(pack_network(exits, EXIT_PRECISION), layers, packed, exits.decoder_blocks(floats))
+    return TrainedExits(pack_network(exits, precision), layers, packed, exits.decoder_blocks(floats))
 
 
 def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitDrafter:

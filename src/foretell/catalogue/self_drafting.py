@@ -3,8 +3,9 @@
 from functools import partial
 from pathlib import Path
 
-from foretell.accept import Rejection
+from foretell.accept import Match, Rejection
 from foretell.catalogue.build_context import (
+    MAX_NODES,
     BuildContext,
     chain,
     changed_copy,
@@ -13,14 +14,15 @@ from foretell.catalogue.build_context import (
     require_network,
 )
 from foretell.catalogue.entry import Entry, Paper
-from foretell.catalogue.exits import draft_heads
+from foretell.catalogue.exit_copies import COPY_PRECISION, exit_draft
+from foretell.catalogue.exits import EXIT_PRECISION, draft_heads
 from foretell.catalogue.options.self_drafting import (
     LayerSkipOptions,
     PrunedDraftOptions,
     QuantisedDraftOptions,
     SelfSpeculativeOptions,
 )
-from foretell.draft import DraftModel, EarlyExitDrafter
+from foretell.draft import DraftModel, EarlyExitDrafter, Predictor
 from foretell.draft.exit_heads import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.compress import fake_quantize, identity, magnitude_prune
@@ -28,7 +30,7 @@ from foretell.model.influence import measure_influence
 from foretell.model.partial_pass import supports_spans
 from foretell.model.runner import DecoderRunner
 from foretell.model.skip import default_skip, read_skip
-from foretell.shape import AdaptiveChain, Chain, ConfidenceRule
+from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, CostAwareTree, DynamicTree, Shape
 
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
@@ -40,16 +42,33 @@ def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
             chain(options),
             rejection(options, options.draft_sample_method),
         )
-    threshold = options.exit_threshold
-    heads, promises = draft_heads(context, options.exit_layer, threshold is not None)
-    rule = None if threshold is None else ExitRule("softmax", (threshold,) * len(heads.layers))
-    draft = EarlyExitDrafter(heads, rule)
+    threshold, weights = options.exit_threshold, options.exit_weights
+    precision = COPY_PRECISION.get(weights, EXIT_PRECISION)
+    heads, promises = draft_heads(context, options.exit_layer, threshold is not None, precision)
     after = ", ".join(map(str, heads.layers))
-    fitted = isinstance(heads, TrainedExits)
-    label = f"exits after {after} of {network.config.layers} layers" if fitted else ""
-    least = options.fallback_threshold
-    shape = chain(options, promises if least is None else least)
-    return Method(draft, shape, rejection(options, options.draft_sample_method), drafter_label=label)
+    label = f"exits after {after} of {network.config.layers} layers" if isinstance(heads, TrainedExits) else ""
+    if weights != "target":
+        label = f"{label or 'first layers'}, {weights} weights"
+    least = promises if options.fallback_threshold is None else options.fallback_threshold
+    if options.eagle_topk is not None:
+        return Method(exit_draft(context, heads, weights), _exit_tree(options), Match(), drafter_label=label)
+    draft: Predictor
+    if weights == "target":
+        draft = EarlyExitDrafter(
+            heads, None if threshold is None else ExitRule("softmax", (threshold,) * len(heads.layers))
+        )
+    else:
+        draft = exit_draft(context, heads, weights)
+    accept = rejection(options, options.draft_sample_method)
+    return Method(draft, chain(options, least), accept, drafter_label=label)
+
+
+def _exit_tree(options: LayerSkipOptions) -> Shape[Predictor]:
+    """The tree of an exit's most probable tokens: of a fixed size, or as large as pays."""
+    depth, width = options.num_speculative_tokens, options.eagle_topk or 1
+    if options.num_draft_tokens is None:
+        return CostAwareTree(depth, width, MAX_NODES)
+    return DynamicTree(depth, width, options.num_draft_tokens)
 
 
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:

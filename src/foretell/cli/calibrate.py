@@ -1,4 +1,4 @@
-"""`foretell calibrate`: thresholds of lossy methods with a bound on what they change."""
+"""`foretell calibrate`: thresholds, placements of neurons and draft heads, from data."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import data, options
+from foretell.cli.calibrate_head import head
 from foretell.cli.calibrate_placement import placement
 from foretell.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
 from foretell.draft.exit_heads import Confidence
@@ -21,16 +22,19 @@ from foretell.train.loop.job import check_data
 from foretell.utils.names import unknown
 
 app = typer.Typer(
-    no_args_is_help=True, help="Choose thresholds with a bound on what they change.", pretty_exceptions_enable=False
+    no_args_is_help=True,
+    help="Choose thresholds, placements and draft heads from data.",
+    pretty_exceptions_enable=False,
 )
 app.command()(placement)
+app.command()(head)
 _SEED = 1_000_003
 """Seed of the answers that are generated: other ones than those that exits are fitted on."""
 
 
 @app.callback()
 def main() -> None:
-    """Choose thresholds with a bound on what they change."""
+    """Choose thresholds, placements and draft heads from data."""
 
 
 @app.command()

@@ -18,7 +18,7 @@ from foretell.cli.sparsity import LEAST_TOKENS, fingerprint, open_source, read_c
 from foretell.load import load
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.neuron_file import record_bytes
-from foretell.model.kernels.sparse import floats
+from foretell.model.kernels.rows import floats
 from foretell.model.load.network import choose_precision, parse_device
 from foretell.model.load.placed import check_placeable
 from foretell.model.neuron_placement import Placement, place_neurons

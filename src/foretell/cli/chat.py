@@ -58,8 +58,9 @@ def chat(
     Lines that start with / are commands; /help lists them.
     """
     from foretell.cli.prompts import PromptDefaults
-    from foretell.cli.setup import LongTextOptions, load_models, parse_method
+    from foretell.cli.setup import load_models, parse_method
     from foretell.core.sampling import SamplingParams
+    from foretell.load import TargetOptions
 
     sampling = SamplingParams(
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed=seed
@@ -67,8 +68,8 @@ def chat(
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
     selection = parse_method(method, speculative_config, draft_model)
-    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype)
-    setup = load_models(model, dtype, device, selection, reference, long_text=long_text)
+    target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype)
+    setup = load_models(model, dtype, device, selection, reference, target_options=target_options)
     if setup.model.codec.chat_template is None:
         raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")
     defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), False, system, allow_special_tokens)

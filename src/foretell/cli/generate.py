@@ -106,8 +106,9 @@ def generate(
         foretell generate "What are the benefits of regular sleep?" --plan skeleton
     """
     from foretell.cli.prompts import AnswerOptions, PromptDefaults
-    from foretell.cli.setup import LongTextOptions, load_models, parse_method, read_text
+    from foretell.cli.setup import load_models, parse_method, read_text
     from foretell.core.sampling import SamplingParams
+    from foretell.load import TargetOptions
     from foretell.plan import parse_plan
 
     sampling = SamplingParams(
@@ -133,8 +134,8 @@ def generate(
         sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens, answer_options
     )
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
-    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy, sparsity)
-    setup = load_models(model, dtype, device, selection, reference, target_memory_limit, long_text)
+    target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy, sparsity)
+    setup = load_models(model, dtype, device, selection, reference, target_memory_limit, target_options)
     if image:
         setup = replace(setup, model=_behind_images(setup.model, image, specs, prompts, system, raw))
     number = 0 if logprobs and top_logprobs is None else top_logprobs

@@ -130,7 +130,10 @@ KvCachePolicy = Annotated[
     typer.Option(
         "--kv-cache-policy",
         metavar="NAME@BUDGET",
-        help="Lossy: evict keys and values beyond a budget (streaming_llm, snapkv, tova or h2o).",
+        help=(
+            "Lossy: evict keys and values beyond a budget (streaming_llm, snapkv, tova or h2o), or let every token "
+            "read so many (quest)."
+        ),
     ),
 ]
 Sparsity = Annotated[

@@ -188,7 +188,8 @@ def serve(
     _check_packages(ray)
     from foretell.cli.serve_plan import ServePlan
     from foretell.cli.served_model import ServedModel
-    from foretell.cli.setup import LongTextOptions, parse_method
+    from foretell.cli.setup import parse_method
+    from foretell.load import TargetOptions
     from foretell.serve.auth import read_keys
     from foretell.serve.loaded import EngineSettings
     from foretell.serve.origin import is_local
@@ -221,7 +222,7 @@ def serve(
         device=device,
         selection=parse_method(method, speculative_config, draft_model),
         references=tuple(reference or ()),
-        long_text=LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype),
+        target_options=TargetOptions(max_model_len, rope_scaling, kv_cache_dtype),
         engine=EngineSettings(
             rows=max_num_seqs,
             prefix_caching=enable_prefix_caching,

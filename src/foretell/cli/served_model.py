@@ -5,7 +5,8 @@ from pathlib import Path
 
 from foretell.catalogue import catalogue, find
 from foretell.catalogue.config import SpeculativeConfig
-from foretell.cli.setup import LongTextOptions, MethodSelection, load_models, set_threads
+from foretell.cli.setup import MethodSelection, load_models, set_threads
+from foretell.load import TargetOptions
 from foretell.model.load.memory import available_memory
 from foretell.model.load.reference import resolve_reference
 from foretell.serve.defaults import read_defaults
@@ -27,7 +28,7 @@ class ServedModel:
     device: str
     selection: MethodSelection
     references: tuple[Path, ...]
-    long_text: LongTextOptions
+    target_options: TargetOptions
     engine: EngineSettings
     generation_config: str
     override_generation_config: str | None
@@ -48,7 +49,7 @@ class ServedModel:
         path = resolve_reference(self.model)
         defaults = read_defaults(self.generation_config, path, self.override_generation_config)
         setup = load_models(
-            self.model, self.dtype, self.device, self.selection, self.references, long_text=self.long_text
+            self.model, self.dtype, self.device, self.selection, self.references, target_options=self.target_options
         )
         # The options of the command line are for the method that it named.
         others = replace(setup, config=SpeculativeConfig())

@@ -15,8 +15,7 @@ from foretell.catalogue import DEFAULT_METHOD, find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli.expected_pass import expected_pass
 from foretell.engine.method import AnyMethod
-from foretell.load import load, load_draft
-from foretell.utils.validation import parse_object
+from foretell.load import PLAIN_TARGET, TargetOptions, load_draft
 
 
 def set_threads(threads: int | None) -> int:
@@ -108,28 +107,6 @@ def parse_method(
     return MethodSelection(names[0] if names else DEFAULT_METHOD, config, tuple(drafts or in_config))
 
 
-@dataclass(frozen=True)
-class LongTextOptions:
-    """Options of the target for long texts and for cheaper passes, from `--max-model-len`, `--rope-scaling`,
-    `--kv-cache-dtype`, `--kv-cache-policy` and `--sparsity`.
-    """
-
-    max_model_len: int | None = None
-    rope_scaling: str | None = None
-    """A JSON object."""
-    kv_cache_dtype: str = "auto"
-    kv_cache_policy: str | None = None
-    sparsity: Path | None = None
-
-    def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
-        """Load a target with these options; see `foretell.load`."""
-        scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
-        return load(
-            *(model, dtype, device, memory_limit, self.max_model_len, scaling),
-            *(self.kv_cache_dtype, self.kv_cache_policy, self.sparsity),
-        )
-
-
 def load_models(
     model: str,
     dtype: str,
@@ -137,7 +114,7 @@ def load_models(
     wish: MethodSelection,
     references: Sequence[Path] | None,
     memory_limit: int | None = None,
-    long_text: LongTextOptions = LongTextOptions(),
+    target_options: TargetOptions = PLAIN_TARGET,
 ) -> ModelSetup:
     """Load the target, the draft models and the reference documents.
 
@@ -149,7 +126,7 @@ def load_models(
     """
     texts = tuple(read_text(path) for path in references or ())
     with spinner(f"loading {model}"):
-        target = long_text.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
+        target = target_options.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
         target.expected_pass = expected_pass(target) if device == "cpu" else None
         drafts = tuple(load_draft(d, dtype, device) for d in wish.drafts)
     return ModelSetup(target, wish.config, drafts, texts)

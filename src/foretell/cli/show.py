@@ -10,6 +10,7 @@ from rich.text import Text
 from foretell.api import Answer
 from foretell.engine.request import Update
 from foretell.model.backend import Backend
+from foretell.model.cache_policy import Quest
 from foretell.model.kernels.expert_cache import ExpertReads
 from foretell.plan import PlanReport
 from foretell.tokenizer.stream import Detokenizer
@@ -100,12 +101,13 @@ def summary_line(answers: Sequence[Answer], seconds: float, reads: ExpertReads |
 def _lossy_target(backend: Backend) -> str:
     """What is lossy about the target itself, with its price where it is known."""
     policy, sparse = backend.cache_policy, backend.sparsity
-    evicted = (
-        f"keys and values were evicted beyond {policy}; foretell evaluate --kv-cache-policy measures the price"
+    fate = "left unread" if policy.startswith(f"{Quest.name}@") else "evicted"
+    cached = (
+        f"keys and values were {fate} beyond {policy}; foretell evaluate --kv-cache-policy measures the price"
         if policy
         else ""
     )
-    return "; ".join(filter(None, [evicted, f"tokens read a part of the neurons, {sparse}" if sparse else ""]))
+    return "; ".join(filter(None, [cached, f"tokens read a part of the neurons, {sparse}" if sparse else ""]))
 
 
 def _fidelity_loss(answers: Sequence[Answer]) -> str:

@@ -18,6 +18,7 @@ from foretell.cli import options
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.cli.train_exits import exits
+from foretell.cli.train_free import free
 from foretell.cli.train_matformer import matformer
 from foretell.cli.train_sparsity import sparsity
 from foretell.load import load
@@ -33,7 +34,7 @@ from foretell.utils.validation import explain
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_OTHERS = "exits", "sparsity", "matformer"
+_OTHERS = "exits", "sparsity", "matformer", "free"
 """Commands beside the training of speculators."""
 
 
@@ -72,7 +73,7 @@ def train(
         str,
         typer.Argument(
             metavar="NAME",
-            help="What to train: eagle3, mlp_speculator, medusa …; see also `train exits`, `sparsity`, `matformer`.",
+            help="What to train: eagle3, medusa …; see also `train exits`, `train free`, `train sparsity`, …",
         ),
     ],
     data: Annotated[
@@ -178,6 +179,7 @@ def train(
 app.command(_OTHERS[0], context_settings=_HELP)(exits)
 app.command(_OTHERS[1], context_settings=_HELP)(sparsity)
 app.command(_OTHERS[2], context_settings=_HELP)(matformer)
+app.command(_OTHERS[3], context_settings=_HELP)(free)
 
 
 def run(settings: TrainingSettings, command: str) -> None:

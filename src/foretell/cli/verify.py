@@ -60,7 +60,8 @@ def verify(
         foretell verify draft_model --model big/ --draft-model small/ --samples 20000
     """
     from foretell.cli.prompts import read_texts
-    from foretell.cli.setup import LongTextOptions, load_models, parse_method, spinner
+    from foretell.cli.setup import load_models, parse_method, spinner
+    from foretell.load import TargetOptions
     from foretell.verify import Verifier, VerifySettings, buildable_methods
     from foretell.verify.prompts import PROMPTS
 
@@ -68,8 +69,8 @@ def verify(
     chosen = methods or ([wish.name] if wish.config.method else [])
     texts = PROMPTS if prompts is None else read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
-    long_text = LongTextOptions(max_model_len, rope_scaling, kv_cache_dtype)
-    ready = load_models(model, dtype, device, wish, reference, long_text=long_text)
+    target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype)
+    ready = load_models(model, dtype, device, wish, reference, target_options=target_options)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
     names = [ready.method(n).name for n in chosen] or buildable_methods(ready.model, ready.drafts, ready.references)
     for i, name in enumerate(names):

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from foretell.compress import LASER, LOW_RANK, SHORTGPT, SLICEGPT
+from foretell.model.config_readers.compressed import CARD, COMPRESSED_BY
 from foretell.quantize.base import ROLES
 from foretell.quantize.evaluate import Comparison
-
-CARD = "compression.json"
+from foretell.utils.validation import read_json
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Card:
 
 
 def write_card(folder: Path, card: Card) -> None:
-    """Write the card for programs and for people."""
+    """Write the card for programs and for people, and the method into the configuration."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(read_json(config) | {COMPRESSED_BY: card.method}, indent=2) + "\n", "utf-8")
     (folder / CARD).write_text(json.dumps(asdict(card), indent=2) + "\n", "utf-8")
     (folder / "README.md").write_text(_text(card), "utf-8")
 

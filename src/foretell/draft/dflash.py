@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, TokenBuffer
-from foretell.core.noise import noise_for_kernels
-from foretell.core.tree import TokenTree, tree_from_scores
+from foretell.core.context import TokenBuffer
 from foretell.draft.cached_states import layout_of
 from foretell.draft.parallel_block import BlockPredictor
+from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
 from foretell.model.layout import Layout
 from foretell.speculator.network.dflash import DFlash
@@ -33,26 +32,16 @@ class DFlashDrafter(BlockPredictor):
         super().__init__(network, max_pending)
         self.network = network
 
-    def grow_dynamic_tree(
-        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
-    ) -> TokenTree | None:
-        """DynamicTrees in one call of the CPU kernels, where these run the network."""
-        which = np.flatnonzero(context.max_depth).tolist()
-        if self.network.native is None or not which:
-            return None
-        rows = [context.rows[i] for i in which]
-        self._restore(rows)
-        counts = [self._prefixes[row].pending_count for row in rows]
-        _, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
-        length = [self._prefixes[row].length for row in rows]
-        self._cache.reserve(rows, [n + self.network.config.block_size for n in length])
-        sizes = min(sizes[0], self.network.depth), *sizes[1:]
-        noise = noise_for_kernels(context.select(which), sizes[0])
-        trees = DynamicTrees(context.max_depth[which], sizes, bounds, rows, length, noise)
-        roots = np.array([context.last_tokens[i] for i in which])
-        hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
-        self.network.native.grow_dynamic_trees(roots, hidden_states, states.place, counts, trees, self._cache)
-        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
+    def _grow_native(
+        self,
+        token: Int[np.ndarray, " t"],
+        root: Int[np.ndarray, " b"],
+        states: TargetStates,
+        counts: Sequence[int],
+        trees: DynamicTrees,
+    ) -> None:
+        assert self.network.native is not None
+        self.network.native.grow_dynamic_trees(root, *states, counts, trees, self._cache)
 
     @torch.inference_mode()
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:

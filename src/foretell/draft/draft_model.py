@@ -10,6 +10,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, root_tree, tree_from_scores
 from foretell.draft.base import Predictor
+from foretell.model.kernels import NodeLimits
 from foretell.model.runner import Runner
 
 
@@ -85,6 +86,15 @@ class DraftModel(OwnCache):
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
         """Trees in one call, where the network supports it."""
+        return self._grow_tree(context, sizes, bounds, NodeLimits())
+
+    def grow_chain(self, context: Context, length: int, limits: NodeLimits) -> TokenTree | None:
+        """Chains in one call, where the network supports it."""
+        return self._grow_tree(context, (length, 1, length), (0.0, 0.0), limits)
+
+    def _grow_tree(
+        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float], limits: NodeLimits
+    ) -> TokenTree | None:
         active = np.flatnonzero(context.max_depth)
         if not len(active):
             return None
@@ -92,7 +102,7 @@ class DraftModel(OwnCache):
         unread, part = unread_tokens(self.runner, context), context.select(active.tolist())
         prefixes = root_tree(part.last_tokens).with_prefix([unread[i] for i in active])
         noise = noise_for_kernels(part, sizes[0])
-        trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds, noise)
+        trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds, noise, limits)
         if trees is None:
             return None
         tree = tree_from_scores(

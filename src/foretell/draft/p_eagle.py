@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import TokenBuffer
 from foretell.draft.parallel_block import BlockPredictor
+from foretell.draft.target_states import TargetStates
+from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.p_eagle import PEagle
 
 
@@ -23,6 +26,17 @@ class PEagleDrafter(BlockPredictor):
         super().__init__(network, max_pending)
         self.network = network
 
+    def _grow_native(
+        self,
+        token: Int[np.ndarray, " t"],
+        root: Int[np.ndarray, " b"],
+        states: TargetStates,
+        counts: Sequence[int],
+        trees: DynamicTrees,
+    ) -> None:
+        assert self.network.native is not None
+        self.network.native.grow_dynamic_trees(token, *states, counts, trees, self._cache, self.network.slots)
+
     @torch.inference_mode()
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
@@ -32,7 +46,7 @@ class PEagleDrafter(BlockPredictor):
     def _draft(
         self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]
     ) -> Float[torch.Tensor, "n p d"]:
-        counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.depth - 1
+        counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.slots
         layout = self._reserve_pending(rows, [count + masks for count in counts])
         token, states = self._take_pending(rows, texts, counts)
         order, last = _order(counts, masks)

@@ -9,9 +9,12 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
-from foretell.core.tree import TokenTree
+from foretell.core.noise import noise_for_kernels
+from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.draft.base import TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesNetwork, CachedStatesPredictor
+from foretell.draft.target_states import TargetStates
+from foretell.model.kernels import DynamicTrees
 
 
 class BlockNetwork(CachedStatesNetwork, Protocol):
@@ -19,6 +22,10 @@ class BlockNetwork(CachedStatesNetwork, Protocol):
 
     token_of: torch.Tensor | None
 
+    @property
+    def native(self) -> object | None: ...  # noqa: D102
+    @property
+    def slots(self) -> int: ...  # noqa: D102
     @property
     def depth(self) -> int: ...  # noqa: D102
     @property
@@ -58,6 +65,41 @@ class BlockPredictor(CachedStatesPredictor):
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """At most the number of tokens that a block predicts."""
         return np.minimum(super().max_depths(context), self._network.depth)
+
+    def grow_dynamic_tree(
+        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
+    ) -> TokenTree | None:
+        """DynamicTrees in one call of the CPU kernels, where these run the network."""
+        which = np.flatnonzero(context.max_depth).tolist()
+        if self._network.native is None or not which:
+            return None
+        rows = [context.rows[i] for i in which]
+        self._restore(rows)
+        counts = [self._prefixes[row].pending_count for row in rows]
+        token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
+        length = [self._prefixes[row].length for row in rows]
+        self._cache.reserve(rows, [n + self._network.slots for n in length])
+        sizes = min(sizes[0], self._network.depth), *sizes[1:]
+        noise = noise_for_kernels(context.select(which), sizes[0])
+        trees = DynamicTrees(context.max_depth[which], sizes, bounds, rows, length, noise)
+        read = TargetStates(
+            tuple(h if h.dtype == torch.float32 else h.float() for h in states.hidden_states), states.place
+        )
+        self._grow_native(token, np.array([context.last_tokens[i] for i in which]), read, counts, trees)
+        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
+
+    @abstractmethod
+    def _grow_native(
+        self,
+        token: Int[np.ndarray, " t"],
+        root: Int[np.ndarray, " b"],
+        states: TargetStates,
+        counts: Sequence[int],
+        trees: DynamicTrees,
+    ) -> None:
+        """Read the pending positions of some requests, `counts` of them, whose tokens are these, and grow trees below
+        the roots.
+        """
 
     @torch.inference_mode()
     def expand(

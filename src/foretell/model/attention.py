@@ -10,11 +10,13 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.model.attention_config import QueryScaling
 from foretell.model.cache import Cache
+from foretell.model.cache_numbers import rotate_blocks
 from foretell.model.config import ModelConfig
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import widen
 from foretell.model.packed_groups import GROUP_SLOTS, RESIDUAL, PackedGroups
+from foretell.model.pages import selected_mask
 from foretell.model.state_store import LayerStates, PassStates, StateStore
 
 
@@ -95,7 +97,7 @@ class CachedAttention(AttentionBackend):
         if self._layout is not None and self._layout.queries is not None:
             self._layout.queries[layer] = q
         mask = padded.window_mask(c.window_of(layer), c.chunked)
-        return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks)
+        return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks, c.page_budget)
 
     def _store(self, layer: int) -> tuple[KVCache, int]:
         store, index = self._cache.store(layer)
@@ -125,9 +127,10 @@ def padded_attention(
     scale: float,
     softcap: float,
     sinks: Float[torch.Tensor, " h"] | None = None,
+    page_budget: int = 0,
 ) -> Float[torch.Tensor, "t hd"]:
     """Grouped-query softmax attention over the slots that the mask allows; the heads of a group become further queries,
-    so that keys are read once.
+    so that keys are read once. `page_budget`: see `ModelConfig`.
     """
     heads, dim = q.shape[1:]
     b, n, s = padded.mask.shape
@@ -138,12 +141,28 @@ def padded_attention(
     kv = k.shape[1]
     group = heads // kv
     folded = q[padded.token_index].view(b, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, group * n, dim)
-    mask = mask[:, None, None].expand(b, 1, group, n, s).reshape(b, 1, group * n, s)
+    seen = mask[:, None]
+    if page_budget:
+        seen = seen & _selected(folded.unflatten(2, (group, n)), k, cache, padded, page_budget)
+    mask = seen[:, :, None].expand(b, -1, group, n, s).reshape(b, -1, group * n, s)
     if sinks is not None:
         sinks = sinks.view(kv, group, 1).expand(kv, group, n).reshape(kv, group * n)
     out = masked_attention(folded, k, v, mask, scale, softcap, sinks)
     out = out.view(b, kv, group, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads * dim)
     return out[padded.padded_index]
+
+
+def _selected(
+    q: Float[torch.Tensor, "b h q n d"],
+    k: Float[torch.Tensor, "b h s d"],
+    cache: KVCache,
+    padded: PaddedLayout,
+    budget: int,
+) -> Bool[torch.Tensor, "b h n s"]:
+    """`selected_mask` in the basis in which keys are stored."""
+    if cache.k_scale is not None:
+        q, k = rotate_blocks(q.float()), rotate_blocks(k.float())
+    return selected_mask(q, k, padded, budget)
 
 
 def _beside_packed(

@@ -38,7 +38,7 @@ class Backend:
     """Numbers of cached keys and values; `auto`: as `precision` says."""
 
     cache_policy: str = ""
-    """What evicts keys and values of long texts, which is lossy; empty: nothing."""
+    """What evicts keys and values of long texts, or leaves them unread, which is lossy; empty: nothing."""
 
     sparsity: str = ""
     """How tokens choose the neurons that they read, and the price, which is lossy; empty: they read all."""

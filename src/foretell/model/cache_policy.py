@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 
+from foretell.model.pages import LEAST_BUDGET, PAGE, page_bounds
 from foretell.utils.names import unknown
 
 SINKS = 4
 """First tokens of a text, which all policies keep: the softmax needs them (StreamingLLM, arXiv 2309.17453)."""
 _RECENT = 32
 """Last tokens that all policies keep."""
-_PAGE = 16
-"""Keys of a page (Quest)."""
 _CHUNK = 8
 """Keys of a chunk (TriForce)."""
 _POOL = 7
@@ -38,6 +37,8 @@ class CachePolicy(ABC):
     """Whether it reads what every key has received of the softmax from all tokens."""
     evicts: ClassVar[bool] = False
     """Whether its paper evicts the other keys, not only leaves them unread."""
+    selects: ClassVar[bool] = False
+    """Whether in its paper every token selects for itself what it reads (`ModelConfig.page_budget`)."""
 
     budget: int
 
@@ -158,7 +159,7 @@ class Quest(CachePolicy):
     sum over dimensions of the larger product of the query with the page's minimum and maximum.
     """
 
-    name, observed = "quest", 1
+    name, observed, selects = "quest", 1, True
 
     def scores(
         self,
@@ -167,11 +168,8 @@ class Quest(CachePolicy):
         sums: Float[torch.Tensor, "g n"],
     ) -> Float[torch.Tensor, "g n"]:
         """Of every key the bound of its page, the largest over the queries of the head."""
-        pages = _split(keys, _PAGE)
-        low, high = pages.amin(2), pages.amax(2)
-        q = queries[-1]
-        bound = q.clamp(min=0) @ high.transpose(1, 2) + q.clamp(max=0) @ low.transpose(1, 2)
-        return bound.amax(1).repeat_interleave(_PAGE, -1)[:, : keys.shape[1]]
+        bounds = page_bounds(queries[-1], _split(keys, PAGE).flatten(1, 2)).amax(1)
+        return bounds.repeat_interleave(PAGE, -1)[:, : keys.shape[1]]
 
 
 class Retrieval(CachePolicy):
@@ -222,16 +220,24 @@ def cache_policy(name: str, budget: int) -> CachePolicy:
     return POLICIES[name](budget)
 
 
-def parse_eviction(text: str) -> CachePolicy:
-    """A policy that evicts keys, from `NAME@BUDGET`.
+def target_policies() -> list[type[CachePolicy]]:
+    """The policies that a target can have: those that evict keys, and those with which every token selects."""
+    return [policy for policy in POLICIES.values() if policy.evicts or policy.selects]
+
+
+def parse_target_policy(text: str) -> CachePolicy:
+    """A policy of a target, from `NAME@BUDGET`.
 
     Raises:
         ValueError: there is none of this name, or the budget is no number or too small.
     """
     name, _, budget = text.partition("@")
-    known = [n for n, policy in POLICIES.items() if policy.evicts]
+    known = [policy.name for policy in target_policies()]
     if name not in known:
         raise unknown("KV cache policy", name, known)
     if not budget.isdecimal():
         raise ValueError(f"a KV cache policy needs a budget of keys, as in {name}@1024; found {text!r}")
-    return POLICIES[name](int(budget))
+    found = POLICIES[name](int(budget))
+    if found.selects and found.budget < LEAST_BUDGET:
+        raise ValueError(f"{name} reads at least {LEAST_BUDGET} keys, the last ones among them; found {text!r}")
+    return found

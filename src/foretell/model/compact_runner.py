@@ -32,6 +32,11 @@ def check_compactible(config: ModelConfig) -> None:
             f"a part of the cache can be selected where keys are stored one by one, and {config.cache_dtype} stores "
             "them in groups; use another --kv-cache-dtype"
         )
+    if config.page_budget:
+        raise ValueError(
+            "a part of the cache can be selected where tokens read all of it, and this target's tokens read selected "
+            "pages (--kv-cache-policy quest); use another method, or another policy"
+        )
     found = further_state(config) or ("sliding windows" if any(map(config.window_of, range(config.layers))) else "")
     if found:
         raise ValueError(

@@ -173,6 +173,10 @@ class ModelConfig:
     """
     cache_dtype: CacheDtype = "auto"
     """Numbers of cached keys and values."""
+    page_budget: int = 0
+    """Cached keys that a decoded token attends to, per layer and key-value head, in pages that it selects (Quest, arXiv
+    2406.10774); 0: all.
+    """
     mask_token: int | None = None
     """Token that stands for one that does not exist yet, in draft models that predict several tokens in a pass (PARD,
     arXiv 2504.18583); None: it predicts the next token only.

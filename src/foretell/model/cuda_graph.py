@@ -138,4 +138,5 @@ def _select(layout: Layout, index: Int[torch.Tensor, " n"]) -> Layout:
         layout.visible_prefix[index],
         layout.extra_slots[index],
         None if layout.token is None else layout.token[index],
+        in_pages=None if layout.in_pages is None else layout.in_pages[index],
     )

@@ -23,6 +23,7 @@ from foretell.model.layer_inputs import LayerInput, LayerInputs
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.linear import AnyLinear, Int8Linear, Linear, widen
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.pages import page_policy
 from foretell.model.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.state_layers import StateMixer
 from foretell.model.state_store import StateStore, build_cache
@@ -384,7 +385,10 @@ class Decoder(nn.Module):
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
         return Backend(
-            "torch", self.device.type, precision, cache_dtype=self.config.cache_dtype, sparsity=self.sparsity
+            *("torch", self.device.type, precision),
+            cache_dtype=self.config.cache_dtype,
+            cache_policy=page_policy(self.config),
+            sparsity=self.sparsity,
         )
 
     def first_layers(self, layers: int) -> "Decoder":

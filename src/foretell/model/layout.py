@@ -1,7 +1,7 @@
 """Where the new tokens of a forward pass are in the key-value cache, and which slots they attend to."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ class Layout:
     """Receives the queries of every layer as attention multiplies them with the keys, before `ModelConfig.scale`; for
     models whose layers have the same sizes.
     """
+    in_pages: Int[torch.Tensor, " t"] | None = None
+    """1: the token attends to selected pages of keys, where `ModelConfig.page_budget` says so; None: no token does."""
 
     @property
     def token_count(self) -> int:
@@ -44,14 +46,16 @@ class Layout:
         """Layout of the active nodes of a tree, node `j` in slot `length + j`; and each node's index in it (-1: not
         active).
 
-        Ancestors of active nodes are active, too, or in the cache already. Example: length 5, a root with two children:
+        Tokens of a longer prefix, which is a chunk of a prompt, attend to all pages. Ancestors of active nodes are
+        active, too, or in the cache already. Example: length 5, a root with two children:
         visible prefixes 6, 7, 6, extra slots [], [], [7].
         """
         # Lists: on small trees, which are the common case, arrays cost several times as much.
         row, slot, position = list[int](), list[int](), list[int]()
-        prefix, extra = list[int](), list[list[int]]()
+        prefix, extra, in_pages = list[int](), list[list[int]](), list[bool]()
         for i, (cache_row, base) in enumerate(zip(rows, length.tolist(), strict=True)):
             wanted, depth = active[i].tolist(), tree.depth[i].tolist()
+            chunk = int(tree.prefix_length[i])
             for node, (node_prefix, node_extra) in enumerate(_visible_slots(tree, i, base)):
                 if wanted[node]:
                     row.append(cache_row)
@@ -59,10 +63,13 @@ class Layout:
                     position.append(base + depth[node])
                     prefix.append(node_prefix)
                     extra.append(node_extra)
+                    in_pages.append(chunk == 1 or node >= chunk)
         width = max(map(len, extra), default=0)
         padded = np.array([slots + [-1] * (width - len(slots)) for slots in extra], np.int32)
         columns = *(np.array(c, np.int32) for c in (row, slot, position, prefix)), padded.reshape(len(extra), width)
-        return Layout(*map(torch.from_numpy, (*columns, tree.token[active]))), index_marked(active)
+        selects = torch.tensor(in_pages, dtype=torch.int32)
+        layout = Layout(*map(torch.from_numpy, (*columns, tree.token[active])))
+        return replace(layout, in_pages=selects), index_marked(active)
 
 
 def index_marked(marked: Bool[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
@@ -111,6 +118,8 @@ class PaddedLayout:
     """Position of the query minus the position of each slot's token, for sliding windows."""
     token: Int[torch.Tensor, " t"]
     """Ids of the tokens; 0 where they are not known."""
+    in_pages: Bool[torch.Tensor, " t"]
+    """Whether a token attends to selected pages of keys, where the model's configuration says so."""
 
     @staticmethod
     def from_layout(
@@ -137,6 +146,7 @@ class PaddedLayout:
             mask[index],
             distance[index],
             torch.zeros_like(layout.row, dtype=torch.long) if layout.token is None else layout.token.long(),
+            torch.zeros_like(layout.row, dtype=torch.bool) if layout.in_pages is None else layout.in_pages > 0,
         )
         return PaddedLayout(*(tensor.to(device) for tensor in tensors))
 

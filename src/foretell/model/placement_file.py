@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from foretell.model.config import ModelConfig
 from foretell.model.kernels.neuron_file import NeuronFile
-from foretell.model.kernels.sparse import floats
+from foretell.model.kernels.rows import floats
 from foretell.model.kernels.structures import Precision
 from foretell.utils.validation import read_json, validate
 

@@ -13,8 +13,8 @@ from foretell.core.tree import TokenTree
 from foretell.model.attention_sums import AttentionSums
 from foretell.model.backend import Backend
 from foretell.model.decoder import BlockRange
-from foretell.model.kernels import DynamicTrees
-from foretell.model.kernels.dynamic_tree import Noise
+from foretell.model.kernels import DynamicTrees, NodeLimits
+from foretell.model.kernels.dynamic_tree import NO_LIMITS, Noise
 from foretell.model.layout import Layout, index_marked
 from foretell.model.network import DynamicTreeNetwork, Network, TreeNetwork
 from foretell.model.partial_pass import PartialPass
@@ -67,11 +67,12 @@ class Runner(ABC):
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
         noise: Noise | None = None,
+        limits: NodeLimits = NO_LIMITS,
     ) -> DynamicTrees | None:
         """Run the prefixes, and grow a dynamic tree below each in one call, as `shape.DynamicTree` would; None: not
         supported, nothing ran.
 
-        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`; `noise` as in
+        `max_depth`, 1 or more, `sizes` and `bounds` as in `Predictor.grow_dynamic_tree`; `noise` and `limits` as in
         `DynamicTrees`. If a tree is a chain, all its nodes but the last have run, in the slots after the prefix.
         """
         return None
@@ -318,6 +319,7 @@ class DecoderRunner(Runner):
         sizes: tuple[int, int, int],
         bounds: tuple[float, float],
         noise: Noise | None = None,
+        limits: NodeLimits = NO_LIMITS,
     ) -> DynamicTrees | None:
         """Run prefixes and grow trees below them; see `Runner.grow_dynamic_tree`."""
         if not (isinstance(self.network, DynamicTreeNetwork) and self.network.grows_dynamic_trees):
@@ -328,7 +330,7 @@ class DecoderRunner(Runner):
         )
         roots = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
         length = np.array([self._length[row] for row in rows]) + prefixes.prefix_length
-        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length, noise)
+        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length, noise, limits)
         self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
         return trees
 

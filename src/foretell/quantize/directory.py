@@ -11,6 +11,7 @@ from jaxtyping import Float, Int, Int32
 from safetensors.torch import save_file
 
 from foretell.model.config import ModelConfig
+from foretell.model.config_readers.compressed import COMPRESSED_BY
 from foretell.quantize.grid import QuantizedRows
 from foretell.quantize.integer_grid import IntegerGrid
 from foretell.speculator.hf_writer import llama_config, write_codec
@@ -49,7 +50,7 @@ class CheckpointDirectory:
         raw = llama_config(config, dtype) if source is None else read_json(source / "config.json")
         if "text_config" in raw:
             raise ValueError(f"{source}: a multimodal model; give a directory of its language model alone")
-        for key in ("compression_config", "quantization_config"):
+        for key in ("compression_config", "quantization_config", COMPRESSED_BY):
             raw.pop(key, None)
         raw.update(further)
         path.mkdir()

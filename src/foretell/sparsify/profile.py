@@ -9,7 +9,7 @@ from jaxtyping import Int
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import FeedForward
 from foretell.model.kernels.neuron_file import write_layer
-from foretell.model.kernels.sparse import floats
+from foretell.model.kernels.rows import floats
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.native import read_block
 from foretell.model.load.weights import Weights

@@ -50,7 +50,9 @@ class RunStore(Generic[R]):
         """Write the settings, or check that they are those of the folder."""
         path, wanted = self.folder / SETTINGS_FILE, settings.model_dump(mode="json")
         if not path.is_file():
-            path.write_text(json.dumps(wanted, indent=1))
+            part = path.with_name(path.name + ".part")
+            part.write_text(json.dumps(wanted, indent=1))
+            os.replace(part, path)
             return
         found = read_json(path, _DAMAGED)
         for key in {**wanted, **found}:
@@ -73,9 +75,11 @@ class RunStore(Generic[R]):
         self.records = []
 
     def close(self) -> None:
-        """Close the file and release the lock."""
-        self._file.close()
-        self._lock.close()
+        """Close the file, and release the lock even if what it still held cannot be written."""
+        try:
+            self._file.close()
+        finally:
+            self._lock.close()
 
     def __enter__(self) -> "RunStore[R]":
         """The store itself."""

@@ -14,7 +14,7 @@ from foretell.bench.metrics import mean_fidelity_loss
 from foretell.bench.questions import Question
 from foretell.bench.schema import FrozenModel, MeanFidelityLoss, QuestionResult
 from foretell.bench.step import pass_bytes
-from foretell.model.cache_policy import parse_eviction
+from foretell.model.cache_policy import parse_target_policy
 from foretell.quantize.evaluate import compare_logits
 from foretell.verify.precision import read_sequence
 
@@ -99,7 +99,7 @@ def _sampled_loss(
 def bytes_gain(way: Way, model: Model, exact: Model, context: int, passes: float) -> float:
     """Bytes per token of the exact model over those of a way; `passes`: of the way's model per token."""
     policy = way.options.kv_cache_policy
-    kept = context if policy is None else min(context, parse_eviction(policy).budget)
+    kept = context if policy is None else min(context, parse_target_policy(policy).budget)
     return pass_bytes(exact, 1, context) / (pass_bytes(model, 1, kept) * passes)
 
 

@@ -11,8 +11,9 @@ from foretell.bench.frontier.predict import CheckpointKind, Predictor
 from foretell.catalogue import catalogue
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.load import open_checkpoint
-from foretell.model.cache_policy import POLICIES
+from foretell.model.cache_policy import target_policies
 from foretell.model.config import CacheDtype
+from foretell.model.config_readers.compressed import CARD
 from foretell.model.load.reference import resolve_reference
 from foretell.model.sparsity_file import FILE, SparsityFile
 from foretell.speculator.exit_calibration import ExitCalibration
@@ -79,17 +80,16 @@ def _kv_dtypes(inputs: WayInputs) -> Iterator[Way]:
 
 def _kv_policies(inputs: WayInputs) -> Iterator[Way]:
     for budget in inputs.budgets:
-        for name, policy in POLICIES.items():
-            if policy.evicts:
-                options = replace(inputs.exact, kv_cache_policy=f"{name}@{budget}")
-                yield Way(f"{name}@{budget}", "kv-policy", options, partial(Predictor.kv_budget, budget=budget))
+        for name in (policy.name for policy in target_policies()):
+            options = replace(inputs.exact, kv_cache_policy=f"{name}@{budget}")
+            yield Way(f"{name}@{budget}", "kv-policy", options, partial(Predictor.kv_budget, budget=budget))
 
 
 def _checkpoints(inputs: WayInputs) -> Iterator[Way]:
     for path in inputs.checkpoints:
         opened = open_checkpoint(resolve_reference(str(path)))
         kind = _kind(path, opened.weights.storage)
-        if kind == "dense" and not (path / "compression.json").is_file():
+        if kind == "dense" and not (path / CARD).is_file():
             raise ValueError(
                 f"{path}: neither a card of `foretell compress` nor quantised weights are here, so it is unknown what "
                 "was done to it; give a directory that `foretell compress` or `foretell quantize` wrote"
@@ -99,7 +99,7 @@ def _checkpoints(inputs: WayInputs) -> Iterator[Way]:
 
 
 def _kind(path: Path, storage: str) -> CheckpointKind:
-    card = path / "compression.json"
+    card = path / CARD
     if storage == "quantized":
         return "quantized"
     return "2:4" if card.is_file() and read_json(card).get("two_of_four") else "dense"

@@ -1,11 +1,11 @@
 """Options of the methods that draft with a cheaper version of the target."""
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from foretell.catalogue.options.draft_model import DraftModelOptions
-from foretell.catalogue.options.fields import ChainConfidence, ChainLength, DraftSampling, ExitLayer
+from foretell.catalogue.options.fields import ChainConfidence, ChainLength, DraftSampling, ExitLayer, aliases
 from foretell.catalogue.options.shared import RejectionOptions
 
 
@@ -43,6 +43,43 @@ class LayerSkipOptions(SelfDraftOptions):
             ),
         ),
     ] = None
+    exit_weights: Annotated[
+        Literal["target", "int8", "int4"],
+        Field(
+            description=(
+                "Weights of the exit's layers and blocks in drafts: the target's, or a copy in fewer bits with a cache "
+                "of its own (CPU kernels)."
+            )
+        ),
+    ] = "target"
+    eagle_topk: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description=(
+                "Nodes per level of a dynamic tree that are expanded, and children of each; such a tree takes the "
+                "place of the chain, with num_speculative_tokens levels. Unset: a chain."
+            ),
+            validation_alias=aliases("eagle_topk", "speculative_eagle_topk"),
+        ),
+    ] = None
+    num_draft_tokens: Annotated[
+        int | None,
+        Field(ge=1, le=1024, description="Most nodes of this tree. Unset: as many as pay, by measured times."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_exit(self) -> Self:
+        tree = self.eagle_topk is not None
+        if self.num_draft_tokens is not None and not tree:
+            raise ValueError("num_draft_tokens is the size of a tree, and without eagle_topk the drafts are a chain")
+        if self.exit_threshold is not None and (tree or self.exit_weights != "target"):
+            raise ValueError("exit_threshold lets every token choose its exit; eagle_topk and exit_weights need one")
+        chain = ("confidence_threshold", "fallback_threshold", "num_assistant_tokens_schedule", "draft_sample_method")
+        unread = [name for name in chain if tree and self.is_set(name)]
+        if unread:
+            raise ValueError(f"{' and '.join(unread)} would not be read: with eagle_topk the drafts are a tree")
+        return self
 
 
 class SelfSpeculativeOptions(RejectionOptions):

@@ -12,6 +12,7 @@ from foretell.bench.plan import BenchPlan
 from foretell.bench.questions import BUILT_IN
 from foretell.bench.results import build_results
 from foretell.bench.schema import BenchSettings, QuestionResult
+from foretell.cli import options
 from foretell.cli.bench.inputs import (
     METHODS,
     Categories,
@@ -29,9 +30,9 @@ from foretell.cli.bench.inputs import (
     load_selected_questions,
     resumable,
 )
-from foretell.cli.options import MemoryLimit, split_commas
+from foretell.cli.options import split_commas
 from foretell.cli.setup import set_threads
-from foretell.load import resolve_dtype
+from foretell.load import TargetOptions, resolve_dtype
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.utils.store import RunStore
 
@@ -55,6 +56,19 @@ def run(
         ),
     ] = "",
     draft_model: DraftModel = None,
+    speculative_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="JSON",
+            help='A further method with its options, and its own draft models, for example \'{"method": "layer_skip", '
+            '"model": "exits", "eagle_topk": 3}\'; repeatable.',
+        ),
+    ] = None,
+    max_model_len: options.MaxModelLen = None,
+    rope_scaling: options.RopeScaling = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    kv_cache_policy: options.KvCachePolicy = None,
+    sparsity: options.Sparsity = None,
     reference: References = None,
     temperature: Annotated[float, typer.Option(min=0, help="Peers are measured at 0 only.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -68,7 +82,7 @@ def run(
     batch: Annotated[int, typer.Option(min=1, help="Questions that a method answers at the same time.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Times each question is answered; times are medians.")] = 3,
     threads: Threads = None,
-    target_memory_limit: MemoryLimit = None,
+    target_memory_limit: options.MemoryLimit = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, each competitor in a process of its own.")] = True,
     gguf_cache: Folder = None,
 ) -> None:
@@ -90,8 +104,10 @@ def run(
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
         memory_limit=None if target_memory_limit is None else target_memory_limit << 20,
+        target=TargetOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy, sparsity),
     )
-    plan = BenchPlan.from_settings(settings, split_commas(methods), split_commas(peers), gguf_cache or default_folder())
+    named = [*split_commas(methods), *(speculative_config or ())]
+    plan = BenchPlan.from_settings(settings, named, split_commas(peers), gguf_cache or default_folder())
     with resumable(out), RunStore(out, settings, QuestionResult) as store:
         bench_run = plan.create_run(plan.load_models(), repeats)
         with progress_bar(len(selected.questions) * bench_run.answers_per_question) as progress:

@@ -5,16 +5,21 @@ Their `model_type` is one that no other program knows, so that none runs them wi
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from foretell.model.compressed_config import LowRank
-from foretell.utils.validation import Fields
+from foretell.utils.validation import Fields, read_json
 
 COMPRESSED = "foretell_compressed"
 """Their `model_type`."""
 BASE_TYPE = "compressed_model_type"
 """Key of the `model_type` before the compression."""
 LOW_RANK, SHORTCUTS = "low_rank", "shortcuts"
+CARD = "compression.json"
+"""File beside the weights of every compressed model, which says what was done to it."""
+COMPRESSED_BY = "foretell_compression"
+"""Key of the configuration with the method of that file."""
 _REMEDY = "write it again with `foretell compress`"
 
 
@@ -39,6 +44,27 @@ def base_config(raw: Mapping[str, Any], source: str) -> Mapping[str, Any]:
             f"{source}: a compressed model, and neither {LOW_RANK} nor {SHORTCUTS} says of which kind; {_REMEDY}"
         )
     return {**raw, "model_type": raw[BASE_TYPE]}
+
+
+def check_card(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Check that a compressed model is described by its card; others are as they are.
+
+    Raises:
+        ValueError: its card is missing or damaged, or is that of another method.
+    """
+    method, file = raw.get(COMPRESSED_BY), folder / CARD
+    if not file.is_file():
+        if method is not None:
+            raise ValueError(
+                f"{folder}: a compressed model ({method}) without its {CARD}, which says what was done to it; copy "
+                f"that file too, or {_REMEDY}"
+            )
+        return
+    found = read_json(file, _REMEDY).get("method")
+    if not isinstance(found, str):
+        raise ValueError(f"{file}: no method is named, so it is unknown what was done to the model; {_REMEDY}")
+    if method is not None and found != method:
+        raise ValueError(f"{file}: says {found}, and config.json beside it {method}; {_REMEDY}")
 
 
 def read_compressed(raw: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from foretell.model.layer_inputs import LayerInput
 from foretell.model.layout import Layout
 from foretell.model.linear import FactoredLinear, Linear
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.pages import page_policy
 from foretell.model.sparsity import NeuronRule, PredictedNeurons, check_sparse
 from foretell.model.state_store import build_cache
 from foretell.model.stored_matrix import Matrix, StoredMatrix
@@ -262,7 +263,9 @@ class NativeDecoder:
         c = self.config
         return build_cache(
             c,
-            lambda layers, s: NativeKVCache(layers, s.kv_heads, s.head_dim, self.precision, c.cache_dtype),
+            lambda layers, s: NativeKVCache(
+                layers, s.kv_heads, s.head_dim, self.precision, c.cache_dtype, c.page_budget
+            ),
             lambda layers, shape: NativeStateStore(layers, shape, torch.float32, self.device),
         )
 
@@ -373,8 +376,9 @@ class NativeDecoder:
         instructions = build.library().foretell_instructions().decode()
         return Backend(
             *("native", "cpu", self.precision, instructions),
-            batch_invariant=True,
+            batch_invariant=not self.config.page_budget,  # tokens of a chunk read all pages
             cache_dtype=self.config.cache_dtype,
+            cache_policy=page_policy(self.config),
             sparsity=self.sparsity,
         )
 

@@ -24,6 +24,9 @@ class NodeLimits:
     margin: bool = False
 
 
+NO_LIMITS = NodeLimits()
+
+
 class DynamicTrees:
     """Dynamic trees of `b` requests, as `shape.DynamicTree` would grow them; a kernel fills `token`, `parent`,
     `score` and `count`.
@@ -42,7 +45,7 @@ class DynamicTrees:
         row: Int[np.ndarray, " b"] | Sequence[int] | None = None,
         length: Int[np.ndarray, " b"] | Sequence[int] | None = None,
         noise: Noise | None = None,
-        limits: NodeLimits = NodeLimits(),
+        limits: NodeLimits = NO_LIMITS,
         hidden: int = 0,
     ) -> None:
         b, n = len(max_depth), sizes[2] + 1

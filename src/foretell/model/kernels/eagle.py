@@ -1,4 +1,6 @@
-"""EAGLE-3 (arXiv 2503.01840) on the kernels: one level of a tree, or whole dynamic trees, per call."""
+"""EAGLE-3 (arXiv 2503.01840) and P-EAGLE (arXiv 2602.01469) on the kernels: one level of a tree, or whole dynamic
+trees, per call.
+"""
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_void_p
@@ -41,6 +43,8 @@ class EagleWeights:
     head: NativeLinear
     token_of: Tensor | None
     """The token of each output of the head, int64; None: the output's index."""
+    mask: tuple[Tensor, Tensor] | None = None
+    """Embedding and feature of a mask, [hidden] each (P-EAGLE, arXiv 2602.01469)."""
 
 
 class NativeEagle:
@@ -51,15 +55,18 @@ class NativeEagle:
         self._table, embedding = pack_embedding(weights.embedding, weights.embedding_scale)
         norms = (weights.embedding_norm, weights.feature_norm, weights.final_norm, weights.state_norms)
         # Kept alive here: the kernels read them.
-        self._norms = [None if n is None else n.detach().float().contiguous() for n in norms]
-        embedding_norm, feature_norm, self._final_norm, state_norms = (
-            None if n is None else n.data_ptr() for n in self._norms
+        self._vectors = [
+            None if v is None else v.detach().float().contiguous() for v in (*norms, *(weights.mask or (None, None)))
+        ]
+        embedding_norm, feature_norm, self._final_norm, state_norms, *mask = (
+            None if v is None else v.data_ptr() for v in self._vectors
         )
         self._state_count = weights.fuse.inputs // stack.config.hidden
         self._input = structures.EagleInput(
             *(embedding, embedding_norm, feature_norm, weights.norm_before_residual),
             self._final_norm if weights.norm_output else None,
             structures.Fusion(self._state_count, state_norms, weights.fuse.struct),
+            *mask,
         )
 
     def forward_from_target(
@@ -119,9 +126,12 @@ class NativeEagle:
         count: Sequence[int],
         trees: DynamicTrees,
         cache: KVCache,
+        masks: int | None = None,
     ) -> None:
         """Run the next positions of every request, `count` of them, and grow trees below the last ones, whose keys are
-        cached after the requests' own; `token`, `states` and `place` as in `forward_from_target`.
+        cached after the requests' own; `token`, `states` and `place` as in `forward_from_target`. `masks`: so many
+        masks after every request's positions, run in the same pass, predict the levels below the first; None: the
+        layers run every level.
 
         Raises:
             ValueError: the cache has no room for the trees; or as `forward_from_target`.
@@ -138,11 +148,17 @@ class NativeEagle:
         work[:t], work[t : 2 * t], work[2 * t :] = token, place, count
         at, sources = work.ctypes.data, (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
         read = structures.StatesRead(addressof(sources), rows, at, at + 8 * t, at + 16 * t)
-        invalid = self._kernels.foretell_eagle_trees(
-            *(stack.model, stack.layers, len(stack.layers), self._input, weights.head.struct, self._final_norm),
-            *(None if weights.token_of is None else weights.token_of.data_ptr(), read, trees.struct),
-            *(stack.cache_struct(cache), torch.get_num_threads()),
+        layers = stack.model, stack.layers, len(stack.layers), self._input
+        output = (
+            weights.head.struct,
+            self._final_norm,
+            None if weights.token_of is None else weights.token_of.data_ptr(),
         )
+        grown = trees.struct, stack.cache_struct(cache), torch.get_num_threads()
+        if masks is None:
+            invalid = self._kernels.foretell_eagle_trees(*layers, *output, read, *grown)
+        else:
+            invalid = self._kernels.foretell_mask_trees(*layers, *output, read, masks, *grown)
         if invalid == -2:
             raise self._unknown_token(token.tolist())
         trees.check_result(invalid, stack.model.context)

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.block_table import blocks_for
+from foretell.model.block_table import BLOCK_SLOTS, blocks_for
 from foretell.model.cache_numbers import join_halves, rotate_blocks, widen
 from foretell.model.config import CacheDtype
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.structures import LANES, PANEL_KINDS, Precision
 from foretell.model.kv_cache import KVCache
 from foretell.model.packed_groups import RESIDUAL
+from foretell.model.pages import PAGE, optional_slots
 
 
 def cache_dtype(precision: Precision) -> torch.dtype:
@@ -34,12 +35,57 @@ class NativeKVCache(KVCache):
     """Whether passes read the upper halves of numbers only."""
 
     splits = True
+    k_least: torch.Tensor | None = None
+    """Least numbers of the keys of every page, `[layers, kv_heads, blocks, pages, head_dim]`, as csrc/pages.h lays them
+    out; None: passes select no pages.
+    """
+    k_most: torch.Tensor | None = None
+    """Greatest numbers, likewise."""
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, precision: Precision, numbers: CacheDtype = "auto"
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        precision: Precision,
+        numbers: CacheDtype = "auto",
+        page_budget: int = 0,
     ) -> None:
         super().__init__(layers, kv_heads, head_dim, cache_dtype(precision), torch.device("cpu"), numbers)
-        self._kind = cache_kind(precision)
+        self._kind, self._page_budget = cache_kind(precision), page_budget
+        self._page_slots: Int[np.ndarray, " r"] = np.zeros(0, np.int32)
+        """Slots of every row, from the first one on, of whose pages the bounds are known in all layers."""
+        if page_budget:
+            self.k_least = torch.zeros(layers, kv_heads, 0, BLOCK_SLOTS // PAGE, head_dim, dtype=self.dtype)
+            self.k_most = torch.zeros_like(self.k_least)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return *super()._names, "k_least", "k_most"
+
+    def reserve(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Give each of these rows room for so many tokens; see `Cache.reserve`."""
+        super().reserve(rows, slots)
+        if self._page_budget and len(self._page_slots) < self.rows:
+            self._page_slots = np.pad(self._page_slots, (0, self.rows - len(self._page_slots)))
+
+    def keep(self, row: int, length: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the row's last tree; see `KVCache.keep`."""
+        super().keep(row, length, path)
+        if self._page_budget and path:
+            self._page_slots[row] = min(optional_slots(length + len(path) - 1), length // PAGE * PAGE)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on; see `KVCache.truncate`."""
+        super().truncate(row, length)
+        if row < len(self._page_slots):
+            self._page_slots[row] = min(int(self._page_slots[row]), length // PAGE * PAGE)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make the first tokens of a row those of another; see `KVCache.copy_row`."""
+        super().copy_row(source, target, length)
+        if self._page_budget:
+            self._page_slots[target] = min(int(self._page_slots[source]), length // PAGE * PAGE)
 
     @property
     def struct(self) -> structures.Cache:
@@ -57,6 +103,9 @@ class NativeKVCache(KVCache):
             found.packed_table, found.packed_slots = p.blocks.table.ctypes.data, p.done.ctypes.data
             found.packed_blocks, found.packed_row_blocks = p.k.shape[2], p.blocks.table.shape[1]
             found.packed_bits, found.packed_residual = p.bits, RESIDUAL
+        if self.k_least is not None and self.k_most is not None:
+            found.k_least, found.k_most = self.k_least.data_ptr(), self.k_most.data_ptr()
+            found.page_slots, found.page_budget = self._page_slots.ctypes.data, self._page_budget
         return found
 
     @property

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from foretell.model.kernels.sparse import input_rows, row_tensor
+from foretell.model.kernels.rows import row_tensor
+from foretell.model.kernels.sparse import input_rows
 from foretell.model.kernels.structures import PANEL, Precision
 from foretell.model.kernels.uncached_file import PAGE
 from foretell.model.stored_matrix import Matrix

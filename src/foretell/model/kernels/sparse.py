@@ -12,8 +12,9 @@ from torch import Tensor
 from foretell.model.kernels import structures
 from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
 from foretell.model.kernels.linear import PackedLinears
-from foretell.model.kernels.pack import allocate, interleaved_rows, pad_bias, plan_rows
+from foretell.model.kernels.pack import interleaved_rows, pad_bias, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
+from foretell.model.kernels.rows import floats, in_huge_pages, row_tensor, widened
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import LANES, OPERANDS, PANEL, PANEL_KINDS, PREFIX_UNIT, Precision
 from foretell.model.sparsity import (
@@ -24,22 +25,12 @@ from foretell.model.sparsity import (
     PredictedNeurons,
     Predictor,
 )
-from foretell.model.stored_matrix import Matrix, StoredMatrix
+from foretell.model.stored_matrix import Matrix
 
 _BY_GATE, _PREDICTED = range(2)
 """`NeuronRule` of csrc/interface.h."""
 _UNITS = {"int8": 192, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
 """Neurons that the kernels can only leave out together, by the kind of the weights; of other kinds `PREFIX_UNIT`."""
-
-
-def floats(precision: Precision) -> Precision:
-    """The precision of rows that are chosen: float32, or bfloat16 where the network is in fewer bits."""
-    return "float32" if precision == "float32" else "bfloat16"
-
-
-def widened(matrix: Matrix) -> Float[Tensor, "o i"]:
-    """A matrix in float32."""
-    return (matrix.widen() if isinstance(matrix, StoredMatrix) else matrix.detach()).float()
 
 
 def by_input(
@@ -66,18 +57,6 @@ def input_rows(matrix: Matrix, precision: Precision) -> Float[Tensor, "i ..."]:
     if precision == "float32":
         return rows
     return rows.to(torch.bfloat16).view(len(rows), -1, 2, LANES).transpose(2, 3)
-
-
-def row_tensor(matrix: Matrix, precision: Precision) -> Float[Tensor, "o i"]:
-    """Rows of a whole number of panels, in float32 or bfloat16."""
-    padded = torch.nn.functional.pad(widened(matrix), (0, -matrix.shape[1] % PANEL))
-    return padded.to(torch.float32 if precision == "float32" else torch.bfloat16)
-
-
-def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy, contiguous, in huge pages where the system has them: rows that lie apart take fewer TLB misses."""
-    place = allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    return place.copy_(tensor)
 
 
 @dataclass(frozen=True)

@@ -441,6 +441,9 @@ class NativeStack:
             check_tensor(column, torch.int32, "the layout", t)
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
         struct = structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
+        if layout.in_pages is not None:
+            check_tensor(layout.in_pages, torch.int32, "the layout", t)
+            struct.in_pages = layout.in_pages.data_ptr()
         if layout.queries is not None:
             if not self.uniform:
                 raise ValueError("queries are recorded of models whose layers have the same sizes only")

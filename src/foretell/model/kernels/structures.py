@@ -52,8 +52,15 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *(("words", c_void_p), ("bias", c_void_p), ("input", c_int32), ("output", c_int32)),
         *(("kind", c_int32), ("operand", c_int32), ("next", c_void_p)),
-        *(("threshold", c_float), ("stored_input", c_int32), ("places", c_void_p), ("factor", c_void_p)),
+        *(("threshold", c_float), ("stored_input", c_int32)),
+        *((name, c_void_p) for name in ("places", "factor", "exact")),
     )
+
+
+class ExactRows(ctypes.Structure):
+    """Rows with which an output head in two stages scores its best outputs again."""
+
+    _fields_ = (("rows", c_void_p), *((name, c_int32) for name in ("row_words", "operand", "count")))
 
 
 class UnitChoice(ctypes.Structure):
@@ -181,6 +188,7 @@ class EagleInput(ctypes.Structure):
     _fields_ = (
         *(("embedding", Embedding), ("embedding_norm", c_void_p), ("feature_norm", c_void_p)),
         *(("norm_before_residual", c_int32), ("output_norm", c_void_p), ("fusion", Fusion)),
+        *(("mask", c_void_p), ("mask_feature", c_void_p)),
     )
 
 
@@ -233,7 +241,7 @@ class Layout(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),
         *((name, c_void_p) for name in ("row", "slot", "position", "visible_prefix", "extra_slots", "layer_inputs")),
-        *(("input_width", c_int32), ("queries", c_void_p)),
+        *(("input_width", c_int32), ("queries", c_void_p), ("in_pages", c_void_p)),
     )
 
 
@@ -254,7 +262,8 @@ class Cache(ctypes.Structure):
         *((name, c_int32) for name in ("blocks", "rows", "row_blocks", "bits", "coarse")),
         *((name, c_void_p) for name in ("k_packed", "v_packed", "k_range", "v_range", "packed_table", "packed_slots")),
         *((name, c_int32) for name in ("packed_blocks", "packed_row_blocks", "packed_bits", "packed_residual")),
-        ("states", c_void_p),
+        *((name, c_void_p) for name in ("states", "k_least", "k_most", "page_slots")),
+        ("page_budget", c_int32),
     )
 
 
@@ -285,6 +294,13 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         (
             *(*_STACK, POINTER(Layer), POINTER(BlockInput), POINTER(Weight), _P, _P),
             *(POINTER(StatesRead), _P, *_TREES),
+        ),
+    ),
+    "foretell_mask_trees": (
+        _I,
+        (
+            *(*_STACK, POINTER(EagleInput), POINTER(Weight), _P, _P),
+            *(POINTER(StatesRead), _I, *_TREES),
         ),
     ),
     "foretell_decoder_trees": (_I, (*_STACK, POINTER(Embedding), POINTER(Weight), _P, _P, _P, *_TREES)),
@@ -331,7 +347,8 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    of_layers = (NeuronPlaces, Weight, UnitChoice, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
+    of_products = NeuronPlaces, Weight, ExactRows, UnitChoice
+    of_layers = (*of_products, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
     of_drafts = (Stage, Embedding, Fusion, EagleInput, BlockInput, DynamicTree, StatesRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]

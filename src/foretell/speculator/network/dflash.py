@@ -124,6 +124,11 @@ class DFlash(CachedLayersNetwork):
         return self.config.recorded_layers
 
     @property
+    def slots(self) -> int:
+        """Slots of a block."""
+        return self.config.block_size
+
+    @property
     def depth(self) -> int:
         """Tokens that a block predicts."""
         return self.config.depth

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import nn
 
 from foretell.model.attention import AttentionBackend, CachedAttention
@@ -18,7 +19,7 @@ from foretell.model.kernels import NativeEagle
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout, PaddedLayout
 from foretell.model.rope import RopeAngles
-from foretell.speculator.network.base import TokenSubset
+from foretell.speculator.network.base import Speculator, TokenSubset
 from foretell.speculator.network.cached_layers import CachedLayersConfig, CachedLayersNetwork
 from foretell.speculator.network.layer import (
     Eagle3FirstLayer,
@@ -26,6 +27,9 @@ from foretell.speculator.network.layer import (
     TrainingTimeTestAttention,
     make_norm,
 )
+
+HEAD_FACTORS = ("head_outer", "head_inner")
+"""[d, r] and [r, d]: the output matrix times both has rank r and nearly the same outputs; see `train.draft_head`."""
 
 
 class EagleConfig(CachedLayersConfig):
@@ -44,6 +48,10 @@ class EagleConfig(CachedLayersConfig):
     """EAGLE-3: a norm per hidden state before they are fused."""
     norm_output: bool = False
     """EAGLE-3: the next feature is the layer's output after the final norm, not before."""
+    head_rank: int = Field(0, ge=0)
+    """Rank through which the CPU kernels score all tokens before they score the best ones exactly; 0: all exactly."""
+    head_candidates: int = Field(64, ge=1)
+    """Tokens that they score exactly then."""
 
     @property
     def recorded_layers(self) -> tuple[int, ...]:
@@ -75,6 +83,9 @@ class EagleNetwork(CachedLayersNetwork):
     def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
         self.config = config
+        d, rank = config.target.hidden, config.head_rank
+        for name, shape in zip(HEAD_FACTORS, ((d, rank), (rank, d)), strict=True):
+            self.register_buffer(name, torch.zeros(shape) if rank else None)
         self.native: NativeEagle | None = None
         """The whole network on the CPU kernels, set by `pack_network` where they support it."""
 
@@ -82,6 +93,18 @@ class EagleNetwork(CachedLayersNetwork):
     def hidden_layers(self) -> tuple[int, ...]:
         """Layers of the target whose hidden states it reads."""
         return self.config.recorded_layers
+
+    def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+        """Without the factors of the output matrix, which are fitted to trained weights."""
+        return {name: tensor for name, tensor in smaller.state_dict().items() if name not in HEAD_FACTORS}
+
+    def set_head_factors(
+        self, outer: Float[torch.Tensor, "d r"], inner: Float[torch.Tensor, "r d"], candidates: int
+    ) -> None:
+        """Score all tokens through a low rank first, on the CPU kernels, and then `candidates` of them exactly."""
+        self.config = self.config.model_copy(update={"head_rank": len(inner), "head_candidates": candidates})
+        for name, factor in zip(HEAD_FACTORS, (outer, inner), strict=True):
+            self.register_buffer(name, factor.to(self.device))
 
     @abstractmethod
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:

@@ -52,6 +52,11 @@ class PEagle(Eagle3):
         """Tokens that are drafted in one pass."""
         return self.config.depth
 
+    @property
+    def slots(self) -> int:
+        """Masks after a position."""
+        return self.depth - 1
+
     def append_masks(
         self, token: Int[torch.Tensor, "*n t"], feature: Float[torch.Tensor, "*n t d"], count: int
     ) -> tuple[Float[torch.Tensor, "*n u d"], Float[torch.Tensor, "*n u d"]]:
@@ -74,7 +79,7 @@ class PEagle(Eagle3):
         rollouts, over a cache; `layout` is that of the two in this `order`.
         """
         feature = self.fuse(states.to(cache.k.device, self.dtype))
-        embedded, feature = self.append_masks(token.to(self.device), feature, rollouts * (self.depth - 1))
+        embedded, feature = self.append_masks(token.to(self.device), feature, rollouts * self.slots)
         return self.run_layers(embedded[order], feature[order], layout, cache)
 
     def forward(  # type: ignore[override]
@@ -89,7 +94,7 @@ class PEagle(Eagle3):
         later is needed; `wanted[i]` [b, a] the rollouts after the positions `anchor` whose mask `i` is. `subset`: score
         these tokens only.
         """
-        length, masks = token.shape[1] - 1, self.depth - 1
+        length, masks = token.shape[1] - 1, self.slots
         feature = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
         embedded, feature = self.append_masks(token[:, 1:], feature, anchor.shape[1] * masks)
         after = anchor[..., None] + torch.arange(1, self.depth, device=token.device)

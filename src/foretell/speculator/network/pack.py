@@ -1,7 +1,7 @@
 """Packs a trained network for drafting on a CPU: its matrices in the format of the native kernels."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import torch
@@ -9,22 +9,25 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.decoder import RMSNorm
+from foretell.model.decoder import Decoder, RMSNorm
 from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.block_weights import BlockWeights
+from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
+from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
+from foretell.model.kernels.two_stage_head import TwoStageHead
 from foretell.model.load.rounding import round_to_blocks
 from foretell.model.rope import rope_tables
 from foretell.model.stored_matrix import BLOCKS, Kind, Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersNetwork
 from foretell.speculator.network.dflash import DFlash
-from foretell.speculator.network.eagle import Eagle3
+from foretell.speculator.network.eagle import HEAD_FACTORS, Eagle3, EagleNetwork
 from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
@@ -100,8 +103,8 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
     if isinstance(packed, CachedLayersNetwork):
         packed.native_stack = _pack_layers(packed, form)
         stacked = packed.layers if packed.native_stack else None
-    packed.packed_head, packed.packed_precision = form.linear(head), precision
-    if isinstance(packed, Eagle3) and not isinstance(packed, PEagle):
+    packed.packed_head, packed.packed_precision = _pack_head(packed, form), precision
+    if isinstance(packed, Eagle3):
         packed.native = _pack_eagle3(packed, form)
     _replace_modules(packed, form, stacked)
     for module in packed.modules():
@@ -114,6 +117,41 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
         table, scale = packed.get_buffer("_embedding"), packed.embedding_scale
         packed.native = NativeStages(stages, table, scale, packed.token_of)
     return packed
+
+
+def pack_decoder(decoder: Decoder, precision: DraftPrecision) -> NativeDecoder:
+    """A torch decoder on the kernels, its head in the same precision as its blocks.
+
+    Raises:
+        ValueError: the kernels do not support the architecture.
+    """
+    form = _Format.of(precision)
+    if form.kind is None:
+        return NativeDecoder(decoder, form.precision)
+    blocks = [_rounded(block_weights(block), form) for block in decoder.blocks]
+    config, ropes = decoder.config, (decoder.rope_tables, decoder.local_rope_tables)
+    # The decoder's norm weights include the offset already.
+    stack = NativeStack(replace(config, norm_offset=0.0), blocks, form.precision, *ropes)
+    dtype = torch.bfloat16 if decoder.embedding.dtype == torch.bfloat16 else torch.float32
+    embedding = NativeEmbedding(StoredMatrix.of(decoder.embedding.detach()), dtype, config.embedding_scale)
+    head = form.linear(decoder.head.weight, decoder.head.bias)
+    return NativeDecoder.of_parts(config, embedding, stack, decoder.norm.weight.detach(), head)
+
+
+def _rounded(block: BlockWeights, form: _Format) -> BlockWeights:
+    """A block's weights with its matrices as they are packed."""
+
+    def matrix(weight: Matrix | None) -> Matrix | None:
+        return form.matrix(weight) if isinstance(weight, torch.Tensor) else weight
+
+    return replace(
+        block,
+        qkv=[weight if isinstance(weight, StoredMatrix) else form.matrix(weight) for weight in block.qkv],
+        output=matrix(block.output),
+        gate=matrix(block.gate),
+        up=matrix(block.up),
+        down=matrix(block.down),
+    )
 
 
 @dataclass(frozen=True)
@@ -188,6 +226,16 @@ def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
     )
 
 
+def _pack_head(network: Speculator, form: _Format) -> NativeLinear:
+    """The output matrix, in two stages where the network has its factors."""
+    head = network.lm_head
+    if not isinstance(network, EagleNetwork) or isinstance(network, PEagle) or not network.config.head_rank:
+        return form.linear(head)
+    outer, inner = (network.get_buffer(name).to(head.device, torch.float32) for name in HEAD_FACTORS)
+    factors = form.matrix(head.detach().float() @ outer), form.matrix(inner)
+    return TwoStageHead(*factors, head.detach(), network.config.head_candidates, form.precision)
+
+
 def _pack_layers(network: CachedLayersNetwork, form: _Format) -> NativeStack | None:
     """The network's layers on the kernels; None where these do not support them."""
     config = network.config.decoder_config
@@ -206,6 +254,7 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
         return None
     assert isinstance(first, Eagle3FirstLayer) and head is not None
     norms, fuse = network.fc_norm, PackedLinear(form.linear(network.fc.weight, network.fc.bias))
+    network.add_module("fc", fuse)
     weights = EagleWeights(
         embedding=network.get_buffer("_embedding") if own is None else own,
         embedding_scale=network.embedding_scale if own is None else 1.0,
@@ -218,8 +267,8 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
         final_norm=network.norm.weight,
         head=head,
         token_of=network.token_of,
+        mask=(network.mask, network.fuse(network.mask_states)) if isinstance(network, PEagle) else None,
     )
-    network.add_module("fc", fuse)
     return NativeEagle(network.native_stack, weights)
 
 

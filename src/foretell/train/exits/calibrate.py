@@ -225,6 +225,9 @@ def _loss(
 
 
 def mean_depth(answers: Sequence[AnswerExits], layers: Sequence[int], exits: Exits, rule: ExitRule) -> float:
-    """Mean share of the layers that a token runs before it leaves."""
-    depth = np.array([*exits.config.layers, exits.config.target.layers]) / exits.config.target.layers
+    """Mean share of the layers that a token runs before it leaves. Decoder blocks of the exit count as layers, for all
+    tokens: those that stay have run them too.
+    """
+    total, blocks = exits.config.target.layers, exits.config.blocks
+    depth = (np.array([*exits.config.layers, total]) + (0 if blocks is None else blocks.layers)) / total
     return float(np.mean(np.concatenate([depth[_exit_of(a, layers, exits, rule)] for a in answers])))

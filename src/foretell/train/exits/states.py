@@ -65,7 +65,7 @@ def collect_states(
     wanted = (*layers, network.config.layers + 1)
     parts: list[list[torch.Tensor]] = [[] for _ in wanted]
     lengths = list[int]()
-    for first, found in _documents(network, documents, wanted, num_tokens, longest):
+    for _, first, found in document_states(network, documents, wanted, num_tokens, longest):
         last = min(len(found[0]), first + num_tokens - sum(lengths))
         if blocks is not None:
             found = [*(blocks(states.float()[None])[0] for states in found[:-1]), found[-1]]
@@ -89,15 +89,19 @@ def collect_sequences(
     wanted = layer, network.config.layers + 1
     found = [
         (states[0].to(torch.bfloat16).cpu(), states[1][first:].to(torch.bfloat16).cpu(), first)
-        for first, states in _documents(network, documents, wanted, num_tokens, longest)
+        for _, first, states in document_states(network, documents, wanted, num_tokens, longest)
     ]
     return SequenceStates(*(tuple(part) for part in zip(*found, strict=True)))
 
 
-def _documents(
+def document_states(
     network: Network, documents: Sequence[Document], layers: Sequence[int], num_tokens: int, longest: int
-) -> Iterator[tuple[int, list[Float[torch.Tensor, "s d"]]]]:
-    """Per document the first token whose successor is to be learned, and the states of layers at all tokens."""
+) -> Iterator[tuple[list[int], int, list[Float[torch.Tensor, "s d"]]]]:
+    """Per document its tokens, the first one whose successor is to be learned, and the states of layers at all tokens.
+
+    Raises:
+        ValueError: the documents have no token to learn.
+    """
     runner, count = DecoderRunner(network), 0
     for document in documents:
         if count >= num_tokens:
@@ -107,7 +111,7 @@ def _documents(
             continue
         tree = root_tree([tokens[-1]]).with_prefix([tokens])
         output = runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers)
-        yield first, list(output.hidden_states)
+        yield tokens, first, list(output.hidden_states)
         runner.truncate(0, 0)
         count += len(tokens) - first
     if not count:

@@ -3,13 +3,14 @@ test.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from jaxtyping import Bool, Float, Int
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from foretell.catalogue.feature_level import eagle_method
@@ -20,15 +21,10 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
+from foretell.train.objective.alignment import DraftedPaths, cross_step_loss, top_k_losses
 from foretell.train.objective.distillation import Objective
 from foretell.train.objective.regression import add_uniform_noise, feature_loss
-from foretell.train.objective.unrolled import (
-    TargetLabels,
-    mean_loss,
-    target_labels,
-    top1_agreement,
-    unrolled_loss,
-)
+from foretell.train.objective.unrolled import TargetLabels, mean_loss, target_labels, top1_agreement
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_from_target
 from foretell.utils.validation import validate
@@ -54,7 +50,28 @@ class EagleOptions(BaseModel):
     """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
 
-class Eagle1Options(EagleOptions):
+class UnrolledOptions(EagleOptions):
+    """Options of unrolled steps, and of what aligns them with decoding; see `train.objective.alignment`."""
+
+    steps: int = Field(5, ge=1, le=MAX_COUNT)
+    """Unrolled steps on the layer's own output."""
+    top_k_weight: float = Field(0.0, ge=0)
+    """HASS: weight of a further loss on the target's `top_k` most probable tokens; the paper has 1."""
+    top_k: int = Field(10, ge=1)
+    """HASS: tokens of that loss."""
+    aligned_width: int = Field(0, ge=0)
+    """GRIFFIN: later steps are learned where the best so many tokens of every step contain the text; 0: everywhere."""
+    coral_weight: float = Field(0.0, ge=0)
+    """CORAL: weight of a loss that makes the outputs of all steps for the same token alike."""
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> Self:
+        if self.steps == 1 and (self.aligned_width or self.coral_weight):
+            raise ValueError("aligned_width and coral_weight compare steps, and there is one; set steps=3")
+        return self
+
+
+class Eagle1Options(UnrolledOptions):
     """Options of EAGLE-1's regression."""
 
     steps: int = Field(1, ge=1, le=MAX_COUNT)
@@ -77,11 +94,8 @@ class Eagle3LayerOptions(EagleOptions):
     """Feed the output back after the final norm, not before (EAGLE-3.1)."""
 
 
-class Eagle3Options(Eagle3LayerOptions):
+class Eagle3Options(UnrolledOptions, Eagle3LayerOptions):
     """Options of EAGLE-3's training-time test."""
-
-    steps: int = Field(5, ge=1, le=MAX_COUNT)
-    """Unrolled steps on the layer's own output."""
 
 
 class EagleRecipe(Recipe):
@@ -131,14 +145,83 @@ class EagleRecipe(Recipe):
         return eagle_method(network, EagleTreeOptions(num_draft_tokens=MEASURE_TREE_NODES))
 
 
-class Eagle3Recipe(EagleRecipe):
+class UnrolledRecipe(EagleRecipe):
+    """EAGLE's layers, unrolled on their own outputs as in drafting."""
+
+    def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: UnrolledOptions) -> None:
+        super().__init__(setup, network, options)
+        self._steps, self._alignment = options.steps, options
+
+    @abstractmethod
+    def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
+        """The hidden states that the network reads."""
+
+    @abstractmethod
+    def wanted(
+        self, loss_mask: Bool[torch.Tensor, "b s"], labelled: Sequence[Bool[torch.Tensor, "b t"]]
+    ) -> Sequence[Bool[torch.Tensor, "b t"]]:
+        """The positions at which each step's outputs are learned; they contain those with a label."""
+
+    @abstractmethod
+    def step_loss(
+        self,
+        token_loss: Float[torch.Tensor, ""],
+        state: Float[torch.Tensor, "k d"],
+        after: Bool[torch.Tensor, "b s"],
+        batch: Batch,
+    ) -> tuple[Float[torch.Tensor, ""], dict[str, float]]:
+        """The loss of a step from that on tokens and the outputs, which predict the features of the positions `after`;
+        and further metrics.
+        """
+
+    def prediction_loss(
+        self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
+    ) -> Loss:
+        """The weighted sum of the losses of all steps, and of CORAL's."""
+        steps = [labels.shifted(1 + i) for i in range(self._steps)]
+        masks = self.wanted(loss_mask, [mask for mask, _ in steps])
+        outputs = network(batch.token, self.inputs(batch), masks, labels.candidates)
+        paths = DraftedPaths(self._alignment.aligned_width, masks[0].shape, loss_mask.device)
+        losses, metrics = list[torch.Tensor](), {"covered": labels.covered}
+        for i, (output, mask, (labelled, target)) in enumerate(zip(outputs, masks, steps, strict=True)):
+            logits, learned, kept = output.logits[labelled[mask]], paths.at(labelled), paths.at(mask)
+            after = F.pad(_where(mask, kept), (1 + i, 0))[:, : loss_mask.shape[1]]
+            token_loss = self._token_loss(logits[learned], target[learned])
+            loss, further = self.step_loss(token_loss, output.state[kept], after, batch)
+            losses.append(self._decay**i * loss)
+            further |= {"top 1": top1_agreement(logits.detach(), target)}
+            metrics |= {f"step {i + 1} {name}": value for name, value in further.items()}
+            text = F.pad(batch.token[:, 2 + i :], (0, 1 + i))
+            paths.advance(labelled, *self._drafted(logits, labels), text[:, : mask.shape[1]])
+        if self._alignment.coral_weight:
+            aligned = cross_step_loss([output.state for output in outputs], masks)
+            losses.append(self._alignment.coral_weight * aligned)
+            metrics |= {"alignment": float(aligned.detach())}
+        return Loss(torch.stack(losses).sum(), metrics)
+
+    def _token_loss(
+        self, draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"]
+    ) -> Float[torch.Tensor, ""]:
+        loss, weight = mean_loss(draft, target, self._hard, self._objective), self._alignment.top_k_weight
+        if not weight:
+            return loss
+        return loss + weight * top_k_losses(draft, target, self._alignment.top_k).sum() / max(1, len(draft))
+
+    def _drafted(
+        self, logits: Float[torch.Tensor, "k w"], labels: TargetLabels
+    ) -> tuple[Float[torch.Tensor, "k w"], Int[torch.Tensor, " w"]]:
+        """Logits as in drafting, and the token of every column."""
+        token_of = self.network.token_of
+        if token_of is None:
+            token_of = torch.arange(self.network.target_info.vocab, device=logits.device)
+        subset = labels.candidates
+        return (logits, token_of) if subset is None else (logits - subset.logit_offset, token_of[subset.columns])
+
+
+class Eagle3Recipe(UnrolledRecipe):
     """Training-time test: the target's distribution at every unrolled step (Li et al., arXiv 2503.01840)."""
 
     name = "eagle3"
-
-    def __init__(self, setup: RecipeSetup, network: Eagle3, options: Eagle3Options) -> None:
-        super().__init__(setup, network, options)
-        self._steps = options.steps
 
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
@@ -147,28 +230,35 @@ class Eagle3Recipe(EagleRecipe):
         config = validate(EagleConfig, eagle3_values(setup, "eagle3", o), "--set")
         return cls(setup, Eagle3(config, setup.embedding_and_head), o)
 
-    def prediction_loss(
-        self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
-    ) -> Loss:
-        """The weighted cross-entropy of all steps."""
-        steps = [labels.shifted(1 + i) for i in range(self._steps)]
-        features = batch.features[: len(self.network.hidden_layers)]
-        outputs = network(batch.token, features, [mask for mask, _ in steps], labels.candidates)
-        pairs = [(output.logits, target) for output, (_, target) in zip(outputs, steps, strict=True)]
-        metrics = {f"step {i + 1} top 1": top1_agreement(q.detach(), p) for i, (q, p) in enumerate(pairs)}
-        return Loss(
-            unrolled_loss(pairs, self._decay, self._hard, self._objective), metrics | {"covered": labels.covered}
-        )
+    def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
+        """The states that are fused."""
+        return batch.features[: len(self.network.hidden_layers)]
+
+    def wanted(
+        self, loss_mask: Bool[torch.Tensor, "b s"], labelled: Sequence[Bool[torch.Tensor, "b t"]]
+    ) -> Sequence[Bool[torch.Tensor, "b t"]]:
+        """Those with a label."""
+        return labelled
+
+    def step_loss(
+        self,
+        token_loss: Float[torch.Tensor, ""],
+        state: Float[torch.Tensor, "k d"],
+        after: Bool[torch.Tensor, "b s"],
+        batch: Batch,
+    ) -> tuple[Float[torch.Tensor, ""], dict[str, float]]:
+        """The loss on tokens."""
+        return token_loss, {}
 
 
-class Eagle1Recipe(EagleRecipe):
+class Eagle1Recipe(UnrolledRecipe):
     """Regression onto the target's next feature, and cross-entropy of its logits (Li et al., arXiv 2401.15077)."""
 
     name = "eagle"
 
     def __init__(self, setup: RecipeSetup, network: Eagle1, options: Eagle1Options) -> None:
         super().__init__(setup, network, options)
-        self._steps, self._noise, self._classify = options.steps, options.noise, options.classify
+        self._noise, self._classify = options.noise, options.classify
 
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
@@ -177,23 +267,26 @@ class Eagle1Recipe(EagleRecipe):
         config = validate(EagleConfig, eagle_values(setup, "eagle", o), "--set")
         return cls(setup, Eagle1(config, setup.embedding_and_head), o)
 
-    def prediction_loss(
-        self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
-    ) -> Loss:
-        """Regression at all tokens of `loss_mask`, the loss on tokens at those in the draft vocabulary."""
-        feature = self.head_states(batch)
-        masks = [_shift_mask(loss_mask, 2 + i) for i in range(self._steps)]
-        outputs = network(batch.token, (add_uniform_noise(feature, self._noise),), masks, labels.candidates)
-        total, metrics = feature.new_zeros((), dtype=torch.float32), dict[str, float]()
-        for i, (output, mask) in enumerate(zip(outputs, masks, strict=True)):
-            labelled, target = labels.shifted(1 + i)
-            logits = output.logits[labelled[mask]]
-            regression = feature_loss(output.state, feature[:, 1 + i :][mask[:, : feature.shape[1] - 1 - i]])
-            prediction = mean_loss(logits, target, self._hard, self._objective)
-            total = total + self._decay**i * (regression + self._classify * prediction)
-            metrics |= {f"step {i + 1} distance": float(regression.detach())}
-            metrics |= {f"step {i + 1} top 1": top1_agreement(logits.detach(), target)}
-        return Loss(total, metrics | {"covered": labels.covered})
+    def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
+        """The input of the target's head, with noise."""
+        return (add_uniform_noise(self.head_states(batch), self._noise),)
+
+    def wanted(
+        self, loss_mask: Bool[torch.Tensor, "b s"], labelled: Sequence[Bool[torch.Tensor, "b t"]]
+    ) -> Sequence[Bool[torch.Tensor, "b t"]]:
+        """Those before all tokens of `loss_mask`, in the draft vocabulary or not: the regression learns them."""
+        return [_shift_mask(loss_mask, 2 + i) for i in range(self._steps)]
+
+    def step_loss(
+        self,
+        token_loss: Float[torch.Tensor, ""],
+        state: Float[torch.Tensor, "k d"],
+        after: Bool[torch.Tensor, "b s"],
+        batch: Batch,
+    ) -> tuple[Float[torch.Tensor, ""], dict[str, float]]:
+        """The regression, and the loss on tokens with its weight."""
+        regression = feature_loss(state, self.head_states(batch)[after])
+        return regression + self._classify * token_loss, {"distance": float(regression.detach())}
 
 
 def eagle_values(setup: RecipeSetup, kind: str, options: EagleOptions) -> dict[str, Any]:
@@ -233,6 +326,11 @@ def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.
     out = torch.zeros_like(mask)
     out.view(-1)[positions[drawn]] = True
     return out
+
+
+def _where(mask: Bool[torch.Tensor, "b t"], kept: Bool[torch.Tensor, " k"]) -> Bool[torch.Tensor, "b t"]:
+    """The positions of a mask that are kept."""
+    return torch.zeros_like(mask).masked_scatter(mask, kept)
 
 
 def _shift_mask(mask: Bool[torch.Tensor, "b s"], shift: int) -> Bool[torch.Tensor, "b t"]:

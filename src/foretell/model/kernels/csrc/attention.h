@@ -14,6 +14,7 @@
 #include "cache.h"
 #include "interface.h"
 #include "linear.h"
+#include "pages.h"
 #include "precisions.h"
 #include "row_ops.h"
 #include "threads.h"
@@ -21,11 +22,13 @@
 namespace {
 
 // The cache slots that a token attends to, in sequence order, `length` in all: slots 0 .. prefix - 1, then
-// `extra_slots`.
+// `extra_slots`. Where the token leaves pages out, slots are numbered without these, as in `CacheHead`: the first
+// `selected` are those of selected pages, and `hidden` slots are left out.
 struct VisibleKeys {
   int32_t length, prefix;
   const int32_t* extra_slots;
-  int slot(int index) const { return index < prefix ? index : extra_slots[index - prefix]; }
+  int32_t selected = 0, hidden = 0;
+  int slot(int index) const { return index < prefix ? index : extra_slots[index - prefix] - hidden; }
 };
 
 VisibleKeys visible_keys_of(const Layout& layout, int token) {
@@ -35,17 +38,36 @@ VisibleKeys visible_keys_of(const Layout& layout, int token) {
   return {layout.visible_prefix[token] + count, layout.visible_prefix[token], extra_slots};
 }
 
+// The same without the pages that the token leaves out.
+VisibleKeys selected_keys_of(const Layout& layout, int token, const Cache& cache) {
+  VisibleKeys keys = visible_keys_of(layout, token);
+  if (!layout.in_pages || !layout.in_pages[token]) return keys;
+  const int position = layout.position[token], optional = optional_slots(cache, position, keys.prefix),
+            selected = kept_pages(cache, position, optional) * kPage;
+  if (selected >= optional) return keys;
+  keys.selected = selected, keys.hidden = optional - selected;
+  keys.length -= keys.hidden, keys.prefix -= keys.hidden;
+  return keys;
+}
+
 // The visible keys of every new token.
 class Visibility {
  public:
-  explicit Visibility(const Layout& layout) : layout_(layout), keys_(buffer<VisibleKeys>((size_t)layout.count)) {
-    for (int i = 0; i < layout.count; ++i) keys_[(size_t)i] = visible_keys_of(layout, i);
+  Visibility(const Layout& layout, const Cache& cache)
+      : layout_(layout), keys_(buffer<VisibleKeys>((size_t)layout.count)) {
+    for (int i = 0; i < layout.count; ++i) keys_[(size_t)i] = selected_keys_of(layout, i, cache);
   }
   const VisibleKeys& operator[](int token) const { return keys_[(size_t)token]; }
   int longest() const {
     int length = 0;
     for (int i = 0; i < layout_.count; ++i) length = std::max(length, (*this)[i].length);
     return length;
+  }
+  // Most slots that a token leaves out; 0: none leaves any out.
+  int most_hidden() const {
+    int most = 0;
+    for (int i = 0; i < layout_.count; ++i) most = std::max(most, (*this)[i].hidden);
+    return most;
   }
   const Layout& layout() const { return layout_; }
 
@@ -70,12 +92,14 @@ class TokenTiles {
       : width_(visibility.layout().max_extra_slots), places_((size_t)visibility.layout().count * width_) {
     const Layout& layout = visibility.layout();
     for (int t = 0; t < layout.count; ++t) {
+      const bool hides = visibility[t].hidden || (t && visibility[t - 1].hidden);
       if (tiles_.empty() || layout.row[t] != layout.row[t - 1] || t - tiles_.back().first == tokens_per_tile ||
-          packed(t) != tiles_.back().packed)
+          packed(t) != tiles_.back().packed || hides)
         tiles_.push_back({t, t, packed(t), {}});
       tiles_.back().last = t + 1;
-      for (int i = 0; i < visibility[t].length - visibility[t].prefix; ++i)
-        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, visibility[t].extra_slots[i]);
+      const VisibleKeys& keys = visibility[t];
+      for (int i = 0; i < keys.length - keys.prefix; ++i)
+        places_[(size_t)t * width_ + i] = place(tiles_.back().extra_groups, keys.slot(keys.prefix + i));
     }
     for (const TokenTile& tile : tiles_) most_groups_ = std::max(most_groups_, (int)tile.extra_groups.size());
   }
@@ -123,6 +147,7 @@ class Attention {
       : m_(model),
         visibility_(visibility),
         cache_(cache, model.cache_heads, model.head_dim),
+        pages_(cache, cache_, model.head_dim),
         words_(model.head_dim / C::kDepth),
         row_size_(row_place(model.head_dim)),
         group_(model.heads / model.kv_heads),
@@ -133,7 +158,11 @@ class Attention {
         chunks_((visibility.longest() + kChunk - 1) / kChunk),
         splits_text_(chunks_ > 1 && team.threads > 1 &&
                      (int)tiles_.all().size() * model.kv_heads < kUnitsPerThread * team.threads),
+        most_hidden_(visibility.most_hidden()),
         queries_(buffer<uint32_t>((size_t)visibility.layout().count * model.heads * row_size_)),
+        parts_(buffer<uint32_t>(most_hidden_ ? (size_t)visibility.layout().count * model.heads * row_size_ * 2 : 0)),
+        selected_(buffer<int32_t>(most_hidden_ ? (size_t)visibility.layout().count * model.kv_heads * pages_.budget()
+                                               : 0)),
         scratch_size_(scratch_size()),
         scratch_(buffer<float>(team.threads * scratch_size_)),
         partials_(buffer<float>(splits_text_ ? (size_t)visibility.layout().count * model.heads * chunks_ *
@@ -163,6 +192,37 @@ class Attention {
       const auto [begin, end] = team.share(groups * m_.cache_heads);
       for (int i = begin; i < end; ++i)
         cache_.pack(cache_.head(index, row, i % m_.cache_heads), from + i / m_.cache_heads * kGroupSlots);
+    }
+    team.barrier();
+  }
+
+  // Notes the bounds of the pages of keys that no earlier pass has noted.
+  void note_pages(int index, const Team& team) const {
+    if (!pages_.any()) return;
+    const Layout& layout = visibility_.layout();
+    for (int first = 0, last = 0, to = 0; first < layout.count; first = last, to = 0) {
+      for (last = first; last < layout.count && layout.row[last] == layout.row[first]; ++last)
+        to = std::max(to, optional_for(last));
+      const int row = layout.row[first], known = pages_.known_slots(row), count = std::max(0, to - known) / kPage;
+      const auto [begin, end] = team.share(count * m_.cache_heads);
+      for (int i = begin; i < end; ++i)
+        pages_.note(cache_.head(index, row, i % m_.cache_heads), known + i / m_.cache_heads * kPage, words_of(team));
+    }
+  }
+
+  // Chooses the pages of every token that leaves some out; ends with a barrier where there are such tokens.
+  void select_pages(int index, const Team& team) const {
+    if (!most_hidden_) return;
+    team.barrier();
+    const Layout& layout = visibility_.layout();
+    const auto [from, to] = team.share(layout.count * m_.kv_heads);
+    for (int i = from; i < to; ++i) {
+      const int token = i / m_.kv_heads, kv = i % m_.kv_heads;
+      const VisibleKeys& keys = visibility_[token];
+      if (!keys.hidden) continue;
+      const Rows parts = {parts_.get() + 2 * place(token, kv) * row_size_, row_size_};
+      pages_.select(cache_.head(index, layout.row[token], kv % m_.cache_heads), (keys.selected + keys.hidden) / kPage,
+                    keys.selected / kPage, parts, group_, words_of(team), selected_of(token, kv));
     }
     team.barrier();
   }
@@ -203,7 +263,6 @@ class Attention {
   static constexpr bool kInTiles = kHasTiles && std::is_same_v<C, Bfloat16>;  // with AMX's tiles
   static constexpr int kAligned = (kInTiles ? kTileWords : kLanes / C::kDepth) * C::kDepth;  // keys
   static constexpr int kChunk = 256;        // keys
-  static constexpr int kChunkBlocks = kChunk / kCacheBlock;
   static constexpr int kMaxQueries = 48;    // queries of a tile of tokens: their scores stay in the first-level cache
   static_assert(kMaxGroup <= kMaxQueries && kChunk % kCacheBlock == 0 && kCacheBlock % kAligned == 0);
   static constexpr int kUnitsPerThread = 3; // tiles and heads that keep the threads equally busy
@@ -212,15 +271,33 @@ class Attention {
     return cache_.packed().slots_for(visibility_.layout().position[token], visibility_[token].prefix);
   }
 
+  int optional_for(int token) const {
+    const VisibleKeys& keys = visibility_[token];
+    return pages_.optional_for(visibility_.layout().position[token], keys.prefix + keys.hidden);
+  }
+  int32_t* selected_of(int token, int kv) const {
+    return selected_.get() + ((size_t)token * m_.kv_heads + kv) * pages_.budget();
+  }
+  // A key-value head as the tokens of a tile see it.
+  CacheHead head_of(const TokenTile& tile, int index, int kv) const {
+    CacheHead at = cache_.head(index, visibility_.layout().row[tile.first], kv % m_.cache_heads);
+    const VisibleKeys& keys = visibility_[tile.first];
+    if (keys.hidden)
+      at.pages = selected_of(tile.first, kv), at.selected = keys.selected, at.hidden = keys.hidden;
+    return at;
+  }
+
   size_t partial_size() const { return (size_t)m_.head_dim + kLanes; }
 
   // Memory of a thread: scores of a chunk and of the extra groups, partial results of a chunk and merged ones, a head,
   // keys and values of a chunk that are not stored as words, and the gathered values of a step.
   size_t scratch_size() const {
     const size_t per_query = kChunk + (size_t)tiles_.most_extra_groups() * kLanes + 2 * partial_size();
-    return tile_queries_ * per_query + (size_t)round_up(m_.head_dim, kPanel) + cache_.scratch_words(kChunk) +
+    return tile_queries_ * per_query + (size_t)round_up(m_.head_dim, kPanel) +
+           std::max(cache_.scratch_words(kChunk), pages_.scratch_words(most_slots())) +
            (kInTiles ? (size_t)(kTileWords * m_.head_dim) : 0);
   }
+  int most_slots() const { return visibility_.longest() + most_hidden_; }
   float* scratch(const Team& team) const { return scratch_.get() + team.thread * scratch_size_; }
   float* scores_of(int i, const Team& team) const { return scratch(team) + (size_t)i * kChunk; }
   int extra_stride() const { return tiles_.most_extra_groups() * kLanes; }
@@ -275,7 +352,9 @@ class Attention {
                   4 * (size_t)dim);
     cache_.rotate(x);
     if (head < m_.heads) {
-      Format::pack(x, dim, queries_.get() + (place(token, head / group_) + head % group_) * row_size_);
+      const size_t query = place(token, head / group_) + head % group_;
+      Format::pack(x, dim, queries_.get() + query * row_size_);
+      if (visibility_[token].hidden) store_parts(x, parts_.get() + 2 * query * row_size_);
       return;
     }
     const auto at = cache_.head(index, layout.row[token], (head - m_.heads) % m_.cache_heads);
@@ -283,6 +362,15 @@ class Attention {
       cache_.store_key(at, layout.slot[token], x);
     else
       cache_.store_value(at, layout.slot[token], x);
+  }
+
+  // The positive numbers of a query, then its negative ones, each with zeros in place of the others.
+  void store_parts(float* x, uint32_t* out) const {
+    float part[kMaxHeadDim];
+    for (int i = 0; i < m_.head_dim; ++i) part[i] = std::max(x[i], 0.0f);
+    Format::pack(part, m_.head_dim, out);
+    for (int i = 0; i < m_.head_dim; ++i) part[i] = std::min(x[i], 0.0f);
+    Format::pack(part, m_.head_dim, out + row_size_);
   }
 
   int first_visible(const Layer& layer, int token) const {
@@ -364,7 +452,7 @@ class Attention {
   // Partial results of a tile's queries over one chunk of their keys.
   void attend_chunk(const Layer& layer, int index, const TokenTile& tile, int kv, int chunk, const Team& team,
                     const Partials& partials) const {
-    const auto at = cache_.head(index, visibility_.layout().row[tile.first], kv % m_.cache_heads);
+    const CacheHead at = head_of(tile, index, kv);
     int from = kChunk, shared = 0;
     bool has_extra = false;
     for (int t = tile.first; t < tile.last; ++t) {
@@ -393,9 +481,8 @@ class Attention {
     }
     if (!count) return;
     if constexpr (kInTiles)
-      mix_in_tiles(layer, at, tile, chunk, from, partials, team);
-    else
-      mix(at, tile.packed, chunk, from, queries, count, team);
+      if (!at.pages) return mix_in_tiles(layer, at, tile, chunk, from, partials, team);
+    mix(at, tile.packed, chunk, from, queries, count, team);
   }
 
   // Scores of keys from .. shared - 1 of a chunk, rounded up to whole groups of 16.
@@ -404,23 +491,41 @@ class Attention {
     for (int key = from, groups; key < shared; key += groups * kLanes) {
       const int slot = chunk * kChunk + key, end = slot < tile.packed ? tile.packed - slot : kChunk;
       groups = std::min({kTileVectors, (std::min(shared - key, end) + kLanes - 1) / kLanes,
-                         rest_of_block(key) / kLanes});
+                         at.pages ? kTileVectors : rest_of_run(at, key) / kLanes});
       score_groups(at, chunk * kChunk + key, groups, tile, kv, team, {scores_of(0, team) + key, kChunk});
     }
   }
 
-  // Keys from one of a chunk to the end of its block of the cache.
-  static int rest_of_block(int key) { return kCacheBlock - key % kCacheBlock; }
+  // Keys from one of a chunk to the end of those that follow one another in the cache.
+  static int rest_of_run(const CacheHead& at, int key) { return at.run() - key % at.run(); }
 
-  // Scores of a tile's queries for groups of 16 keys from a slot on, all in one block of the cache.
+  // The words of groups of 16 keys from a slot on: those of pages are copied, so that they follow one another.
+  const uint32_t* key_words(const CacheHead& at, int slot, int groups, int packed, const Team& team,
+                            const char* ahead) const {
+    uint32_t* scratch = words_of(team);
+    if (!at.pages) return cache_.key_words(at, slot, groups, packed, scratch, ahead);
+    const size_t size = (size_t)words_ * kLanes;
+    for (int g = 0; g < groups; ++g) {
+      uint32_t* out = scratch + g * size;
+      const uint32_t* words = cache_.key_words(at, slot + g * kLanes, 1, packed, out, ahead);
+      const char* values = cache_.values_at(at, slot + g * kLanes);
+      for (size_t i = 0; words != out && i < size; i += kLanes) {
+        __builtin_prefetch(values + 4 * i, 0, 2);
+        store(out + i, load<Word>(words + i));
+      }
+    }
+    return scratch;
+  }
+
+  // Scores of a tile's queries for groups of 16 keys from a slot on, all in one run of the cache or in pages.
   void score_groups(const CacheHead& at, int slot, int groups, const TokenTile& tile, int kv, const Team& team,
                     const Sums& out) const {
     const int queries = queries_of(tile);
     const char* ahead = cache_.values_at(at, slot);
-    const uint32_t* keys = cache_.key_words(at, slot, groups, tile.packed, words_of(team), ahead);
+    const uint32_t* keys = key_words(at, slot, groups, tile.packed, team, ahead);
     const Rows rows = {queries_at(place(tile.first, kv)), row_size_};
     const size_t apart = (size_t)words_ * kLanes;
-    if (cache_.widens()) ahead = nullptr;
+    if (cache_.widens() || at.pages) ahead = nullptr;
     if constexpr (kInTiles) {
       multiply_columns_in_tiles([&](int s) { return keys + s * step_words_ * kLanes; }, words_ / step_words_,
                                 step_words_, kLanes, apart, groups, TileRows(queries), rows, false, out, ahead);
@@ -434,7 +539,11 @@ class Attention {
         column_product<C>(count, groups)({keys, kLanes, apart}, words_, some, false, sums, ahead);
       }
     }
-    for (int i = 0; i < queries; ++i) cache_.scale_scores(at, slot, groups, out.first + i * out.stride);
+    const int run = at.pages ? 1 : groups;
+    for (int i = 0; i < queries * groups; i += run) {
+      const int first = i % groups * kLanes;
+      cache_.scale_scores(at, slot + first, run, out.first + i / groups * out.stride + first);
+    }
   }
 
   // Scores of the extra slots that tokens see in a chunk: of all slots of the tile's extra groups, from which every
@@ -527,36 +636,37 @@ class Attention {
                !i && !cache_.widens());
   }
 
-  // The values of a chunk, by blocks of the cache: the words of each, and bytes to prefetch while they are read.
+  // The values of a chunk, by runs of so many keys: the words of each, and bytes to prefetch while they are read.
   struct ChunkValues {
-    const uint32_t* words[kChunkBlocks];
-    const char* ahead[kChunkBlocks];
+    int run;
+    const uint32_t* words[kChunk / kPage];
+    const char* ahead[kChunk / kPage];
   };
 
   // The values of keys from .. to - 1 of a chunk; the keys of the next chunk, if there is one, are prefetched
   // meanwhile. packed: first slots that are read from packed groups.
   ChunkValues chunk_values(const CacheHead& at, int packed, int chunk, int from, int to, const Team& team) const {
-    ChunkValues out = {};
-    for (int b = from / kCacheBlock; b * kCacheBlock < to; ++b) {
-      const int begin = b * kCacheBlock, slot = chunk * kChunk + begin;
-      out.ahead[b] = cache_.keys_at(at, cache_.has(at, slot + kChunk) ? slot + kChunk : slot);
+    ChunkValues out = {at.run(), {}, {}};
+    for (int i = from / out.run; i * out.run < to; ++i) {
+      const int begin = i * out.run, slot = chunk * kChunk + begin;
+      out.ahead[i] = cache_.keys_at(at, cache_.has(at, slot + kChunk) ? slot + kChunk : slot);
       uint32_t* scratch = words_of(team) + (size_t)begin * words_;
-      out.words[b] = cache_.value_words(at, slot, std::min(kCacheBlock, to - begin), packed, scratch, out.ahead[b]);
+      out.words[i] = cache_.value_words(at, slot, std::min(out.run, to - begin), packed, scratch, out.ahead[i]);
     }
     return out;
   }
 
-  // The words of the values from a key of a chunk on, to the end of its block.
+  // The words of the values from a key of a chunk on, to the end of its run.
   const uint32_t* words_from(const ChunkValues& values, int key) const {
-    return values.words[key / kCacheBlock] + (size_t)(key % kCacheBlock / C::kDepth) * m_.head_dim;
+    return values.words[key / values.run] + (size_t)(key % values.run / C::kDepth) * m_.head_dim;
   }
 
-  // Keys from one of a chunk to `end`, or to where the memory of their blocks ends.
+  // Keys from one of a chunk to `end`, or to where the memory of their runs ends.
   int contiguous_keys(const ChunkValues& values, int key, int end) const {
-    int stop = key + rest_of_block(key);
-    while (stop < end && values.words[stop / kCacheBlock] ==
-                             values.words[stop / kCacheBlock - 1] + (size_t)(kCacheBlock / C::kDepth) * m_.head_dim)
-      stop += kCacheBlock;
+    int stop = key + values.run - key % values.run;
+    while (stop < end && values.words[stop / values.run] ==
+                             values.words[stop / values.run - 1] + (size_t)(values.run / C::kDepth) * m_.head_dim)
+      stop += values.run;
     return std::min(stop, end) - key;
   }
 
@@ -577,7 +687,7 @@ class Attention {
         for (int q = 0; q < count; ++q) mixed[q] = queries[q].mixed + first;
         const Columns columns = {words_from(values, key) + first, (size_t)m_.head_dim, kLanes};
         const int words = keys / C::kDepth;
-        const char* ahead = prefetch ? values.ahead[key / kCacheBlock] + (size_t)4 * first * words : nullptr;
+        const char* ahead = prefetch ? values.ahead[key / values.run] + (size_t)4 * first * words : nullptr;
         column_product<C>(count, vectors)(columns, words, weights, key > from, mixed, ahead);
       }
       key += keys;
@@ -669,6 +779,7 @@ class Attention {
   const Model& m_;
   const Visibility& visibility_;
   const CacheLayout<C> cache_;
+  const Pages<C> pages_;
   const int words_;
   const size_t row_size_;  // of a query, in words of 4 bytes
   const int group_, tile_tokens_, tile_queries_;
@@ -676,7 +787,10 @@ class Attention {
   const TokenTiles tiles_;
   const int chunks_;
   const bool splits_text_;  // whether chunks of one text are shared among threads
+  const int most_hidden_;  // slots that a token leaves out
   const Buffer<uint32_t> queries_;
+  const Buffer<uint32_t> parts_;     // of the queries by sign, where tokens leave pages out
+  const Buffer<int32_t> selected_;   // [token, head, page], likewise
   const size_t scratch_size_;
   const Buffer<float> scratch_;
   const Buffer<float> partials_;  // [token, head, chunk], where the text is split

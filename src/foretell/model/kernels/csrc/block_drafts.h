@@ -1,4 +1,4 @@
-// Drafting with DFlash: a block of tokens in one pass over features of the target's hidden states.
+// Drafting several tokens in one pass over features of the target's hidden states: DFlash's blocks, P-EAGLE's masks.
 
 #pragma once
 
@@ -115,15 +115,9 @@ Buffer<float> run_blocks(const Model& m, const Layer* layers, int count, const B
   return states;
 }
 
-int32_t block_trees(const Model& m, const Layer* layers, const Layer* injecting, int count, const BlockInput& e,
-                    const OutputHead& output, const StatesRead& read, const int64_t* root, const DynamicTree& b,
-                    const Cache& cache, int threads) {
-  for (int i = 0; i < b.requests; ++i)
-    if (root[i] < 0 || root[i] >= e.embedding.vocab) return -2;
-  int32_t invalid = read_positions(m, injecting, count, e, read, b, cache, threads);
-  if (invalid != -1) return invalid;
-  Buffer<float> states = run_blocks(m, layers, count, e, output.norm, root, b, cache, threads, invalid);
-  if (invalid >= 0) return invalid;
+// Dynamic trees from the normed states of the predicting places, [requests, depth, hidden].
+int32_t grow_block_trees(const Model& m, const BlockInput& e, const OutputHead& output, Buffer<float> states,
+                         const int64_t* root, const DynamicTree& b, int threads) {
   const int width = output.head->out, rows = b.requests * e.depth, k = candidate_count(b, width);
   Buffer<float> scores = buffer<float>((size_t)rows * (size_t)width);
   linear(*output.head, states.get(), scores.get(), rows, width, threads);
@@ -139,6 +133,59 @@ int32_t block_trees(const Model& m, const Layer* layers, const Layer* injecting,
     return -1;
   };
   return grow_trees(b, trees, k, output.token_of, run);
+}
+
+int32_t block_trees(const Model& m, const Layer* layers, const Layer* injecting, int count, const BlockInput& e,
+                    const OutputHead& output, const StatesRead& read, const int64_t* root, const DynamicTree& b,
+                    const Cache& cache, int threads) {
+  for (int i = 0; i < b.requests; ++i)
+    if (root[i] < 0 || root[i] >= e.embedding.vocab) return -2;
+  int32_t invalid = read_positions(m, injecting, count, e, read, b, cache, threads);
+  if (invalid != -1) return invalid;
+  Buffer<float> states = run_blocks(m, layers, count, e, output.norm, root, b, cache, threads, invalid);
+  if (invalid >= 0) return invalid;
+  return grow_block_trees(m, e, output, std::move(states), root, b, threads);
+}
+
+// Trees of P-EAGLE: the positions of `read` and, after those of each request, `masks` masks in one pass. Returns as
+// `stack`, or -2: a token or a place does not exist.
+int32_t mask_trees(const Model& m, const Layer* layers, int count, const EagleInput& e, int masks,
+                   const OutputHead& output, const StatesRead& read, const DynamicTree& b, const Cache& cache,
+                   int threads) {
+  PrefixTokens tokens;
+  std::vector<int64_t> token, parent, root;
+  int64_t t = 0;
+  for (int i = 0; i < b.requests; ++i) {
+    for (int64_t j = 0; j < read.count[i] + masks; ++j) {
+      const int64_t position = b.length[i] - read.count[i] + j;
+      const bool mask = j >= read.count[i];
+      tokens.add(b.row[i], position, position + 1);
+      token.push_back(mask ? -1 : read.token[t]), parent.push_back(mask ? -1 : t);
+      if (mask) continue;
+      if (token.back() < 0 || token.back() >= e.embedding.vocab) return -2;
+      if (read.place[t] < 0 || read.place[t] >= read.state_rows) return -2;
+      ++t;
+    }
+    root.push_back(read.token[t - 1]);
+  }
+  const size_t d = (size_t)m.hidden, depth = (size_t)masks + 1;
+  const Buffer<float> features = fuse_states(m, e.fusion, read.states, read.place, (int)t, threads),
+                      x = buffer<float>(token.size() * d);
+  const int32_t invalid = eagle_forward(m, layers, count, e, token.data(), features.get(), parent.data(), x.get(),
+                                        tokens.layout(), cache, threads);
+  if (invalid >= 0) return invalid;
+  Buffer<float> states = buffer<float>((size_t)b.requests * depth * d);
+  size_t end = 0;
+  for (size_t i = 0; i < (size_t)b.requests; ++i) {
+    end += (size_t)read.count[i] + (size_t)masks;
+    const float* last = x.get() + (end - depth) * d;
+    if (e.output_norm)  // the outputs are normed already
+      std::memcpy(states.get() + i * depth * d, last, 4 * depth * d);
+    else
+      norm_rows(last, output.norm, m.eps, states.get() + i * depth * d, (int)depth, m.hidden, threads);
+  }
+  const BlockInput plain = {.depth = masks + 1};
+  return grow_block_trees(m, plain, output, std::move(states), root.data(), b, threads);
 }
 
 }  // namespace

@@ -31,9 +31,23 @@ struct CacheHead {
   float *key_scales, *value_scales;  // of int8 and int4 numbers
   const int32_t* table;
   PackedHead packed;
+  uint8_t *least, *most;  // of pages of keys
 
+  // A tile that leaves pages out numbers the slots that it reads: its first `selected` ones are those of pages of 16,
+  // the others lie `hidden` slots later.
+  const int32_t* pages = nullptr;
+  int selected = 0, hidden = 0;
+
+  int slot_of(int i) const {
+    return i < selected ? pages[i / kLanes] * kLanes + i % kLanes : i + hidden;
+  }
   // Where a slot of the row lies, in slots of the whole head; the slots of a block follow one another.
-  size_t place(int slot) const { return (size_t)table[slot / kCacheBlock] * kCacheBlock + slot % kCacheBlock; }
+  size_t place(int i) const {
+    const int slot = slot_of(i);
+    return (size_t)table[slot / kCacheBlock] * kCacheBlock + slot % kCacheBlock;
+  }
+  // Slots that follow one another in memory, from a multiple of as many on.
+  int run() const { return pages ? kLanes : kCacheBlock; }
 };
 
 // A cache whose numbers are multiplied as C's.
@@ -55,10 +69,11 @@ class CacheLayout {
   CacheHead head(int layer, int row, int kv) const {
     const size_t i = ((size_t)layer * kv_heads_ + kv) * cache_.blocks * kCacheBlock;
     const auto part = [&](void* all, size_t size) { return all ? (uint8_t*)all + i * size : nullptr; };
-    const size_t size = (size_t)stored_dim_ * number_bytes_;
+    const size_t size = (size_t)stored_dim_ * number_bytes_, bound_bytes = 4 * (size_t)words_ / kLanes;
     return {part(cache_.k, size), part(cache_.v, size), part(cache_.k_low, size), part(cache_.v_low, size),
             (float*)part(cache_.k_scale, 4), (float*)part(cache_.v_scale, 4),
-            cache_.table + (size_t)row * cache_.row_blocks, packed_.head(layer, row, kv)};
+            cache_.table + (size_t)row * cache_.row_blocks, packed_.head(layer, row, kv),
+            part(cache_.k_least, bound_bytes), part(cache_.k_most, bound_bytes)};
   }
 
   // Where the keys and values of slots from a multiple of 16 on begin.
@@ -70,7 +85,8 @@ class CacheLayout {
   }
   // Whether the row has a block for a slot.
   bool has(const CacheHead& at, int slot) const {
-    return slot / kCacheBlock < cache_.row_blocks && at.table[slot / kCacheBlock] >= 0;
+    const int block = at.slot_of(slot) / kCacheBlock;
+    return block < cache_.row_blocks && at.table[block] >= 0;
   }
 
   // Where numbers have scales, multiplies a head by an orthonormal Hadamard matrix over blocks of 64 or 16 dimensions,

@@ -27,7 +27,7 @@ class ForwardPass {
         tokens_(layout.count),
         qkv_width_((model.heads + 2 * model.cache_heads) * model.head_dim),
         ffn_(round_up(model.ffn, kLanes)),
-        visibility_(layout),
+        visibility_(layout, cache),
         attention_(model, visibility_, cache, team),
         experts_of_(first_experts(layers, first, last)),
         latent_of_(first_latent(layers, first, last)),
@@ -98,6 +98,8 @@ class ForwardPass {
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
     attention_.pack(layer.store, team);
+    attention_.note_pages(layer.store, team);
+    attention_.select_pages(layer.store, team);
     const bool gated = layer.attention_gate.words;
     if (gated)
       attend_gated(layer, team);
@@ -164,6 +166,7 @@ class ForwardPass {
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
     team.barrier();
     attention_.pack(layer.store, team);
+    attention_.note_pages(layer.store, team);
   }
 
   // Attention, multiplied by the sigmoid of its gates.

@@ -52,6 +52,13 @@ struct NeuronPlaces {
   int64_t* counts;  // receive, added up: neurons that were read from the file, requests for them, bytes of these
 };
 
+// Rows of the layer that a layer of low rank stands for. Its `count` best outputs, or a few more, are scored again with
+// these, where the outputs are scores of tokens.
+struct ExactRows {
+  const uint32_t* rows;  // [out, row_words], float32 or bfloat16, padded with zeros to whole vectors
+  int32_t row_words, operand, count;
+};
+
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
   const float* bias;      // padded to whole panels, or null
@@ -62,6 +69,7 @@ struct Weight {           // one packed linear layer
   int32_t stored_in;   // inputs of the panels, of which the first `in` are read; 0: all
   const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
   const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
+  const ExactRows* exact;  // of an output head in two stages; or null
 };
 
 // How the neurons of a token are chosen: by the magnitude of their activated gate (CATS, arXiv 2404.08763), or by the
@@ -216,6 +224,8 @@ struct EagleInput {  // what EAGLE-3's first layer reads: token embeddings and f
   // null: the output is the next feature as it is.
   const float* output_norm;
   Fusion fusion;
+  // [hidden] each: the embedding and the feature of a mask, which is token -1 after feature -1 (P-EAGLE); or null.
+  const float *mask, *mask_feature;
 };
 
 struct BlockInput {  // what DFlash's layers read, and its heads beside the output head
@@ -272,6 +282,7 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
   const float* layer_inputs;   // [count, input_width], per-layer inputs of all layers; or null
   int32_t input_width;
   float* queries;  // [layers, count, heads, head_dim], receives the queries that attention multiplies; or null
+  const int32_t* in_pages;  // 1: the token attends to selected pages of the cache, if it has some; or null: none does
 };
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
@@ -312,5 +323,9 @@ struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slot
   int32_t packed_bits;      // of a level: 4 or 2; 0: nothing is packed
   int32_t packed_residual;  // tokens before a token whose groups it reads whole
   const States* states;  // of the layers with a recurrent state; or null
+  // Pages of keys, see pages.h: [layers, kv_heads, blocks, ...] per block; null where there are none
+  void *k_least, *k_most;
+  const int32_t* page_slots;  // [rows]: slots from 0 on whose bounds are known in all layers
+  int32_t page_budget;        // keys that a token attends to; 0: all
 };
 }

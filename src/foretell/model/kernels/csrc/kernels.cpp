@@ -87,6 +87,7 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
 void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
+  if (w->exact) return score_outputs(*w, x, nullptr, 0, y, tokens, threads, [](int) {});
   linear(*w, x, y, tokens, width, threads);
 }
 
@@ -207,6 +208,14 @@ int32_t foretell_block_trees(const Model* m, const Layer* layers, int32_t count,
   return block_trees(*m, layers, injecting, count, *e, {norm, head, token_of}, *read, root, *b, *cache, threads);
 }
 
+// Dynamic trees as of foretell_eagle_trees, all levels from one pass over the positions of `read` and `masks` masks
+// after those of every request (P-EAGLE, arXiv 2602.01469). Returns as foretell_eagle_forward.
+int32_t foretell_mask_trees(const Model* m, const Layer* layers, int32_t count, const EagleInput* e,
+                            const Weight* head, const float* norm, const int64_t* token_of, const StatesRead* read,
+                            int32_t masks, const DynamicTree* b, const Cache* cache, int32_t threads) {
+  return mask_trees(*m, layers, count, *e, masks, {norm, head, token_of}, *read, *b, *cache, threads);
+}
+
 // Dynamic trees as of foretell_eagle_trees from the layers of a decoder, below roots whose layer outputs [requests,
 // hidden] are given.
 int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t count, const Embedding* e,
@@ -315,7 +324,8 @@ const char* foretell_abi() {
       F(NeuronPlaces, offset), F(NeuronPlaces, counts));
     S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
       F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places),
-      F(Weight, factor));
+      F(Weight, factor), F(Weight, exact));
+    S(ExactRows, F(ExactRows, rows), F(ExactRows, row_words), F(ExactRows, operand), F(ExactRows, count));
     S(UnitChoice, F(UnitChoice, unit), F(UnitChoice, count), F(UnitChoice, ahead), F(UnitChoice, threshold),
       F(UnitChoice, predict_in), F(UnitChoice, predict_out), F(UnitChoice, counts));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
@@ -354,7 +364,8 @@ const char* foretell_abi() {
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
     S(Fusion, F(Fusion, count), F(Fusion, norms), F(Fusion, fuse));
     S(EagleInput, F(EagleInput, embedding), F(EagleInput, embedding_norm), F(EagleInput, feature_norm),
-      F(EagleInput, norm_before_residual), F(EagleInput, output_norm), F(EagleInput, fusion));
+      F(EagleInput, norm_before_residual), F(EagleInput, output_norm), F(EagleInput, fusion), F(EagleInput, mask),
+      F(EagleInput, mask_feature));
     S(BlockInput, F(BlockInput, embedding), F(BlockInput, mask), F(BlockInput, feature_norm), F(BlockInput, slots),
       F(BlockInput, depth), F(BlockInput, fusion), F(BlockInput, markov), F(BlockInput, markov_out),
       F(BlockInput, confidence));
@@ -371,15 +382,15 @@ const char* foretell_abi() {
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
       F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width),
-      F(Layout, queries));
+      F(Layout, queries), F(Layout, in_pages));
     S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
       F(Sampling, top_k));
     S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
       F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
       F(Cache, k_packed), F(Cache, v_packed), F(Cache, k_range), F(Cache, v_range), F(Cache, packed_table),
       F(Cache, packed_slots), F(Cache, packed_blocks), F(Cache, packed_row_blocks), F(Cache, packed_bits),
-      F(Cache, packed_residual),
-      F(Cache, states));
+      F(Cache, packed_residual), F(Cache, states), F(Cache, k_least), F(Cache, k_most), F(Cache, page_slots),
+      F(Cache, page_budget));
 #undef S
 #undef F
 #define S(function) describe_function(out, #function, function)
@@ -388,6 +399,7 @@ const char* foretell_abi() {
     S(foretell_eagle_forward_from_target);
     S(foretell_eagle_trees);
     S(foretell_block_trees);
+    S(foretell_mask_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
     S(foretell_tree_pass);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "output_head.h"
 #include "row_ops.h"
 #include "sampler.h"
 
@@ -61,36 +62,22 @@ void embed(const Embedding& e, int64_t token, int d, float* out) {
 
 // EAGLE-3's input for tokens that follow features: x [tokens, hidden] the residual stream, attention_input [tokens, 2
 // hidden] the normed embeddings and features, concatenated. Feature `parent[t]` belongs to token t; null: feature t.
+// Token -1 is a mask.
 void prepare_eagle_input(const Model& m, const EagleInput& e, const int64_t* token, const float* features,
                          const int64_t* parent, int tokens, float* x, float* attention_input, int threads) {
   const int d = m.hidden;
 #pragma omp parallel for num_threads(threads) if (tokens > 16)
   for (int t = 0; t < tokens; ++t) {
-    const float* feature = features + (size_t)(parent ? parent[t] : t) * d;
+    const bool mask = token[t] < 0;
+    const float* feature = mask ? e.mask_feature : features + (size_t)(parent ? parent[t] : t) * d;
     float *embedded = attention_input + (size_t)t * 2 * d, *normed = embedded + d;
-    embed(e.embedding, token[t], d, embedded);
+    if (mask)
+      std::memcpy(embedded, e.mask, 4 * (size_t)d);
+    else
+      embed(e.embedding, token[t], d, embedded);
     normalize(embedded, d, e.embedding_norm, m.eps, embedded);
     normalize(feature, d, e.feature_norm, m.eps, normed);
     std::memcpy(x + (size_t)t * d, e.norm_before_residual ? normed : feature, 4 * (size_t)d);
-  }
-}
-
-// The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax. x is
-// normed first unless `norm` is null.
-void linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
-                         int64_t* indices, int tokens, int k, int threads) {
-  const Operands operands(tokens, w.in, {0, threads});
-  const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
-  Barrier barrier;
-#pragma omp parallel num_threads(threads)
-  {
-    const Team team = Team::current(barrier);
-    operands.multiply(w, x, w.in, norm, eps, {scores.get(), w.out, w.out, Epilogue::kStore, 0, 0}, nullptr, team);
-    team.barrier();
-    const auto [from, to] = team.share(tokens);
-    for (int t = from; t < to; ++t)
-      topk_softmax_row(scores.get() + (size_t)t * w.out, w.out, k, probabilities + (size_t)t * k,
-                       indices + (size_t)t * k);
   }
 }
 

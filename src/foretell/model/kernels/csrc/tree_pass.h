@@ -11,7 +11,7 @@
 namespace {
 
 // The layout of the active nodes of trees, node j in slot `length + j`; model/layout.py does the same in Python. A node
-// extends the visible prefix of its parent where its slot is the next one.
+// extends the visible prefix of its parent where its slot is the next one. Decided nodes of a chunk read all pages.
 class TreeLayout {
  public:
   explicit TreeLayout(const TreePass& pass) {
@@ -22,7 +22,8 @@ class TreeLayout {
     for (size_t t = 0; t < extra_.size(); ++t)
       std::copy(extra_[t].begin(), extra_[t].end(), padded_.begin() + (ptrdiff_t)(t * width));
     layout_ = {(int32_t)row_.size(), (int32_t)width,         row_.data(),   slot_.data(),
-               position_.data(),     visible_prefix_.data(), padded_.data(), nullptr,    0};
+               position_.data(),     visible_prefix_.data(), padded_.data(), nullptr,    0,
+               nullptr,              in_pages_.data()};
   }
 
   const Layout& layout() const { return layout_; }
@@ -48,10 +49,11 @@ class TreeLayout {
       if (!pass.active[first + node]) continue;
       row_.push_back((int32_t)pass.row[i]), slot_.push_back(slot), position_.push_back(base + depth[node]);
       visible_prefix_.push_back(prefix[node]), extra_.push_back(extra[node]);
+      in_pages_.push_back(prefix_length == 1 || (int32_t)node >= prefix_length);
     }
   }
 
-  std::vector<int32_t> row_, slot_, position_, visible_prefix_, padded_;
+  std::vector<int32_t> row_, slot_, position_, visible_prefix_, padded_, in_pages_;
   std::vector<std::vector<int32_t>> extra_;
   Layout layout_;
 };
