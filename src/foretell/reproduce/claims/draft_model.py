@@ -42,8 +42,8 @@ def _capped_geometric(lab: Lab) -> Finding:
 
 def _block(lab: Lab) -> Finding:
     lengths = (3, 6)
-    token = [(n, _chain(lab, "draft_model", n, 3).tokens_per_pass) for n in lengths]
-    block = [(n, _chain(lab, "block_verification", n, 3).tokens_per_pass) for n in lengths]
+    token = [(n, _chain(lab, "draft_model", n, 8).tokens_per_pass) for n in lengths]
+    block = [(n, _chain(lab, "block_verification", n, 8).tokens_per_pass) for n in lengths]
     gain = [b / t for (_, b), (_, t) in zip(block, token, strict=True)]
     return Finding(
         min(gain) >= 0.98 and max(gain) >= 1.0,
