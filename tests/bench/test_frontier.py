@@ -14,6 +14,7 @@ from foretell.bench.frontier.ways import FAMILIES, ModelOptions, WayInputs, all_
 from foretell.model.compressed_config import LowRank
 from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import known_hardware
+from foretell.roofline.measured import MeasuredMethod
 from foretell.roofline.model_configs import find_model
 
 QUESTIONS = Path(mkdtemp()) / "questions.txt"
@@ -131,3 +132,16 @@ def test_sparsity_and_steps_outside_the_pass_are_predicted() -> None:
     assert 1.1 < cats < (predict.sparsity("matformer", 0.5) or 0) < teal < 2
     slow = replace(device, drafting={"model bfloat16": {"autoregressive": (0.1, 0.0, 0.0, 0.0)}})
     assert 1 < (Predictor(slow, config, "bfloat16", 64).sparsity("teal", 0.5) or 0) < 1.1
+
+
+def test_methods_are_predicted_from_what_their_passes_accepted() -> None:
+    _, config = find_model("llama-2-7b")
+    device = known_hardware()["a100-80g"]
+    plain = Predictor(device, config, "bfloat16", 500)
+    gains = []
+    for tokens in (1.2, 2.0, 3.5):
+        known = MeasuredMethod("ngram", "16", tokens, 4.0, (0.9, 0.8, 0.7, 0.6), None, "a run")
+        gains.append(replace(plain, measured=known).method("ngram"))
+    assert all(gain is not None and 0.9 * t < gain <= t for gain, t in zip(gains, (1.2, 2.0, 3.5), strict=True))
+    nothing = MeasuredMethod("ngram", "16", 1.0, 0.0, (), None, "a run")
+    assert replace(plain, measured=nothing).method("ngram") is None

@@ -418,3 +418,22 @@ def test_the_kernels_refuse_tokens_and_features_that_are_not_there() -> None:
     for found, place in ((states[1:], at), (states, np.array([0, 1]))):
         with pytest.raises(ValueError, match="3 states at 1 places are read"):
             kernels.forward_from_target(torch.tensor([3]), found, place, layout, cache)
+
+
+@every_kind
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_a_drafter_with_a_window_reads_the_end_of_a_prompt_and_keeps_the_text(kind: str, chunk: int) -> None:
+    found, starts = [], []
+    for window in (None, 9):
+        drafter = EagleDrafter(network_of(kind), window=window)
+        engine = engine_for(Method(drafter, Chain(3), Match()), rows=1, chunk=chunk)
+        engine.submit(Request(random_tokens(60, seed=4), max_new_tokens=12))
+        tokens, done = list[int](), False
+        while not done:
+            updates = engine.step()
+            done = any(u.finish_reason for u in updates)
+            tokens += [t for u in updates for t in u.tokens]
+            starts += [prefix.start for prefix in drafter._prefixes.values() if tokens]
+        found.append(tokens)
+    assert found[0] == found[1] and len(found[0]) == 12
+    assert set(starts) == {0, 51}

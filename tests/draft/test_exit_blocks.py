@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foretell.accept import AcceptExits, Match, Rejection
+from foretell.bench.tracing import TracingRunner
 from foretell.catalogue.exits import packed_exits
 from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
@@ -176,3 +177,14 @@ def test_layers_that_are_added_to_a_cache_keep_what_it_holds() -> None:
     after = runner.cache.read(1, torch.tensor([0]), 10)  # type: ignore[attr-defined]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not runner.cache.read(LAYERS + 1, torch.tensor([0]), 10)[0].any()  # type: ignore[attr-defined]
+
+
+def test_blocks_draft_behind_a_runner_that_passes_calls_on() -> None:
+    """As `foretell bench run` measures them."""
+    expected, drafted, accepted = answers(drafter(kernels=True), kernels=True)
+    draft = drafter(kernels=True)
+    engine = Engine(TracingRunner(DecoderRunner(decoder())), Method(draft, Chain(4, draw=False), Match()), rows=4)
+    completed = engine.complete(REQUESTS)
+    assert draft._chain is not None, "the kernels grow its chains"
+    assert [list(map(int, c.tokens)) for c in completed] == expected
+    assert [c.statistics.drafted for c in completed] == drafted and sum(accepted) > 0

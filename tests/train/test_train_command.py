@@ -74,6 +74,16 @@ def test_sizes_that_no_machine_has_room_for_are_refused(tmp_path: Path, name: st
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("dflash", "block_size=64"), ("p_eagle", "depth=64"), ("pard", "depth=64")]
+)
+def test_drafts_longer_than_the_texts_are_refused(tmp_path: Path, name: str, option: str) -> None:
+    plain = [a for a in arguments(tmp_path / "out", name=name) if a not in ("--set", "inner=32")]
+    said = expect_error(*plain, "--set", option, "--set", "layers=1")
+    assert re.search(f"{name} learns drafts of 6[34] tokens, and the longest text has .*; raise --sequence", said)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_lack_of_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError(

@@ -82,12 +82,12 @@ def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     network = require_network(context, "drafts with the checkpoint's multi-token prediction layer")
     if context.checkpoint is None:
         raise ValueError("mtp drafts with a layer of the target's checkpoint, which cannot be read again here")
-    return feature_method(MTPDrafter(context.checkpoint.mtp_layer(network)), options)
+    return feature_method(MTPDrafter(context.checkpoint.mtp_layer(network), window=options.prompt_window), options)
 
 
 def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
     """`feature_method` with EAGLE's drafter."""
-    return feature_method(EagleDrafter(network), options)
+    return feature_method(EagleDrafter(network, window=options.prompt_window), options)
 
 
 def feature_method(drafter: EagleDrafter, options: EagleTreeOptions) -> AnyMethod:

@@ -23,7 +23,7 @@ from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quali
 from foretell.train.loop.job import check_data
 
 _DEFAULTS = ShallowDeepSettings(layer=0)
-_HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 40, 128
+_HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
 """Share of the documents that are held out, the most of them, and the tokens of each that are compared."""
 
 
@@ -71,6 +71,7 @@ def free(
     settings = ShallowDeepSettings(
         layer or max(1, target.config.layers // 3), steps, lr, distillation, batch_tokens, seed=seed
     )
+    settings.check(target.config.layers)
     if data_folder is None:
         data_folder = out.with_name(f"{out.name}-data")
         data.generate(out=data_folder, tokens=tokens, model=model, own=True, seed=seed)

@@ -38,15 +38,17 @@ class CachedStatesPredictor(Predictor):
     Up to `max_pending` positions that the target has read are pending until the next draft, which reads them first;
     more of them are read at once, those of all requests together.
 
+    Of a prompt it reads the last `window` tokens; None: all.
+
     It may begin anywhere in a sequence: what lies before is not attended to. So a request need not read the prefix of
     its prompt again that other requests have read, and steps in which the method does not draft cost nothing.
     """
 
     resumes = True
 
-    def __init__(self, network: CachedStatesNetwork, max_pending: int = 32) -> None:
+    def __init__(self, network: CachedStatesNetwork, max_pending: int = 32, window: int | None = None) -> None:
         self.hidden_layers, self.max_context = network.hidden_layers, network.context
-        self._max_pending = max(max_pending, 1)
+        self._max_pending, self._window = max(max_pending, 1), window
         self._cache = network.new_cache(network.device)
         self._prefixes: dict[int, PrefixState] = {}
         self._proposed: dict[int, tuple[int, list[TargetStates]]] = {}
@@ -78,10 +80,10 @@ class CachedStatesPredictor(Predictor):
         if not step.drafting:
             if len(self._held) == _HELD_STEPS:
                 self._released = {row: count - 1 for row, count in self._released.items() if count > 1}
-            self._held.append(ObservedStep.of(step))
+            self._held.append(ObservedStep.of(step, self._window))
             return
         self._add_held()
-        observed = ObservedStep.of(step)
+        observed = ObservedStep.of(step, self._window)
         for i in range(len(observed.rows)):
             self._add(observed, i)
         long = [
@@ -123,8 +125,8 @@ class CachedStatesPredictor(Predictor):
             self._forget(row)
             if step.lengths[i] > self.max_context:
                 return
-            known = self._prefixes[row] = PrefixState(start)
-        places = step.hidden_index[i, list(step.paths[i])][: step.lengths[i] - 1 - start]
+            known = self._prefixes[row] = PrefixState(max(start, step.first[i]))
+        places = step.hidden_index[i, list(step.paths[i])][known.end - start : step.lengths[i] - 1 - start]
         if len(places):
             known.pending.append(TargetStates(step.hidden_states, places))
 

@@ -27,8 +27,8 @@ class EagleDrafter(CachedStatesPredictor):
 
     label = "one layer in the target's feature space"
 
-    def __init__(self, network: EagleNetwork | MTPLayer, max_pending: int = 32) -> None:
-        super().__init__(network, max_pending)
+    def __init__(self, network: EagleNetwork | MTPLayer, max_pending: int = 32, window: int | None = None) -> None:
+        super().__init__(network, max_pending, window)
         self.network = network
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._nodes = _DraftedNodes(np.zeros(0, np.int64), np.zeros(0, np.int64))

@@ -55,7 +55,8 @@ class ExitBlocks:
     """
 
     def __init__(self, blocks: Sequence[DecoderBlock], layer: int, runner: Runner) -> None:
-        network, cache = (runner.network, runner.cache) if isinstance(runner, DecoderRunner) else (None, None)
+        inner = runner.innermost
+        network, cache = (inner.network, inner.cache) if isinstance(inner, DecoderRunner) else (None, None)
         if not isinstance(network, NativeDecoder | Decoder) or not isinstance(cache, KVCache):
             raise ValueError(
                 "exits with decoder blocks need a model of the own decoder whose layers have keys and values of one "

@@ -35,6 +35,7 @@ class ExitChain:
     @staticmethod
     def of(heads: ExitHeads, runner: Runner, blocks: ExitBlocks | None = None) -> "ExitChain | None":
         """None: there are several exits, or the kernels cannot run them."""
+        runner = runner.innermost
         if len(heads.layers) != 1 or not isinstance(runner, DecoderRunner):
             return None
         decoder = heads.chain_decoder(0, runner.network if blocks is None else blocks.network)

@@ -95,12 +95,15 @@ class ObservedStep(NamedTuple):
     paths: tuple[tuple[int, ...], ...]
     hidden_index: Int[np.ndarray, "b n"]
     hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
+    first: tuple[int, ...]
+    """Position at which the drafter begins to read each sequence."""
 
     @staticmethod
-    def of(step: StepResult) -> "ObservedStep":
-        """From the step's result."""
-        lengths, output = tuple(text.length for text in step.context.sequences), step.output
+    def of(step: StepResult, window: int | None = None) -> "ObservedStep":
+        """From the step's result. `window`: last tokens of a prompt that the drafter reads; None: all."""
+        texts, output = step.context.sequences, step.output
+        first = tuple(0 if window is None else max(0, text.prompt_length - window) for text in texts)
         return ObservedStep(
-            *(step.context.rows, step.start_positions, lengths, step.paths),
-            *(output.hidden_index, output.hidden_states),
+            *(step.context.rows, step.start_positions, tuple(text.length for text in texts), step.paths),
+            *(output.hidden_index, output.hidden_states, first),
         )

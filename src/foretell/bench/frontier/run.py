@@ -1,7 +1,7 @@
 """Runs the ways interleaved, prices them, and keeps what is finished."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from foretell.api import Model
@@ -16,7 +16,8 @@ from foretell.bench.competitor import (
 from foretell.bench.frontier.predict import DTYPE_FORMATS, Predictor
 from foretell.bench.frontier.price import WayPrice, bytes_gain, price_of_method, price_of_model
 from foretell.bench.frontier.ways import ModelOptions, Way
-from foretell.bench.metrics import question_metrics, speed_ratio, tokens_per_second
+from foretell.bench.measured_method import measured_method
+from foretell.bench.metrics import compute_metrics, question_metrics, speed_ratio, tokens_per_second
 from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchSettings, FrozenModel, QuestionMetrics, QuestionResult
@@ -124,10 +125,25 @@ def run_frontier(
     plain = question_metrics(by_name[frontier.competitors[0].name])
     if predicted is not None and (speed := tokens_per_second(plain)):
         predicted = predicted.anchored(1 / speed)
-    gains = {way.competitor: way.predict(predicted) if predicted else None for way in frontier.ways}
+    gains = {
+        way.competitor: way.predict(_informed(predicted, way, by_name, frontier)) if predicted else None
+        for way in frontier.ways
+    }
     return [
         _result(known[way.competitor], gains[way.competitor], by_name[way.competitor], plain) for way in frontier.ways
     ]
+
+
+def _informed(
+    predicted: Predictor, way: Way, results: Mapping[str, Sequence[QuestionResult]], frontier: Frontier
+) -> Predictor:
+    """The predictor with what only a run can tell of a way: which of its drafts are accepted."""
+    mine, plain = results[way.competitor], results[frontier.competitors[0].name]
+    if not way.family.endswith("method"):
+        return predicted
+    pooled, base = (compute_metrics(found, plain, {}) for found in (mine, plain))
+    variant, dtype = way.spec.label, predicted.exact_dtype
+    return replace(predicted, measured=measured_method(variant, dtype, way.options.model, pooled, base, "this run"))
 
 
 def _leave_out_failed(frontier: Frontier, results: Mapping[str, Sequence[QuestionResult]]) -> None:

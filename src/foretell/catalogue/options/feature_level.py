@@ -105,6 +105,17 @@ class EagleTreeOptions(FeatureTreeOptions):
         ),
     ] = None
 
+    prompt_window: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description=(
+                "Last tokens of a prompt that the drafter reads: behind long prompts it may guess better and costs "
+                "less. Unset: all."
+            ),
+        ),
+    ] = None
+
 
 class EagleOptions(FixedTreeOptions):
     """EAGLE-1's fixed tree."""

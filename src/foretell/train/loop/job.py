@@ -107,12 +107,19 @@ def prepare(settings: TrainingSettings, model: Model, recipe: type[Recipe]) -> T
     documents = [dataset[i] for dataset, (_, held) in zip(data, splits, strict=True) for i in held]
     init_folder = _init_folder(settings, fingerprint)
     setup = _setup(settings, model, fingerprint, data, chunks, init_folder)
+    built = _build_recipe(recipe, setup, init_folder)
+    longest = int(chunks.length.max())
+    if built.draft_length >= longest:
+        raise ValueError(
+            f"{recipe.name} learns drafts of {built.draft_length} tokens, and the longest text has {longest}, so its "
+            "last places would never be learned; raise --sequence, or make the drafts shorter with --set"
+        )
     return TrainingJob(
         settings=settings,
         model=model,
         data=data,
         setup=setup,
-        recipe=_build_recipe(recipe, setup, init_folder),
+        recipe=built,
         measured_recipe=_build_recipe(recipe, setup, init_folder),
         schedule=schedule,
         num_steps=settings.steps or schedule.num_steps(settings.epochs),

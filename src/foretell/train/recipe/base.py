@@ -172,6 +172,11 @@ class Recipe(ABC):
         """Layers of the target whose hidden states are in `Batch.features`."""
         return self.network.hidden_layers
 
+    @property
+    def draft_length(self) -> int:
+        """Tokens that it learns to draft in one pass."""
+        return 1
+
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The loss of a batch.

@@ -88,6 +88,11 @@ class DFlashRecipe(Recipe):
         head, own = self.network.target_info.layers + 1, self.network.hidden_layers
         return own if head in own else (*own, head)
 
+    @property
+    def draft_length(self) -> int:
+        """Tokens that it learns to draft in one pass."""
+        return self.network.depth
+
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The loss of blocks at random anchors."""
         o, target, depth = self.options, self._embedding_and_head, self.network.depth

@@ -55,6 +55,11 @@ class PEagleRecipe(EagleRecipe):
         values = eagle3_values(setup, "p_eagle", o) | {"depth": o.depth}
         return cls(setup, PEagle(validate(PEagleConfig, values, "--set"), setup.embedding_and_head), o)
 
+    @property
+    def draft_length(self) -> int:
+        """Tokens that it learns to draft in one pass."""
+        return self.network.depth
+
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
     ) -> Loss:

@@ -83,6 +83,11 @@ class PardRecipe(Recipe):
         init_draft(network, setup, blocks)
         return cls(setup, network, o)
 
+    @property
+    def draft_length(self) -> int:
+        """Tokens that it learns to draft in one pass."""
+        return self.network.depth
+
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The weighted sum over the depths."""
         o, depth, target = self.options, self.network.depth, self._embedding_and_head

@@ -24,7 +24,7 @@ float bound_of_best(const float* scores, int n, int count, std::vector<float>& m
     const float* first = scores + g * per_group * kLanes;
     Float most = load<Float>(first);
     for (int i = 1; i < per_group; ++i) most = larger(most, load<Float>(first + i * kLanes));
-    store(maxima.data() + g * kLanes, most);
+    store(maxima.data() + g * kLanes, select(most == most, most, splat(-INFINITY)));  // NaN cannot be sorted
   }
   std::nth_element(maxima.begin(), maxima.begin() + count - 1, maxima.end(), std::greater<float>());
   return maxima[(size_t)count - 1];
