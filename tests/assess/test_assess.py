@@ -14,6 +14,7 @@ from command import expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.assess.answers import agreement, repeated_share
 from foretell.assess.choices import Choice, score_choices
 from foretell.assess.confidence import TokenCalibrationSums, calibration_error, reliability
+from foretell.assess.intervals import PairedSums, share_interval
 from foretell.assess.noise import NOISES
 from foretell.assess.probes import CLEAN, conditions, read_probes
 from foretell.assess.report import broken_budgets
@@ -49,6 +50,38 @@ def test_a_model_beside_itself_changes_nothing_and_beside_another_one_does() -> 
     assert all(abs(same[name]) < 1e-6 for name in changes) and same["perplexity_ratio"] == 1
     different = measures(other(), "--dtype", "float32", "--against", tiny_target())
     assert all(different[name] > 0.02 for name in ("kl", "total_variation", "changed_tokens", "changed_answers"))
+
+
+def test_changes_have_intervals_by_paired_bootstrap() -> None:
+    options = ("--dtype", "float32", "--against", tiny_target(), *SMALL, "--json")
+    found = json.loads(run_foretell("assess", other(), *options).stdout)
+    for name, (low, high) in found["intervals"].items():
+        assert low <= found["measures"][name] <= high, name
+    assert set(found["intervals"]) == {
+        "kl", "total_variation", "changed_tokens", "perplexity_ratio", "probe_flips", "new_errors",
+    }  # fmt: skip
+    assert found["intervals"]["kl"][0] > 0 and found["intervals"]["kl"][0] < found["intervals"]["kl"][1]
+    same = json.loads(run_foretell("assess", tiny_target(), *options).stdout)["intervals"]
+    assert same["probe_flips"] == [0, 0] and same["perplexity_ratio"] == [1, 1]
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
+    random_numbers = np.random.default_rng(0)
+    covered = 0
+    for seed in range(100):
+        low, high = share_interval(random_numbers.random(200) < 0.3, seed)
+        covered += low <= 0.3 <= high
+    assert 88 <= covered <= 99
+
+
+def test_two_halves_of_one_model_do_not_differ() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(1280, 30, generator=generator), torch.randint(30, (1280,), generator=generator)
+    noisy = logits + 0.3 * torch.randn(1280, 30, generator=generator)
+    paired = PairedSums()
+    paired.add(logits + 0.3 * torch.randn(1280, 30, generator=generator), noisy, targets)
+    low, high = paired.intervals()["perplexity_ratio"]
+    assert low < 1 < high and high - low < 0.1
 
 
 def test_a_smaller_cache_costs_something_where_it_evicts() -> None:
@@ -109,6 +142,22 @@ def test_fewer_bits_cost_more() -> None:
     rounded = [torch.from_numpy(all_logits(fake_quantize(target(), bits, 4), tokens)) for bits in (8, 5, 4, 3)]
     found = [compare_logits([(exact, logits, exact.argmax(-1))]).kl for logits in rounded]
     assert found == sorted(found) and 0 < found[0] < found[-1] / 20
+
+
+@pytest.mark.parametrize("bits", [5, 4])
+def test_what_blocks_cost_alone_nearly_adds_up_to_what_they_cost_together(bits: int) -> None:
+    tokens, whole = random_tokens(120), target()
+    exact = torch.from_numpy(all_logits(whole, tokens))
+
+    def cost(rounded: tuple[int, ...]) -> float:
+        blocks = [(coarse if i in rounded else whole).block(i) for i in range(whole.config.layers)]
+        logits = torch.from_numpy(all_logits(whole.followed_by(0, blocks), tokens))
+        return compare_logits([(exact, logits, exact.argmax(-1))]).kl
+
+    coarse = fake_quantize(whole, bits, 4)
+    alone = [cost((i,)) for i in range(whole.config.layers)]
+    assert all(kl > 0 for kl in alone) and cost(()) < 1e-9
+    assert 1 / 3 < sum(alone) / cost(tuple(range(whole.config.layers))) < 3
 
 
 def test_calibration_and_perplexity_agree_with_the_comparison() -> None:

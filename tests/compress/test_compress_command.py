@@ -312,6 +312,8 @@ def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp
         ("wanda", ["--sparsity", "1.5"], "lies in 0..1, found 1.5"),
         ("wanda", ["--pattern", "4:2"], "--pattern 4:2: name how many of how many weights are kept"),
         ("wanda", ["--pattern", "2:5"], "the 16 inputs of qkv in"),
+        ("wanda", ["--sparsity", "0.5", "--bits", "4"], "--bits rounds the weights that sparsegpt keeps"),
+        ("sparsegpt", ["--sparsity", "0.5", "--bits", "4"], "are no whole groups of 32, as --bits needs"),
         ("svd", ["--rank-share", "0"], "--rank-share 0: the share of the rank"),
         ("slicegpt", ["--rank-share", "0.5"], "--method slicegpt takes --sparsity, found --rank-share"),
         ("slicegpt", ["--sparsity", "1"], "--sparsity 1: slicegpt deletes a share of the hidden size"),

@@ -6,9 +6,11 @@ import torch
 from foretell.compress import LOW_RANK, PRUNING
 from foretell.compress.low_rank import ASVD, SVD, SVDLLM
 from foretell.compress.pruning import Magnitude, Wanda
-from foretell.compress.sparsegpt import SparseGPT
+from foretell.compress.sparsegpt import GROUP, SparseGPT
 from foretell.compress.sparsity import Pattern, Sparsity
 from foretell.quantize.base import InputStatistics, output_error
+from foretell.quantize.gptq import GPTQ
+from foretell.quantize.integer_grid import IntegerGrid
 
 TWO_OF_FOUR = Sparsity.of(Pattern(2, 4))
 
@@ -95,6 +97,40 @@ def test_sparsegpt_of_unrelated_inputs_leaves_the_other_weights(sparsity: Sparsi
     weight = random_weight()
     found = SparseGPT(sparsity).compress(weight, alike())
     torch.testing.assert_close(found, torch.where(found == 0, 0, weight))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_sparsegpt_that_prunes_nothing_and_rounds_is_gptq(bits: int) -> None:
+    weight, inputs = random_weight(), statistics()
+    grid = IntegerGrid(bits, GROUP, symmetric=True)
+    expected = GPTQ(act_order=False).quantize("down", weight, grid, inputs).values()
+    found = SparseGPT(Sparsity(0), bits).compress(weight, inputs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert output_error(found - weight, inputs) > 0
+
+
+@pytest.mark.parametrize("sparsity", [Sparsity(0.5), TWO_OF_FOUR], ids=str)
+def test_pruning_and_rounding_in_one_pass_loses_less_than_one_after_the_other(sparsity: Sparsity) -> None:
+    together = apart = 0.0
+    for seed in range(4):
+        weight, inputs = random_weight(seed), statistics(seed + 100)
+        found = SparseGPT(sparsity, 3).compress(weight, inputs)
+        assert float((found == 0).float().mean()) >= sparsity.share
+        assert all(len(group.unique()) <= 8 for row in found[:4] for group in row.split(GROUP))
+        pruned, grid = SparseGPT(sparsity).compress(weight, inputs), IntegerGrid(3, GROUP, symmetric=True)
+        groups = grid.split(pruned)
+        parameters = grid.store(*grid.fit(groups))
+        rounded = grid.values(grid.levels(groups, parameters), parameters).flatten(1)
+        together += output_error(found - weight, inputs)
+        apart += output_error(rounded - weight, inputs)
+    assert together < 0.95 * apart
+
+
+def test_rounding_needs_whole_groups() -> None:
+    with pytest.raises(ValueError, match="no whole groups of 32, as --bits needs"):
+        SparseGPT(Sparsity(0.5), 4).check(24, 40, "down")
+    with pytest.raises(ValueError, match="a pattern whose group divides 32, found --pattern 2:5"):
+        SparseGPT(Sparsity.of(Pattern(2, 5)), 4).check(24, 160, "down")
 
 
 def test_sparsegpt_takes_unused_inputs_and_refuses_infinite_ones() -> None:

@@ -9,18 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.bench.random_file import random_model_file
 from foretell.model.decoder import BlockRange, Decoder, FeedForward
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.structures import Precision
 from foretell.model.layout import Layout
 from foretell.model.linear import Linear
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_weights import GGUFWeights
+from foretell.model.load.native import load_native
 from foretell.model.network import Network
+from foretell.model.runner import DecoderRunner
 from foretell.model.sparsity import (
     FirstNeurons,
     GateThreshold,
     InputThresholds,
     NeuronRule,
     PredictedNeurons,
+    Predictor,
     SparseFeedForward,
     check_sparse,
     first_neurons,
@@ -28,8 +34,9 @@ from foretell.model.sparsity import (
 )
 from foretell.model.sparsity_file import SparsityFile, read_sparsity
 from foretell.testing import TINY, tiny_decoder
+from helpers import chain_tree
 
-HIDDEN, FFN, TOKENS = 80, 192, 21
+HIDDEN, FFN, TOKENS, HEADS = 80, 192, 21, TINY.heads
 
 
 @cache
@@ -66,11 +73,24 @@ def states(network: Network, chunks: Sequence[int] = (TOKENS,)) -> torch.Tensor:
     return torch.cat(out)
 
 
+def unit_predictor(units: int, threshold: float, seed: int = 1, ahead: bool = False) -> Predictor:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(*shape, generator=generator) for shape in ((24, HIDDEN), (units, 24), (units,))]
+    return Predictor(parts[0], parts[1], threshold, parts[2], ahead)
+
+
+def in_runs(threshold: float, heads: float | None, ahead: bool = False) -> PredictedNeurons:
+    """Runs of 32 neurons, and heads where they have a threshold."""
+    chosen = None if heads is None else unit_predictor(HEADS, heads, 2, ahead)
+    return PredictedNeurons(**vars(unit_predictor(FFN // 32, threshold, 1, ahead)), unit=32, heads=chosen)
+
+
 RULES = (
     GateThreshold(0.05),
     InputThresholds(0.1, 0.02, 0.1, 0.002),
     predictor(0.5),
     FirstNeurons(128),
+    in_runs(0.5, 0.2),
 )
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 
@@ -96,7 +116,9 @@ def test_the_kernels_compute_what_torch_computes(rule: NeuronRule) -> None:
     assert not torch.allclose(found, states(dense()), atol=1e-2)
 
 
-@pytest.mark.parametrize("rule", [GateThreshold(-1.0), InputThresholds(0, 0, 0, 0), predictor(-1e9)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [GateThreshold(-1.0), InputThresholds(0, 0, 0, 0), predictor(-1e9), in_runs(-1e9, -1e9)], ids=str
+)
 def test_reading_all_neurons_is_the_dense_network(rule: NeuronRule) -> None:
     torch.testing.assert_close(states(sparse(rule, "float32")), states(dense()), atol=1e-4, rtol=1e-4)
 
@@ -198,3 +220,112 @@ def test_the_share_that_a_pass_reads_follows_the_union_of_its_tokens() -> None:
     states(network, [4])
     tokens, chosen, read = network.neuron_counts.numbers.sum(0).tolist()
     assert chosen / tokens < read / 2 <= chosen and np.isfinite(read)
+
+
+def fixed(units: int, chosen: Sequence[int], ahead: bool = False) -> Predictor:
+    """Chooses the same units for every token."""
+    bias = torch.full((units,), -1.0)
+    bias[list(chosen)] = 1.0
+    return Predictor(torch.zeros(8, HIDDEN), torch.zeros(units, 8), 0.0, bias, ahead)
+
+
+@cache
+def wide_heads() -> Decoder:
+    """Heads of whole panels."""
+    return tiny_decoder(replace(TINY, hidden=HIDDEN, head_dim=32, vocab=29, layers=2, ffn=FFN), 0, torch.float32)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [[0], [1, 2], [0, 3], []], ids=str)
+def test_chosen_heads_are_the_columns_of_the_output_that_are_read(heads: list[int], precision: Precision) -> None:
+    """Keys and values of all heads are there whatever was chosen (Deja Vu's fourth check): only the output differs."""
+    rule = PredictedNeurons(**vars(fixed(FFN // 32, range(FFN // 32))), unit=32, heads=fixed(HEADS, heads))
+    found = states(NativeDecoder(wide_heads(), precision).with_rules([rule, rule]))
+    masked = tiny_decoder(wide_heads().config, 0, torch.float32)
+    for block in masked.blocks:
+        without = [h for h in range(HEADS) if h not in heads]
+        block.output.weight.data.unflatten(1, (HEADS, 32))[:, without] = 0  # type: ignore[union-attr,operator]
+    assert torch.equal(found, states(NativeDecoder(masked, precision)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_heads_of_whole_panels_are_chosen_by_every_token_for_itself(precision: Precision) -> None:
+    rule = in_runs(0.5, 0.2)
+    network = NativeDecoder(wide_heads(), precision).with_rules([rule, rule])
+    whole = states(network)
+    assert torch.equal(whole, states(network, [1] * TOKENS)) and torch.equal(whole, states(network, [3, 18]))
+    assert network.head_counts is not None and 0.1 < network.head_counts.chosen_share() < 0.9
+    if precision == "float32":
+        wanted = states(sparse_decoder(wide_heads(), [rule, rule]))
+        torch.testing.assert_close(whole, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "bf16"])
+def test_runs_of_neurons_are_read_in_every_storage_type(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first runs for all tokens are the first neurons, bit for bit, and all runs are the dense network."""
+    config = replace(TINY, vocab=49152, hidden=256, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=256, tied=True)
+    monkeypatch.setattr("foretell.bench.random_file.find_model", lambda shape: (shape, config))
+    weights = GGUFWeights(GGUF(random_model_file("runs", kind, tmp_path)), config)
+    dense_ = load_native(config, weights, "bfloat16" if kind == "bf16" else "int8-activations")
+    size = 256 if kind == "Q4_K" else 128
+
+    def outputs(network: NativeDecoder, chunks: Sequence[int] = (5,)) -> torch.Tensor:
+        runner, found, at = DecoderRunner(network), list[torch.Tensor](), 0
+        for count in chunks:
+            found.append(runner.forward([0], chain_tree(list(range(at, at + count)))).logits)
+            runner.commit(0, range(count))
+            at += count
+        return torch.cat(found)
+
+    def runs(chosen: Sequence[int]) -> PredictedNeurons:
+        part = fixed(8, chosen)
+        return PredictedNeurons(torch.zeros(8, 256), part.outputs, 0.0, part.bias, unit=32)
+
+    assert torch.equal(outputs(dense_.with_rules([runs(range(8))] * 2)), outputs(dense_))
+    first = outputs(dense_.with_rules([FirstNeurons(size)] * 2))
+    assert torch.equal(outputs(dense_.with_rules([runs(range(size // 32))] * 2)), first)
+    generator = torch.Generator().manual_seed(0)
+    own = PredictedNeurons(
+        torch.randn(8, 256, generator=generator), torch.randn(8, 8, generator=generator), 0.0, torch.zeros(8), unit=32
+    )
+    network = dense_.with_rules([own, own])
+    assert torch.equal(outputs(network), outputs(network, [1, 1, 3]))
+    assert not torch.equal(outputs(network), outputs(dense_))
+
+
+def test_looking_ahead_chooses_by_what_the_layer_before_reads() -> None:
+    first, second = in_runs(0.5, 0.2), in_runs(0.5, 0.2, ahead=True)
+    network = NativeDecoder(wide_heads(), "float32").with_rules([first, second])
+    found = states(network)
+    assert torch.equal(found, states(network, [1] * TOKENS)), "a token's choice is its own"
+    expected = sparse_decoder(wide_heads(), [first, first])
+    before, later = expected.block(0), expected.block(1)
+    assert isinstance(later.mlp, SparseFeedForward) and isinstance(before.mlp, SparseFeedForward)
+    for module, following in ((before.mlp.gate_up, later.mlp.gate_up), (before.qkv, later.qkv)):
+        seen = list[torch.Tensor]()
+        module.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        following.seen = seen  # type: ignore[assignment]
+    runs, heads = unit_predictor(FFN // 32, 0.5), unit_predictor(HEADS, 0.2, 2)
+    later.mlp.choose = lambda x: runs.choose(later.mlp.gate_up.seen[-1]).repeat_interleave(32, -1)  # type: ignore
+    later.qkv.register_forward_hook(
+        lambda module, inputs, out: setattr(module, "chosen", heads.choose(module.seen[-1]))
+    )
+    torch.testing.assert_close(found, states(expected), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="look ahead by a layer run on the CPU kernels only"):
+        sparse_decoder(dense(), [first, second])
+
+
+def test_a_run_that_begins_between_layers_reads_all_of_what_it_cannot_foresee() -> None:
+    """No state of the layer before is at hand, so that the first layer is dense."""
+    ahead = in_runs(1e9, 1e9, ahead=True)
+    network = NativeDecoder(wide_heads(), "float32").with_rules([ahead, ahead])
+    place = torch.arange(3, dtype=torch.int32)
+    layout = Layout(torch.zeros_like(place), place, place, place + 1, torch.zeros(3, 0, dtype=torch.int32))
+    found = list[torch.Tensor]()
+    for each in (network, NativeDecoder(wide_heads(), "float32")):
+        cache_ = each.new_cache()
+        cache_.reserve([0], [3])
+        found.append(each.run(each.embed(torch.arange(3)), layout, cache_, BlockRange(1, 2)).hidden_states[-1])
+    assert torch.equal(*found)

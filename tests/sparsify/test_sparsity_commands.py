@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from command import expect_error, run_foretell, save_tiny_model
+from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model
 from foretell.load import load, open_checkpoint
+from foretell.model import kernels as native
 from foretell.model.activation import gated
 from foretell.model.decoder import FeedForward
 from foretell.model.sparsity import FirstNeurons, sparse_decoder
+from foretell.model.sparsity_file import read_sparsity
 from foretell.sparsify.activations import block_activations
 from foretell.sparsify.nested import NestedSettings, prefix_size, spread_units, train_nested
 from foretell.sparsify.thresholds import calibrate_thresholds, magnitude_quantile
@@ -102,9 +104,52 @@ def test_predictors_find_more_than_a_fixed_set_and_draft_without_loss(tmp_path: 
     assert drafted.stdout == run_foretell(*arguments, "autoregressive").stdout and "lossless" in drafted.stderr
 
 
-def test_a_rank_outside_its_range_is_refused(tmp_path: Path) -> None:
-    arguments = ("train", "sparsity", model(), "--out", tmp_path / "x", "--text", text(), "--rank", "0", *CALIBRATE)
-    assert "predictors have a rank of 1 to" in expect_error(*arguments)
+@pytest.mark.skipif(not native.available(), reason=native.unavailable_reason() or "available")
+def test_heads_and_runs_of_neurons_are_predicted_ahead_and_draft_without_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("command.ENVIRONMENT", {**ENVIRONMENT, "FORETELL_NATIVE": "1"})
+    out, source = tmp_path / "out", save_tiny_model(tmp_path / "m", layers=2, hidden=64, ffn=128)
+    result = run_foretell(
+        *("train", "sparsity", source, "--out", out, "--text", text(), "--rank", "8", "--steps", "20", *CALIBRATE),
+        *("--block", "32", "--head-sparsity", "0.5", "--look-ahead"),
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = json.loads((out / "sparsity.json").read_text())
+    assert len(found["head_recall"]) == len(found["head_thresholds"]) == 2 and found["look_ahead"]
+    assert "of the query heads" in result.stdout and "recall of the heads to read" in result.stdout
+    rules = read_sparsity(out, "", open_checkpoint(source).config).rules
+    assert [rule.ahead for rule in rules] == [False, True]  # type: ignore[union-attr]
+    arguments: list[str | Path] = ["generate", "ab", "--model", source, "--max-new-tokens", "6", "--method"]
+    drafted = run_foretell(*arguments, "sparse_mlp_draft", "--speculative-config", json.dumps({"sparsity": str(out)}))
+    assert drafted.stdout == run_foretell(*arguments, "autoregressive").stdout and "lossless" in drafted.stderr
+    lossy = run_foretell(*arguments, "autoregressive", "--sparsity", out)
+    assert "LOSSY" in lossy.stderr and "deja_vu 0.5, heads 0.5: KL" in lossy.stderr
+    limit = "--sparsity", out, "--target-memory-limit", "1"
+    assert "chosen one by one and heads are not" in expect_error(*arguments, "autoregressive", *limit)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rank", "0"], "predictors have a rank of 1 to"),
+        (["--head-sparsity", "1"], "--head-sparsity is the share that is not read, at least 0 and less than 1"),
+        (["--block", "7"], "neurons are chosen one by one (1) or in runs of 32 that divide"),
+        (["--block", "32"], "in runs of 32 that divide the 24 neurons"),
+        (["--look-ahead"], "--look-ahead needs neurons that are chosen in runs; add --block 32"),
+    ],
+)
+def test_settings_of_predictors_outside_their_range_are_refused(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    command = "train", "sparsity", model(), "--out", tmp_path / "x", "--text", text(), "--rank", "8"
+    assert message in expect_error(*command, *arguments, *CALIBRATE)
+
+
+def test_looking_ahead_needs_the_kernels(tmp_path: Path) -> None:
+    source = wide_model(tmp_path)
+    command = "train", "sparsity", source, "--out", tmp_path / "x", "--text", text(), "--rank", "8", "--block", "32"
+    assert "needs a model that the CPU kernels run" in expect_error(*command, "--look-ahead", *CALIBRATE)
 
 
 def wide_model(folder: Path) -> Path:

@@ -113,6 +113,7 @@ def test_the_command_writes_another_model_and_says_what_it_costs(tmp_path: Path)
     ("options", "sentence"),
     [
         (("--layer", "2"), "--layer 2: the model has 2 layers; give 1 to 1"),
+        (("--layer", "99"), "--layer 99: the model has 2 layers; give 1 to 1"),
         (("--layer", "1", "--data", "nowhere"), "nowhere: no training set here"),
     ],
 )

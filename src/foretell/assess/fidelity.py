@@ -1,13 +1,14 @@
 """Fidelity and calibration on texts: the next-token distributions of a model, beside those of another one."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 
 from foretell.api import Model
 from foretell.assess.confidence import TokenCalibration, TokenCalibrationSums
+from foretell.assess.intervals import Interval, PairedSums
 from foretell.quantize.evaluate import Comparison, compare_logits
 from foretell.verify.precision import check_length, logit_parts, read_sequence
 
@@ -24,6 +25,8 @@ class TextAssessment:
     compared: Mapping[str, Comparison]
     """By domain; empty without another model."""
     other: TokenCalibration | None = None
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """Of the changes over all texts; empty without another model."""
 
     @property
     def mean_kl(self) -> float:
@@ -50,6 +53,7 @@ def assess_texts(
         )
     overall, other = TokenCalibrationSums(), TokenCalibrationSums()
     calibrated, compared = dict[str, TokenCalibration](), dict[str, Comparison]()
+    paired = PairedSums()
     for name, tokens in domains.items():
         check_length(tokens.shape[1], [m for m in (model, against) if m is not None])
         first, here = tokens.shape[1] // 2 if decoded else None, TokenCalibrationSums()
@@ -61,15 +65,20 @@ def assess_texts(
                     here.add(q, targets)
         else:
             parts = logit_parts(against, model, tokens, first)
-            compared[name] = compare_logits(_counted(parts, other, (here, overall)))
+            compared[name] = compare_logits(_counted(parts, other, (here, overall), paired))
         calibrated[name] = here.result()
-    return TextAssessment(calibrated, overall.result(), compared, None if against is None else other.result())
+    if against is None:
+        return TextAssessment(calibrated, overall.result(), compared)
+    return TextAssessment(calibrated, overall.result(), compared, other.result(), paired.intervals())
 
 
-def _counted(parts: _Parts, of_other: TokenCalibrationSums, of_model: tuple[TokenCalibrationSums, ...]) -> _Parts:
-    """The same parts, counted for the calibration of both models."""
+def _counted(
+    parts: _Parts, of_other: TokenCalibrationSums, of_model: tuple[TokenCalibrationSums, ...], paired: PairedSums
+) -> _Parts:
+    """The same parts, counted for the calibration of both models and for the intervals of the changes."""
     for p, q, targets in parts:
         of_other.add(p, targets)
+        paired.add(p, q, targets)
         for sums in of_model:
             sums.add(q, targets)
         yield p, q, targets

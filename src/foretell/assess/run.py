@@ -86,6 +86,7 @@ def as_record(found: Assessment) -> dict[str, Any]:
         "model": subject(found.model),
         "against": None if found.against is None else subject(found.against),
         "measures": found.measures(),
+        "intervals": found.intervals(),
         "texts": asdict(found.texts),
         "answers": asdict(found.answers),
         "machine": describe_machine(),

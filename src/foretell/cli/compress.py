@@ -46,6 +46,10 @@ def compress(
         float | None,
         typer.Option(metavar="SHARE", help="svd, asvd, svd_llm, laser: share of the rank that is kept."),
     ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, max=8, help="sparsegpt: round the weights that stay to so many bits, too."),
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -73,7 +77,7 @@ def compress(
         raise ValueError(f"{out}: compress writes a directory; quantise that into a .gguf file with foretell quantize")
     path = resolve_reference(model)
     source = Source.open(model, path, "compressed")
-    chosen = plan(source, method, sparsity, pattern, rank_share)
+    chosen = plan(source, method, sparsity, pattern, rank_share, bits)
     wanted = calibration_tokens if chosen.calibrated else 0
     last = 0.0
 

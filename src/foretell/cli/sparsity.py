@@ -77,13 +77,15 @@ def _report(file: SparsityFile, folder: Path, sparse: Model) -> str:
     counts = getattr(sparse.network, "neuron_counts", None)
     chosen = 0.0 if counts is None else counts.chosen_share()
     lines = [f"{folder}: {file.method} of {sparse.name}, {file.tokens:,} tokens of {file.text}"]
+    heads = getattr(sparse.network, "head_counts", None)
     if chosen:
         lines.append(f"a token reads {chosen:.1%} of the neurons")
+    if file.head_thresholds and heads is not None:
+        lines[-1] += f" and {heads.chosen_share():.1%} of the query heads"
     if file.recall:
-        lines.append(
-            f"recall of the neurons to read: {_mean(file.recall)} (from the layer before: {_mean(file.recall_ahead)}; "
-            f"of a fixed set: {_mean(file.recall_of_fixed_set)})"
-        )
+        lines.append(_recall("neurons", file.recall, file.recall_ahead, file.recall_of_fixed_set))
+    if file.head_recall:
+        lines.append(_recall("heads", file.head_recall, file.head_recall_ahead, file.head_recall_of_fixed_set))
     p = file.price
     lines += [
         f"LOSSY, on {p.tokens:,} positions held back: KL {p.kl:.4f} nats, {p.same_top:.1%} equal top tokens, "
@@ -93,6 +95,13 @@ def _report(file: SparsityFile, folder: Path, sparse: Model) -> str:
         f'\'{{"sparsity": "{folder}"}}\'',
     ]
     return "\n".join(lines)
+
+
+def _recall(what: str, own: tuple[float, ...], ahead: tuple[float, ...], fixed: tuple[float, ...]) -> str:
+    return (
+        f"recall of the {what} to read: {_mean(own)} (from the layer before: {_mean(ahead)}; of a fixed set: "
+        f"{_mean(fixed)})"
+    )
 
 
 def _mean(shares: tuple[float, ...]) -> str:

@@ -71,6 +71,7 @@ def free(
     settings = ShallowDeepSettings(
         layer or max(1, target.config.layers // 3), steps, lr, distillation, batch_tokens, seed=seed
     )
+    settings.check(target.config.layers)
     if data_folder is None:
         data_folder = out.with_name(f"{out.name}-data")
         data.generate(out=data_folder, tokens=tokens, model=model, own=True, seed=seed)

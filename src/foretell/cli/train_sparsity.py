@@ -1,15 +1,24 @@
-"""`foretell train sparsity`: fit predictors of the neurons that a token needs."""
+"""`foretell train sparsity`: fit predictors of the neurons and heads that a token needs."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
+from foretell.model.load.network import runs_on_kernels
 from foretell.model.sparsity_file import SparsityFile
-from foretell.sparsify.predictors import PredictorSettings, fit_predictors, save_predictors
+from foretell.sparsify.predictors import (
+    FittedPredictor,
+    PredictorSettings,
+    check_settings,
+    fit_predictors,
+    save_predictors,
+)
 
 _DEFAULTS = PredictorSettings()
 
@@ -22,6 +31,20 @@ def sparsity(
     share: Annotated[
         float, typer.Option("--sparsity", metavar="SHARE", help="Share of the neurons that a token does not read.")
     ] = _DEFAULTS.sparsity,
+    block: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Neurons that are chosen together: 1 reads rows of a second copy in bfloat16, 32 reads the weights as "
+            "they are packed, in any storage type.",
+        ),
+    ] = _DEFAULTS.block,
+    head_sparsity: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of the query heads that a token does not read; 0: none.")
+    ] = _DEFAULTS.head_sparsity,
+    look_ahead: Annotated[
+        bool, typer.Option("--look-ahead", help="Predict from what the layer before reads; needs --block 32.")
+    ] = _DEFAULTS.look_ahead,
     rank: Annotated[int, typer.Option(metavar="N", help="Rank of the predictors.")] = _DEFAULTS.rank,
     steps: Annotated[
         int, typer.Option(metavar="N", min=0, help="Gradient steps per layer after the closed form; 0: none.")
@@ -38,15 +61,18 @@ def sparsity(
     dtype: options.Dtype = "auto",
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of text and batches.")] = _DEFAULTS.seed,
 ) -> None:
-    """Fit a predictor per layer of the neurons that a token needs (Deja Vu), and measure what that costs. Lossy as a
-    target, lossless as a draft of the dense model.
+    """Fit predictors per layer of the neurons and heads that a token needs (Deja Vu), and measure what that costs.
+    Lossy as a target, lossless as a draft of the dense model.
 
     foretell train sparsity smollm2-135m --sparsity 0.5 --out predicted
 
     foretell generate "Why is the sky blue?" --sparsity predicted
     """
-    settings = PredictorSettings(share, rank, steps, lr, seed=seed)
+    settings = PredictorSettings(share, head_sparsity, block, look_ahead, rank, steps, lr, seed=seed)
     console, source = Console(stderr=True), open_source(model, "made sparse")
+    check_settings(source.config, settings)
+    if look_ahead and not runs_on_kernels(source.config, torch.device("cpu")):
+        raise ValueError("--look-ahead needs a model that the CPU kernels run, and they do not run this one here")
     found = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
     with console.status("fitting") as status:
         fitted = fit_predictors(source.config, source.weights, found.calibration, settings, status.update)
@@ -54,8 +80,21 @@ def sparsity(
     file = SparsityFile(
         method="deja_vu", model=fingerprint(source), layers=source.config.layers, sparsity=share,
         thresholds=tuple((each.rule.threshold,) for each in fitted), text=found.origin,
-        tokens=found.calibration.numel(), recall=tuple(each.recall for each in fitted),
-        recall_ahead=tuple(each.ahead for each in fitted if each.ahead is not None),
-        recall_of_fixed_set=tuple(each.chance for each in fitted),
+        tokens=found.calibration.numel(), recall=tuple(each.neurons.own for each in fitted),
+        recall_ahead=tuple(each.neurons.ahead for each in fitted if each.neurons.ahead is not None),
+        recall_of_fixed_set=tuple(each.neurons.chance for each in fitted),
+        block=block, look_ahead=look_ahead, **_of_heads(fitted, head_sparsity),
     )  # fmt: skip
     save_with_price(file, out, model, dtype, found, console)
+
+
+def _of_heads(fitted: Sequence[FittedPredictor], sparsity: float) -> dict[str, Any]:
+    """The fields of `SparsityFile` for the heads."""
+    found = [(each.rule.heads, each.heads) for each in fitted if each.rule.heads and each.heads]
+    return {
+        "head_sparsity": sparsity,
+        "head_thresholds": tuple(rule.threshold for rule, _ in found),
+        "head_recall": tuple(recall.own for _, recall in found),
+        "head_recall_ahead": tuple(recall.ahead for _, recall in found if recall.ahead is not None),
+        "head_recall_of_fixed_set": tuple(recall.chance for _, recall in found),
+    }

@@ -8,10 +8,12 @@ from foretell.compress.pruning import Magnitude, Wanda
 from foretell.compress.sparsegpt import SparseGPT
 from foretell.compress.sparsity import Sparsity
 
+SPARSEGPT = "sparsegpt"
+"""The method whose weights that stay make up for those that are pruned."""
 PRUNING: Mapping[str, Callable[[Sparsity], Compressor]] = {
     "magnitude": Magnitude,
     "wanda": Wanda,
-    "sparsegpt": SparseGPT,
+    SPARSEGPT: SparseGPT,
 }
 """Methods that set weights to zero, by name."""
 LOW_RANK: Mapping[str, Callable[[float], LowRankCompressor]] = {"svd": SVD, "asvd": ASVD, "svd_llm": SVDLLM}
@@ -25,4 +27,4 @@ LASER = "laser"
 METHODS = (*PRUNING, *LOW_RANK, SHORTGPT, SLICEGPT, LASER)
 """Names of all methods."""
 
-__all__ = ["LASER", "LOW_RANK", "METHODS", "PRUNING", "SHORTGPT", "SLICEGPT"]
+__all__ = ["LASER", "LOW_RANK", "METHODS", "PRUNING", "SHORTGPT", "SLICEGPT", "SPARSEGPT"]

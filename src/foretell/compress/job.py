@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from foretell.compress import LASER, LOW_RANK, METHODS, PRUNING, SHORTGPT, SLICEGPT
+from foretell.compress import LASER, LOW_RANK, METHODS, PRUNING, SHORTGPT, SLICEGPT, SPARSEGPT
 from foretell.compress.base import Compressor
 from foretell.compress.card import Card, write_card
 from foretell.compress.checkpoint import (
@@ -22,6 +22,7 @@ from foretell.compress.checkpoint import (
 from foretell.compress.laser import SHARES, best_reduction
 from foretell.compress.low_rank import check_share, ranks_of
 from foretell.compress.slicing import kept_width, sliced_config
+from foretell.compress.sparsegpt import GROUP, SparseGPT
 from foretell.compress.sparsity import Pattern, Sparsity
 from foretell.compress.unfinished import UnfinishedResult, text_digest
 from foretell.load import open_checkpoint
@@ -64,7 +65,14 @@ class Plan:
         return self.compressor is None or self.compressor.calibrated
 
 
-def plan(source: Source, method: str, sparsity: float | None, pattern: str | None, rank_share: float | None) -> Plan:
+def plan(
+    source: Source,
+    method: str,
+    sparsity: float | None,
+    pattern: str | None,
+    rank_share: float | None,
+    bits: int | None = None,
+) -> Plan:
     """Choose what is done.
 
     Raises:
@@ -72,6 +80,8 @@ def plan(source: Source, method: str, sparsity: float | None, pattern: str | Non
     """
     if method not in METHODS:
         raise unknown("method", method, METHODS)
+    if bits is not None and method != SPARSEGPT:
+        raise ValueError(f"--bits rounds the weights that sparsegpt keeps, found --method {method}; leave it out")
     given = {"--sparsity": sparsity, "--pattern": pattern, "--rank-share": rank_share}
     wanted = list(given)[:2]
     if method in (*LOW_RANK, LASER):
@@ -94,6 +104,8 @@ def plan(source: Source, method: str, sparsity: float | None, pattern: str | Non
     else:
         share = Sparsity.of(Pattern.parse(pattern)) if pattern is not None else Sparsity(sparsity or 0)
         chosen, amount = PRUNING[method](share), f"sparsity {share}"
+        if bits is not None:
+            chosen, amount = SparseGPT(share, bits), f"{amount}, {bits} bits in groups of {GROUP}"
     for role, inputs in inputs_of(source.config).items():
         chosen.check(sum(part.outputs for part in parts_of(source.config)[role]), inputs, f"{role} in {source.name}")
     two_of_four = pattern is not None and _within_two_of_four(Pattern.parse(pattern))

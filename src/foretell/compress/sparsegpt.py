@@ -1,26 +1,49 @@
 """SparseGPT (Frantar and Alistarh, arXiv 2301.00774): the inputs that stay make up for those that are pruned."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float
 
 from foretell.compress.pruning import Magnitude
 from foretell.model.compress import least_in_rows
 from foretell.quantize.base import InputStatistics
-from foretell.quantize.gptq import inverse_factor
+from foretell.quantize.gptq import inverse_factor, round_column
+from foretell.quantize.integer_grid import IntegerGrid
 
 Tensor = torch.Tensor
 _LAZY = 128
 """Columns that are pruned before the columns after them are updated together."""
+GROUP = 32
+"""Inputs that share a scale where weights are rounded, too."""
 _DAMPING = 0.01
 """Added to the diagonal of the Hessian, as a share of its mean."""
 
 
+@dataclass(frozen=True)
 class SparseGPT(Magnitude):
     """Prunes column by column and spreads the error of each over the columns after it, by the second moment of the
     inputs. The share holds for blocks of 128 columns over all outputs, not for every output.
+
+    `bits`: the weights that stay are rounded to so many bits with a scale per output and `GROUP` inputs, in the same
+    pass, as GPTQ does; None: they are not.
     """
 
+    bits: int | None = None
     calibrated = True
+
+    def check(self, outputs: int, inputs: int, name: str) -> None:
+        """Refuse rows that are no whole groups.
+
+        Raises:
+            ValueError: the matrix has such rows.
+        """
+        super().check(outputs, inputs, name)
+        if self.bits is not None and inputs % GROUP:
+            raise ValueError(f"the {inputs} inputs of {name} are no whole groups of {GROUP}, as --bits needs")
+        pattern = self.sparsity.pattern
+        if self.bits is not None and pattern is not None and GROUP % pattern.group:
+            raise ValueError(f"--bits needs a pattern whose group divides {GROUP}, found --pattern {pattern}")
 
     def compress(self, weight: Float[Tensor, "o i"], inputs: InputStatistics | None) -> Float[Tensor, "o i"]:
         """The pruned matrix, with changed weights.
@@ -47,13 +70,20 @@ class SparseGPT(Magnitude):
     ) -> tuple[Float[Tensor, "o b"], Float[Tensor, "o b"]]:
         """The pruned columns of a block, and the error of each in units of the factor's diagonal."""
         scale, pattern, out = factor.diagonal(), self.sparsity.pattern, torch.empty_like(local)
+        grid = None if self.bits is None else IntegerGrid(self.bits, GROUP, symmetric=True)
         errors = torch.empty_like(local)
         pruned = self._least_of_all(local, scale) if pattern is None else torch.zeros_like(local, dtype=torch.bool)
         for j in range(local.shape[1]):
             if pattern is not None and j % pattern.group == 0:
                 here = slice(j, j + pattern.group)
                 pruned[:, here] = self.sparsity.pruned((local[:, here] / scale[here]).square())
-            out[:, j] = local[:, j].masked_fill(pruned[:, j], 0)
+            kept = local[:, j]
+            if grid is not None:
+                if j % GROUP == 0:
+                    here = slice(j, j + GROUP)
+                    parameters = grid.store(*grid.fit(grid.split(local[:, here].masked_fill(pruned[:, here], 0))))
+                kept = round_column(kept, grid, parameters, 0, 0)[1]
+            out[:, j] = kept.masked_fill(pruned[:, j], 0)
             errors[:, j] = (local[:, j] - out[:, j]) / scale[j]
             local[:, j:] -= errors[:, j, None] * factor[j, j:]
         return out, errors

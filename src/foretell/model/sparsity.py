@@ -40,15 +40,32 @@ class InputThresholds:
 
 
 @dataclass(frozen=True, eq=False)
-class PredictedNeurons:
-    """A neuron is read where its score `outputs @ inputs @ x + bias` is greater (Deja Vu, arXiv 2310.17157); `x` is the
-    input of the network.
+class Predictor:
+    """A unit is read where its score `outputs @ inputs @ x + bias` is greater (Deja Vu, arXiv 2310.17157); `x` is the
+    input of the sub-layer or, `ahead`, of that of the layer before. The first layer that runs and has no such input
+    reads all.
     """
 
     inputs: Float[Tensor, "r d"]
-    outputs: Float[Tensor, "f r"]
+    outputs: Float[Tensor, "u r"]
     threshold: float
-    bias: Float[Tensor, " f"]
+    bias: Float[Tensor, " u"]
+    ahead: bool = False
+
+    def choose(self, x: Float[Tensor, "*t d"]) -> Bool[Tensor, "*t u"]:
+        """The units that each token reads."""
+        inputs, outputs, bias = (part.float().to(x.device) for part in (self.inputs, self.outputs, self.bias))
+        return x.float() @ inputs.T @ outputs.T + bias > self.threshold
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedNeurons(Predictor):
+    """The neurons that a predictor chooses, `unit` consecutive ones together; and the query heads that another one
+    chooses, `heads`. Keys and values of all heads are computed.
+    """
+
+    unit: int = 1
+    heads: Predictor | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,12 @@ def check_sparse(config: ModelConfig, rules: Sequence[NeuronRule]) -> None:
             f"sparse feed-forward networks are supported with SiLU and GELU gates, and this model "
             f"({config.architecture}) has {what}; run it dense"
         )
+    chooses_heads = any(isinstance(rule, PredictedNeurons) and rule.heads is not None for rule in rules)
+    if chooses_heads and (config.attention_gate or config.kv_layers):
+        raise ValueError(
+            f"heads are chosen in plain attention, and that of this model ({config.architecture}) has gates or reads "
+            "the keys of other layers; make its feed-forward networks alone sparse"
+        )
     if len(rules) != config.layers:
         raise ValueError(f"{len(rules)} layers are described, and the model has {config.layers}")
     for i, rule in enumerate(rules):
@@ -117,16 +140,41 @@ class SparseFeedForward(FeedForward):
         if isinstance(self.rule, GateThreshold):
             gate = self.gate_up(x).chunk(2, -1)[0]
             return gated(gate, torch.ones_like(gate), self.activation).abs() > self.rule.threshold
-        inputs, outputs, bias = (
-            part.float().to(x.device) for part in (self.rule.inputs, self.rule.outputs, self.rule.bias)
-        )
-        return x.float() @ inputs.T @ outputs.T + bias > self.rule.threshold
+        return self.rule.choose(x).repeat_interleave(self.rule.unit, -1)
 
     def forward(self, x: Float[Tensor, "*t d"]) -> Float[Tensor, "*t d"]:
         """The dense network with the other neurons at zero."""
         inner = activated(self.gate_up(x), self.activation)
         out: Tensor = self.down(inner.masked_fill(~self.choose(x), 0))
         return out
+
+
+class HeadChoice(Linear):
+    """The projection to queries, keys and values, which notes what heads its tokens read."""
+
+    def __init__(self, linear: Linear, predictor: Predictor) -> None:
+        super().__init__(linear.weight.data, None if linear.bias is None else linear.bias.data)
+        self.predictor = predictor
+        self.chosen: Bool[Tensor, "*t h"] | None = None
+
+    def forward(self, x: Float[Tensor, "*t i"]) -> Float[Tensor, "*t o"]:
+        """Apply to the last axis."""
+        self.chosen = self.predictor.choose(x)
+        return super().forward(x)
+
+
+class ChosenHeads(Linear):
+    """The output of attention, of which the heads count that the tokens of the projection before it have chosen."""
+
+    def __init__(self, linear: Linear, choice: HeadChoice) -> None:
+        super().__init__(linear.weight.data, None if linear.bias is None else linear.bias.data)
+        self.choice = (choice,)
+
+    def forward(self, x: Float[Tensor, "*t i"]) -> Float[Tensor, "*t o"]:
+        """Apply to the last axis."""
+        chosen = self.choice[0].chosen
+        assert chosen is not None
+        return super().forward(x.masked_fill(~chosen.repeat_interleave(x.shape[-1] // chosen.shape[-1], -1), 0))
 
 
 class _Beside(nn.Module):
@@ -169,6 +217,10 @@ def sparse_block(block: DecoderBlock, rule: NeuronRule) -> DecoderBlock:
         )
     else:
         out.mlp = SparseFeedForward(dense, rule)
+        if isinstance(rule, PredictedNeurons) and rule.heads is not None:
+            assert isinstance(block.qkv, Linear) and isinstance(block.output, Linear)
+            out.qkv = HeadChoice(block.qkv, rule.heads)
+            out.output = ChosenHeads(block.output, out.qkv)
     return out
 
 
@@ -179,6 +231,10 @@ def sparse_decoder(decoder: Decoder, rules: Sequence[NeuronRule], label: str = "
         ValueError: see `check_sparse`.
     """
     check_sparse(decoder.config, rules)
+    if any(isinstance(rule, PredictedNeurons) and (rule.ahead or (rule.heads and rule.heads.ahead)) for rule in rules):
+        raise ValueError(
+            "predictors that look ahead by a layer run on the CPU kernels only; train them without --look-ahead"
+        )
     blocks = [sparse_block(decoder.block(i), rule) for i, rule in enumerate(rules)]
     out = Decoder(
         decoder.config, decoder.embedding.data, blocks, decoder.norm, decoder.head, decoder.skip, decoder.layer_inputs

@@ -1,12 +1,12 @@
 """The directory that describes a sparse model: how its tokens choose neurons, and what that costs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from foretell.model.config import ModelConfig
 from foretell.model.sparsity import (
@@ -15,6 +15,7 @@ from foretell.model.sparsity import (
     InputThresholds,
     NeuronRule,
     PredictedNeurons,
+    Predictor,
     check_sparse,
 )
 from foretell.utils.validation import read_json, validate
@@ -69,11 +70,23 @@ class SparsityFile(BaseModel):
     recall: tuple[float, ...] = ()
     """Per layer the share of the neurons to read that were predicted (`deja_vu`), on text that was held back."""
     recall_ahead: tuple[float, ...] = ()
-    """The same from layer 1 on, of predictors that read the input of the layer before (Deja Vu's look-ahead), which
-    are not kept.
-    """
+    """The same from layer 1 on, of predictors that read the input of the layer before (Deja Vu's look-ahead)."""
     recall_of_fixed_set: tuple[float, ...] = ()
     """The same of a fixed set of as many neurons, those that are needed most often."""
+    block: int = Field(default=1, ge=1)
+    """Consecutive neurons that are chosen together (`deja_vu`)."""
+    look_ahead: bool = False
+    """Whether the predictors of a layer read what the layer before reads (`deja_vu`)."""
+    head_sparsity: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the query heads that was asked to be left out (`deja_vu`); 0: all are read."""
+    head_thresholds: tuple[float, ...] = ()
+    """Per layer, of the predicted scores of the heads."""
+    head_recall: tuple[float, ...] = ()
+    """Per layer the share of the heads to read that were predicted, on text that was held back."""
+    head_recall_ahead: tuple[float, ...] = ()
+    """The same from layer 1 on, of predictors that read the input of the layer before."""
+    head_recall_of_fixed_set: tuple[float, ...] = ()
+    """The same of a fixed set of as many heads."""
 
     def save(self, folder: Path) -> None:
         """Write the file into a folder."""
@@ -83,7 +96,8 @@ class SparsityFile(BaseModel):
     @property
     def label(self) -> str:
         """The method with its price, in a few words."""
-        words = f"{self.method} {self.sparsity:g}"
+        heads = f", heads {self.head_sparsity:g}" if self.head_sparsity else ""
+        words = f"{self.method} {self.sparsity:g}{heads}"
         if self.price is None:
             return words
         return f"{words}: KL {self.price.kl:.3f} nats, {self.price.same_top:.1%} equal top tokens on text held back"
@@ -122,7 +136,7 @@ def read_sparsity(folder: Path, model: str, config: ModelConfig) -> SparseModel:
         )
     expected = _THRESHOLDS.get(found.method)
     sizes = [1] * len(found.sizes) if expected is None else [len(t) for t in found.thresholds]
-    if sizes != [expected or 1] * found.layers:
+    if sizes != [expected or 1] * found.layers or len(found.head_thresholds) not in (0, found.layers):
         raise ValueError(f"{path}: damaged: it does not describe each of {found.layers} layers; {_HINT}")
     rules = _rules(found, directory_of(path))
     check_sparse(config, rules)
@@ -136,20 +150,26 @@ def _rules(file: SparsityFile, folder: Path) -> tuple[NeuronRule, ...]:
         return tuple(InputThresholds(*thresholds) for thresholds in file.thresholds)
     if file.method == "cats":
         return tuple(GateThreshold(*thresholds) for thresholds in file.thresholds)
-    return _predictors(folder / PREDICTORS, [t[0] for t in file.thresholds])
+    return _predictors(folder / PREDICTORS, file)
 
 
-def _predictors(path: Path, thresholds: Sequence[float]) -> tuple[NeuronRule, ...]:
+def _predictors(path: Path, file: SparsityFile) -> tuple[NeuronRule, ...]:
     try:
         with safe_open(path, "pt") as tensors:
+
+            def parts(i: int, kind: str, threshold: float) -> tuple[Tensor, Tensor, float, Tensor, bool]:
+                inputs, outputs, bias = (
+                    tensors.get_tensor(f"layers.{i}.{kind}{name}") for name in ("inputs", "outputs", "bias")
+                )
+                return inputs, outputs, threshold, bias, file.look_ahead and i > 0
+
             return tuple(
                 PredictedNeurons(
-                    tensors.get_tensor(f"layers.{i}.inputs"),
-                    tensors.get_tensor(f"layers.{i}.outputs"),
-                    threshold,
-                    tensors.get_tensor(f"layers.{i}.bias"),
+                    *parts(i, "", threshold),
+                    unit=file.block,
+                    heads=Predictor(*parts(i, "heads.", file.head_thresholds[i])) if file.head_thresholds else None,
                 )
-                for i, threshold in enumerate(thresholds)
+                for i, (threshold,) in enumerate(file.thresholds)
             )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: the predictors cannot be read ({error}); {_HINT}") from error

@@ -78,7 +78,7 @@ def _quantize_in_order(
             if j % grid.block == 0:
                 groups, number = grid.split(local[:, j : j + grid.block]), (start + j) // grid.block
                 parts.append(grid.store(*grid.fit(groups, importance[number : number + 1])))
-            level, value = _round_column(local[:, j], grid, parts[-1], 0, j % grid.block // grid.width)
+            level, value = round_column(local[:, j], grid, parts[-1], 0, j % grid.block // grid.width)
             levels[:, start + j] = level
             errors[:, j] = (local[:, j] - value) / corner[j, start + j]
             local[:, j:] -= errors[:, j, None] * corner[j, start + j : end]
@@ -106,7 +106,7 @@ def _quantize_by(
         for j in range(end - start):
             column = int(order[start + j])
             block, within = divmod(column, grid.block)
-            level, value = _round_column(local[:, j], grid, parameters, block, within // grid.width)
+            level, value = round_column(local[:, j], grid, parameters, block, within // grid.width)
             levels[:, column] = level
             errors[:, j] = (local[:, j] - value) / corner[j, start + j]
             local[:, j:] -= errors[:, j, None] * corner[j, start + j : end]
@@ -114,10 +114,10 @@ def _quantize_by(
     return QuantizedRows(grid, levels, parameters)
 
 
-def _round_column(
+def round_column(
     weight: Float[Tensor, " o"], grid: Grid, parameters: Parameters, block: int, group: int
 ) -> tuple[Float[Tensor, " o"], Float[Tensor, " o"]]:
-    """Levels and numbers of one input, by the parameters of its group."""
+    """Levels and numbers of one input, by the parameters of its group in a block."""
     scale, offset = parameters.scale[:, block, group], parameters.offset[:, block, group]
     level = ((weight - offset) * torch.where(scale == 0, 0, 1 / scale)).round().clamp(grid.low, grid.high)
     return level, scale * level + offset

@@ -1,7 +1,7 @@
-"""Predictors of the neurons that a token needs (Deja Vu, arXiv 2310.17157)."""
+"""Predictors of the neurons and heads that a token needs (Deja Vu, arXiv 2310.17157)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,26 +11,36 @@ from safetensors.torch import save_file
 
 from foretell.model.config import ModelConfig
 from foretell.model.decoder import FeedForward
+from foretell.model.linear import Linear
 from foretell.model.load.weights import Weights
-from foretell.model.sparsity import PredictedNeurons
+from foretell.model.sparsity import PredictedNeurons, Predictor
 from foretell.model.sparsity_file import PREDICTORS
+from foretell.quantize.base import Role
 from foretell.sparsify.activations import BlockActivations, block_activations
 from foretell.sparsify.thresholds import check_share
 
 Tensor = torch.Tensor
 _HELD_OUT = 0.1
 """Share of the tokens that recall is measured on."""
+BLOCKS = 1, 32
+"""Neurons that can be chosen together: one, or as many as a panel of the kernels has inputs in every storage type but
+K blocks and int8.
+"""
 _RIDGE = 1e-2
 """Of the closed form, over the mean of the diagonal."""
 
 
 @dataclass(frozen=True)
 class PredictorSettings:
-    """What is fitted. `sparsity`: share of the neurons that a token does not read; `rank`: of the predictors; `steps`
-    of AdamW after the closed form, at `rate`, with `batch` tokens each.
+    """What is fitted. `sparsity`: share of the neurons that a token does not read; `head_sparsity`: of the query heads
+    (0: all are read); `block`: neurons that are chosen together; `look_ahead`: predictors read what the layer before
+    reads; `rank`: of the predictors; `steps` of AdamW after the closed form, at `rate`, with `batch` tokens each.
     """
 
     sparsity: float = 0.5
+    head_sparsity: float = 0.0
+    block: int = 1
+    look_ahead: bool = False
     rank: int = 64
     steps: int = 60
     rate: float = 1e-3
@@ -39,16 +49,43 @@ class PredictorSettings:
 
 
 @dataclass(frozen=True)
-class FittedPredictor:
-    """The predictor of a layer. `recall`: share of the neurons to read that it chooses, on tokens held out; `ahead`:
-    the same of one that reads the input of the layer before (None: there is none); `chance`: of a fixed set, those
-    that are needed most often.
+class Recall:
+    """How much a predictor finds. `own`: share of the units to read that it chooses, on tokens held out; `ahead`: the
+    same of one that reads the input of the layer before (None: there is none); `chance`: of a fixed set, those that
+    are needed most often.
     """
 
-    rule: PredictedNeurons
-    recall: float
+    own: float
     ahead: float | None
     chance: float
+
+
+@dataclass(frozen=True)
+class FittedPredictor:
+    """The predictors of a layer, and what they find."""
+
+    rule: PredictedNeurons
+    neurons: Recall
+    heads: Recall | None
+
+
+def check_settings(config: ModelConfig, settings: PredictorSettings) -> None:
+    """Check what is to be fitted.
+
+    Raises:
+        ValueError: a share, the rank or the block is outside its range, or does not go with the model.
+    """
+    check_share(settings.sparsity)
+    check_share(settings.head_sparsity, "--head-sparsity")
+    if not 1 <= settings.rank <= config.hidden:
+        raise ValueError(f"--rank {settings.rank}: predictors have a rank of 1 to {config.hidden}, the hidden size")
+    if settings.block not in BLOCKS or any(config.ffn_of(i) % settings.block for i in range(config.layers)):
+        raise ValueError(
+            f"--block {settings.block}: neurons are chosen one by one (1) or in runs of {BLOCKS[1]} that divide the "
+            f"{config.ffn} neurons of a layer"
+        )
+    if settings.look_ahead and settings.block == 1:
+        raise ValueError(f"--look-ahead needs neurons that are chosen in runs; add --block {BLOCKS[1]}")
 
 
 def fit_predictors(
@@ -58,40 +95,77 @@ def fit_predictors(
     settings: PredictorSettings,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[FittedPredictor]:
-    """Fit a predictor per layer on calibration text. A token needs the neurons with the largest contributions, the
-    magnitude of the neuron times the norm of its column of down, since SwiGLU has no exact zeros.
+    """Fit predictors per layer on calibration text. A token needs the neurons with the largest contributions, the
+    magnitude of the neuron times the norm of its column of down, since SwiGLU has no exact zeros; and the heads whose
+    part of the attention's output has the largest norm.
 
     Raises:
-        ValueError: the share or the rank is outside its range.
+        ValueError: see `check_settings`.
     """
-    check_share(settings.sparsity)
-    if not 1 <= settings.rank <= config.hidden:
-        raise ValueError(f"--rank {settings.rank}: predictors have a rank of 1 to {config.hidden}, the hidden size")
-    found, before = list[FittedPredictor](), None
+    check_settings(config, settings)
+    found = list[FittedPredictor]()
+    before: dict[Role, Tensor] | None = None
     generator = torch.Generator().manual_seed(settings.seed)
     for block in block_activations(config, weights, tokens):
-        x, needed = block.inputs["gate_up"], needed_neurons(block, settings.sparsity)
-        rule, recall = fit_predictor(x, needed, settings, generator)
-        ahead = None if before is None else fit_predictor(before, needed, settings, generator)[1]
-        found.append(FittedPredictor(rule, recall, ahead, _chance(needed, settings.sparsity)))
-        before = x
-        progress(f"layer {block.index + 1} of {config.layers}: recall {recall:.1%}")
+        fit = _Fit(block.inputs, before, settings, generator)
+        needed = needed_neurons(block, settings.sparsity, settings.block)
+        rule, recall = fit("gate_up", needed, settings.sparsity)
+        heads, of_heads = None, None
+        if settings.head_sparsity:
+            heads, of_heads = fit("qkv", needed_heads(block, config, settings.head_sparsity), settings.head_sparsity)
+        neurons = PredictedNeurons(**vars(rule), unit=settings.block, heads=heads)
+        found.append(FittedPredictor(neurons, recall, of_heads))
+        before = {"qkv": block.inputs["qkv"], "gate_up": block.inputs["gate_up"]}
+        progress(f"layer {block.index + 1} of {config.layers}: recall {recall.own:.1%}")
     return found
 
 
-def needed_neurons(block: BlockActivations, sparsity: float) -> Bool[Tensor, "t f"]:
-    """The neurons with the largest contributions, the share `1 - sparsity` of every token."""
-    mlp = block.block.mlp
-    assert isinstance(mlp, FeedForward)
-    size = block.inputs["down"].abs() * mlp.down.weight.float().norm(dim=0)
+@dataclass(frozen=True)
+class _Fit:
+    """Fits the predictors of a layer: `inputs` are those of its matrices, `before` those of the layer before."""
+
+    inputs: Mapping[Role, Tensor]
+    before: Mapping[Role, Tensor] | None
+    settings: PredictorSettings
+    generator: torch.Generator
+
+    def __call__(self, role: Role, needed: Bool[Tensor, "t u"], sparsity: float) -> tuple[Predictor, Recall]:
+        """The predictor of the needed units from what a matrix reads, and what it finds."""
+        chosen = replace(self.settings, sparsity=sparsity, rank=min(self.settings.rank, needed.shape[1]))
+        rule, own = fit_predictor(self.inputs[role], needed, chosen, self.generator)
+        chance = _chance(needed, sparsity)
+        if self.before is None:
+            return rule, Recall(own, None, chance)
+        ahead, share = fit_predictor(self.before[role], needed, chosen, self.generator)
+        return (replace(ahead, ahead=True) if self.settings.look_ahead else rule), Recall(own, share, chance)
+
+
+def needed_heads(block: BlockActivations, config: ModelConfig, sparsity: float) -> Bool[Tensor, "t h"]:
+    """The query heads with the largest contributions, the share `1 - sparsity` of every token."""
+    linear = block.block.output
+    assert isinstance(linear, Linear)
+    mixed = block.inputs["output"].chunk(config.heads, -1)
+    parts = linear.weight.float().chunk(config.heads, -1)
+    return _largest(torch.stack([(x @ w.T).norm(dim=-1) for x, w in zip(mixed, parts, strict=True)], -1), sparsity)
+
+
+def _largest(size: Float[Tensor, "t u"], sparsity: float) -> Bool[Tensor, "t u"]:
     count = max(1, round((1 - sparsity) * size.shape[1]))
     return torch.zeros_like(size, dtype=torch.bool).scatter_(1, size.topk(count, 1).indices, True)
 
 
+def needed_neurons(block: BlockActivations, sparsity: float, run: int = 1) -> Bool[Tensor, "t u"]:
+    """The runs of neurons with the largest contributions, the share `1 - sparsity` of every token."""
+    mlp = block.block.mlp
+    assert isinstance(mlp, FeedForward)
+    size = block.inputs["down"].abs() * mlp.down.weight.float().norm(dim=0)
+    return _largest(size.unflatten(-1, (-1, run)).norm(dim=-1), sparsity)
+
+
 def fit_predictor(
-    x: Float[Tensor, "t d"], needed: Bool[Tensor, "t f"], settings: PredictorSettings, generator: torch.Generator
-) -> tuple[PredictedNeurons, float]:
-    """A predictor of the needed neurons, and its recall on tokens held out."""
+    x: Float[Tensor, "t d"], needed: Bool[Tensor, "t u"], settings: PredictorSettings, generator: torch.Generator
+) -> tuple[Predictor, float]:
+    """A predictor of the needed units, and its recall on tokens held out."""
     kept = len(x) - max(1, round(_HELD_OUT * len(x)))
     with torch.enable_grad():
         start = _closed_form(x[:kept], needed[:kept], settings.rank)
@@ -102,7 +176,7 @@ def fit_predictor(
     threshold = float(flat.kthvalue(max(1, round(settings.sparsity * len(flat)))).values)
     chosen = scores[kept:] > threshold
     recall = float((chosen & needed[kept:]).sum() / needed[kept:].sum())
-    return PredictedNeurons(inputs, outputs, threshold, bias), recall
+    return Predictor(inputs, outputs, threshold, bias), recall
 
 
 def _closed_form(
@@ -153,7 +227,9 @@ def save_predictors(folder: Path, rules: list[PredictedNeurons]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = dict[str, Tensor]()
     for i, rule in enumerate(rules):
-        tensors[f"layers.{i}.inputs"] = rule.inputs.to(torch.bfloat16).contiguous()
-        tensors[f"layers.{i}.outputs"] = rule.outputs.to(torch.bfloat16).contiguous()
-        tensors[f"layers.{i}.bias"] = rule.bias.float().contiguous()
+        for kind, predictor in (("", rule), ("heads.", rule.heads)):
+            if predictor is not None:
+                tensors[f"layers.{i}.{kind}inputs"] = predictor.inputs.to(torch.bfloat16).contiguous()
+                tensors[f"layers.{i}.{kind}outputs"] = predictor.outputs.to(torch.bfloat16).contiguous()
+                tensors[f"layers.{i}.{kind}bias"] = predictor.bias.float().contiguous()
     save_file(tensors, folder / PREDICTORS)

@@ -16,14 +16,14 @@ _MOST_NUMBERS = 1 << 22
 """Numbers that a quantile is taken of; of more, evenly spaced ones."""
 
 
-def check_share(sparsity: float) -> None:
-    """Check a share of neurons or inputs that are not read.
+def check_share(sparsity: float, option: str = "--sparsity") -> None:
+    """Check a share of neurons, inputs or heads that are not read.
 
     Raises:
         ValueError: it is not at least 0 and less than 1.
     """
     if not 0 <= sparsity < 1:
-        raise ValueError(f"--sparsity is the share that is not read, at least 0 and less than 1; found {sparsity:g}")
+        raise ValueError(f"{option} is the share that is not read, at least 0 and less than 1; found {sparsity:g}")
 
 
 def calibrate_thresholds(

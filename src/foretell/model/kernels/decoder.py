@@ -45,7 +45,7 @@ from foretell.model.layout import Layout
 from foretell.model.linear import FactoredLinear, Linear
 from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.pages import page_policy
-from foretell.model.sparsity import NeuronRule, check_sparse
+from foretell.model.sparsity import NeuronRule, PredictedNeurons, check_sparse
 from foretell.model.state_store import build_cache
 from foretell.model.stored_matrix import Matrix, StoredMatrix
 
@@ -189,6 +189,8 @@ class NativeDecoder:
     """How tokens choose their neurons; see `Backend.sparsity`."""
     neuron_counts: NeuronCounts | None = None
     """What layers that read a part of their neurons have read; None: the network is dense."""
+    head_counts: NeuronCounts | None = None
+    """The same of query heads."""
     file_reads: FileReads | None = None
     """What was read from the file of neurons; None: all weights are in memory."""
 
@@ -488,9 +490,10 @@ class NativeDecoder:
             ValueError: see `foretell.model.sparsity.check_sparse`; or the kernels cannot read so many neurons.
         """
         check_sparse(self.config, rules)
-        made = SparseBlocks(self.stack, read_block)
+        units = [rule.unit for rule in rules if isinstance(rule, PredictedNeurons)]
+        made = SparseBlocks(self.stack, read_block, max(units, default=1))
         other = self.with_blocks([made.make(i, rule) for i, rule in enumerate(rules)])
-        other.neuron_counts, other.sparsity = made.counts, label
+        other.neuron_counts, other.head_counts, other.sparsity = made.counts, made.head_counts, label
         return other
 
     def _sharing(self, config: ModelConfig, stack: NativeStack) -> "NativeDecoder":

@@ -13,10 +13,18 @@ from foretell.model.kernels import structures
 from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
 from foretell.model.kernels.linear import PackedLinears
 from foretell.model.kernels.pack import interleaved_rows, pad_bias, plan_rows
+from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.rows import floats, in_huge_pages, row_tensor, widened
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import LANES, OPERANDS, PANEL, PANEL_KINDS, PREFIX_UNIT, Precision
-from foretell.model.sparsity import FirstNeurons, GateThreshold, InputThresholds, NeuronRule, PredictedNeurons
+from foretell.model.sparsity import (
+    FirstNeurons,
+    GateThreshold,
+    InputThresholds,
+    NeuronRule,
+    PredictedNeurons,
+    Predictor,
+)
 from foretell.model.stored_matrix import Matrix
 
 _BY_GATE, _PREDICTED = range(2)
@@ -69,13 +77,17 @@ class NeuronCounts:
 
 
 class SparseBlocks:
-    """Makes the sparse blocks of a stack from the rules of its layers and the weights of its blocks."""
+    """Makes the sparse blocks of a stack from the rules of its layers and the weights of its blocks; `unit`: neurons
+    that are chosen together.
+    """
 
-    def __init__(self, stack: NativeStack, read_block: Callable[[int], BlockWeights] | None) -> None:
+    def __init__(self, stack: NativeStack, read_block: Callable[[int], BlockWeights] | None, unit: int = 1) -> None:
         self._stack, self._read = stack, read_block
         self._floats = floats(stack.precision)
         config = stack.config
-        self.counts = NeuronCounts(torch.zeros(config.layers, 3, dtype=torch.int64), config.ffn)
+        self.counts = NeuronCounts(torch.zeros(config.layers, 3, dtype=torch.int64), config.ffn // unit)
+        self.head_counts = NeuronCounts(torch.zeros(config.layers, 3, dtype=torch.int64), config.heads)
+        """The same of query heads."""
 
     def make(self, i: int, rule: NeuronRule) -> PackedBlock:
         """Block `i` with a rule, sharing what it can with the dense block."""
@@ -83,6 +95,40 @@ class SparseBlocks:
         struct = structures.Layer.from_buffer_copy(dense.struct)
         if isinstance(rule, FirstNeurons):
             return self._shortened(dense, struct, rule.size)
+        if not isinstance(rule, PredictedNeurons):
+            return self._with_rows(i, dense, struct, rule)
+        chosen = list[PackedPart]()
+        if rule.heads is not None:
+            chosen.append(self._choice(rule.heads, self._stack.config.head_dim, self.head_counts.numbers[i]))
+            struct.heads = ctypes.addressof(chosen[-1].structs[0])
+        if rule.unit > 1:
+            chosen.append(self._choice(rule, rule.unit, self.counts.numbers[i]))
+            struct.neurons = ctypes.addressof(chosen[-1].structs[0])
+            found = PackedBlock((struct, *dense.structs[1:]), dense.tensors)
+        else:
+            found = self._with_rows(i, dense, struct, rule)
+        structs = [struct for part in chosen for struct in part.structs]
+        return PackedBlock((*found.structs, *structs), (*found.tensors, *(t for part in chosen for t in part.tensors)))
+
+    def _choice(self, rule: Predictor, unit: int, counts: Tensor) -> PackedPart:
+        """A predictor of units that are read as they are packed."""
+        parts: list[tuple[Matrix, Tensor | None]] = [(rule.inputs, None), (rule.outputs, rule.bias)]
+        packed = PackedLinears.pack(
+            [(plan_rows([part], self._floats), bias) for part, bias in parts], self._stack.kernels
+        )
+        made = structures.UnitChoice(
+            unit, len(rule.outputs), rule.ahead, rule.threshold, *packed.structs, counts.data_ptr()
+        )
+        return PackedPart([made, *packed.further], [*packed.tensors, counts])
+
+    def _with_rows(
+        self,
+        i: int,
+        dense: PackedBlock,
+        struct: structures.Layer,
+        rule: GateThreshold | InputThresholds | PredictedNeurons,
+    ) -> PackedBlock:
+        """Block `i` with a second copy of weights, stored by row or by input."""
         assert self._read is not None
         weights = self._read(i)
         assert weights.up is not None and weights.gate is not None and weights.down is not None

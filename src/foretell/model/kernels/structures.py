@@ -63,6 +63,15 @@ class ExactRows(ctypes.Structure):
     _fields_ = (("rows", c_void_p), *((name, c_int32) for name in ("row_words", "operand", "count")))
 
 
+class UnitChoice(ctypes.Structure):
+    """The units of a product that a token reads: query heads, or runs of neurons."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("unit", "count", "ahead")),
+        *(("threshold", c_float), ("predict_in", Weight), ("predict_out", Weight), ("counts", c_void_p)),
+    )
+
+
 class Experts(ctypes.Structure):
     """The mixture of experts of a layer."""
 
@@ -138,7 +147,7 @@ class Layer(ctypes.Structure):
         *(("v_norm", c_void_p), ("query_scale", c_void_p)),
         *(("input_gate", Weight), ("input_projection", Weight), ("input_norm", c_void_p)),
         *(("input_first", c_int32), ("scale", c_float), ("sparse", c_void_p)),
-        *(("attention_shortcut", Weight), ("mlp_shortcut", Weight)),
+        *(("attention_shortcut", Weight), ("mlp_shortcut", Weight), ("heads", c_void_p), ("neurons", c_void_p)),
     )
 
 
@@ -338,7 +347,8 @@ def interface() -> str:
         "int8_block": INT8_BLOCK,
         "int8_group": INT8_GROUP,
     }
-    of_layers = (NeuronPlaces, Weight, ExactRows, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
+    of_products = NeuronPlaces, Weight, ExactRows, UnitChoice
+    of_layers = (*of_products, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
     of_drafts = (Stage, Embedding, Fusion, EagleInput, BlockInput, DynamicTree, StatesRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]

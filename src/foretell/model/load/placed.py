@@ -46,6 +46,11 @@ def check_placeable(config: ModelConfig, device: torch.device, sparse: SparseMod
             f"neurons are placed where every token chooses its own ones (cats, deja_vu), and {sparse.file.method} "
             "does not choose neurons; run it without a limit of memory"
         )
+    if any(isinstance(rule, PredictedNeurons) and (rule.unit > 1 or rule.heads) for rule in sparse.rules):
+        raise ValueError(
+            "neurons are placed where they are chosen one by one and heads are not; train the predictors without "
+            "--block and --head-sparsity, or run the model without a limit of memory"
+        )
     if any(config.ffn_of(i) != config.ffn for i in range(config.layers)):
         raise ValueError("neurons are placed in models whose layers have equally many, and this one has not")
 

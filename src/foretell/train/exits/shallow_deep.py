@@ -33,6 +33,15 @@ class ShallowDeepSettings:
     longest: int = 512
     seed: int = 0
 
+    def check(self, layers: int) -> None:
+        """Check that a model of so many layers can be split.
+
+        Raises:
+            ValueError: the shallow model has none of the layers, or all.
+        """
+        if not 1 <= self.layer < layers:
+            raise ValueError(f"--layer {self.layer}: the model has {layers} layers; give 1 to {layers - 1}")
+
 
 @dataclass(frozen=True)
 class ShallowQuality:
@@ -54,11 +63,9 @@ def train_shallow_deep(
     The loss is the cross-entropy of both models with the text, weighted by their layers, and the distillation.
 
     Raises:
-        ValueError: the shallow model has none of the layers, or all, or no document has a token to learn.
+        ValueError: see `ShallowDeepSettings.check`; or no document has a token to learn.
     """
-    layers = decoder.config.layers
-    if not 1 <= settings.layer < layers:
-        raise ValueError(f"--layer {settings.layer}: the model has {layers} layers; give 1 to {layers - 1}")
+    settings.check(decoder.config.layers)
     decoder.requires_grad_(False)
     parameters = [p.requires_grad_() for p in decoder.blocks.parameters() if p.is_floating_point()]
     optimizer = torch.optim.AdamW(parameters, settings.rate, betas=(0.9, 0.95), weight_decay=_DECAY)

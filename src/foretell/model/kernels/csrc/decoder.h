@@ -8,6 +8,7 @@
 #include "linear.h"
 #include "recurrent.h"
 #include "sparse.h"
+#include "units.h"
 
 namespace {
 
@@ -44,6 +45,7 @@ class ForwardPass {
     if (experts_of_) experts_.emplace(model, *experts_of_, layout.count, team);
     for (int i = first; i < last && !sparse_; ++i)
       if (layers[i].sparse) sparse_.emplace(model, layout.count, widest_predictor(layers, first, last), ffn_);
+    heads_ = units_of(&Layer::heads), neurons_ = units_of(&Layer::neurons);
     if (latent_of_) latent_.emplace(model, *latent_of_, layout.count, team);
     if (cache.states) states_.emplace(*cache.states, layout.count, team);
   }
@@ -54,6 +56,7 @@ class ForwardPass {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
+      choose_heads(i, team);
       if (layers_[i].attention == kKeysOnly)
         write_keys(i, team);
       else if (layers_[i].attention)
@@ -83,10 +86,15 @@ class ForwardPass {
     const Layer& layer = layers_[i];
     const bool given = attention_input_ && i == first_;
     const int width = layer.reads_keys ? m_.heads * m_.head_dim : qkv_width_;
+    const uint8_t* panels = layer.heads ? heads_->panels(m_.head_dim) : nullptr;
     operands_.multiply(layer.qkv, given ? attention_input_ : x_, reader(layer.qkv).in,
                        given ? nullptr : layer.attention_norm, m_.eps,
-                       {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0}, &reader(layer.output), team);
+                       {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0, panels}, &reader(layer.output), team);
     team.barrier();
+    if (layer.heads) {
+      heads_->clear(*layer.heads, qkv_.get(), (size_t)qkv_width_, m_.head_dim, team);
+      team.barrier();
+    }
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
     attention_.pack(layer.store, team);
@@ -98,8 +106,50 @@ class ForwardPass {
     else
       attention_.attend(layer, layer.store, inner_.get(), team);
     team.barrier();
+    if (layer.heads) {
+      const bool pairs = !gated && layer.output.operand == kBfloat16Operand;
+      heads_->clear(*layer.heads, inner_.get(), (size_t)(m_.heads * m_.head_dim),
+                    pairs ? m_.head_dim / Bfloat16::kDepth : m_.head_dim, team);
+      team.barrier();
+    }
     take_shortcut(layer.attention_shortcut, team);
-    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, after_attention(i), team, !gated);
+    add_to_residual(m_.heads * m_.head_dim, layer.output, layer.post_attention_norm, after_attention(i), team, !gated,
+                    layer.heads ? heads_->runs() : nullptr);
+  }
+
+  // The units of the layers with a choice of a kind; none: nothing.
+  std::unique_ptr<Units> units_of(const UnitChoice* Layer::* choice) const {
+    int most = 0, rank = 0;
+    for (int i = first_; i < last_; ++i)
+      if (const UnitChoice* c = layers_[i].*choice)
+        most = std::max(most, c->count), rank = std::max(rank, round_up(c->predict_in.out, kPanel));
+    return most ? std::make_unique<Units>(tokens_, most, rank) : nullptr;
+  }
+
+  // Chooses the heads of a layer, and scores those of the next one where its predictor reads what this layer reads. The
+  // first layer of a pass whose predictor reads what the layer before read, which is not known, reads all.
+  void choose_heads(int i, const Team& team) const {
+    const auto score = [&](const UnitChoice& c) {
+      heads_->score(c, x_, m_.hidden, layers_[i].attention_norm, m_.eps, operands_, team);
+    };
+    if (const UnitChoice* c = layers_[i].heads) {
+      if (!c->ahead) score(*c);
+      heads_->choose(*c, c->ahead && i == first_, m_.head_dim / kPanel,
+                     2 * m_.cache_heads * m_.head_dim / kPanel, team);
+    }
+    if (i + 1 < last_ && layers_[i + 1].heads && layers_[i + 1].heads->ahead) score(*layers_[i + 1].heads);
+  }
+
+  // The same for the neurons of a layer.
+  void choose_neurons(int i, const Team& team) const {
+    const auto score = [&](const UnitChoice& c) {
+      neurons_->score(c, x_, m_.hidden, layers_[i].mlp_norm, m_.eps, operands_, team);
+    };
+    if (const UnitChoice* c = layers_[i].neurons) {
+      if (!c->ahead) score(*c);
+      neurons_->choose(*c, c->ahead && i == first_, 2 * c->unit / kPanel, 0, team);
+    }
+    if (i + 1 < last_ && layers_[i + 1].neurons && layers_[i + 1].neurons->ahead) score(*layers_[i + 1].neurons);
   }
 
   // Stores the keys and values of the stream, which stays as it is. Queries are left out where they are products of
@@ -183,8 +233,11 @@ class ForwardPass {
   // Numbers of the largest latent vector of a predictor.
   static int widest_predictor(const Layer* layers, int first, int last) {
     int widest = 0;
-    for (int i = first; i < last; ++i)
+    for (int i = first; i < last; ++i) {
       if (layers[i].sparse) widest = std::max(widest, layers[i].sparse->predict_in.out);
+      for (const UnitChoice* c : {layers[i].heads, layers[i].neurons})
+        if (c) widest = std::max(widest, c->predict_in.out);
+    }
     return widest;
   }
 
@@ -214,12 +267,20 @@ class ForwardPass {
       return;
     }
     const Weight& down = reader(layer.down);
+    choose_neurons(i, team);
+    const UnitChoice* chosen = layer.neurons;
     operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
-                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down.operand}, &down,
-                       team);
+                       {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down.operand,
+                        chosen ? neurons_->panels(2 * chosen->unit) : nullptr},
+                       &down, team);
     team.barrier();
+    if (chosen) {
+      const int depth = down.operand == kBfloat16Operand ? Bfloat16::kDepth : 1;
+      neurons_->clear(*chosen, inner_.get(), (size_t)ffn_, chosen->unit / depth, team);
+      team.barrier();
+    }
     take_shortcut(layer.mlp_shortcut, team);
-    add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team);
+    add_to_residual(ffn_, layer.down, layer.post_mlp_norm, following, team, true, chosen ? neurons_->runs() : nullptr);
   }
 
   // A dense network and experts, each with its own norm, and the norm of their sum.
@@ -304,12 +365,12 @@ class ForwardPass {
 
   // Adds the product of the inner operands with w, normed where the architecture asks for it, to the residual stream.
   void add_to_residual(int stride, const Weight& w, const float* norm, const Weight* next, const Team& team,
-                       bool rounded = true) const {
+                       bool rounded = true, const Runs* runs = nullptr) const {
     const bool adds = !norm && m_.residual_scale == 1;
     float* y = adds ? x_ : product_.get();
     const Rows inner = inner_operands(stride, reader(w), rounded, team);
     multiply(w, w.factor ? operands_.through_factor(w, inner, team) : inner, tokens_,
-             {y, m_.hidden, m_.hidden, adds ? Epilogue::kAdd : Epilogue::kStore, 0, 0}, next, team);
+             {y, m_.hidden, m_.hidden, adds ? Epilogue::kAdd : Epilogue::kStore, 0, 0, nullptr, runs}, next, team);
     team.barrier();
     if (adds) return;
     const auto [from, to] = team.share(tokens_);
@@ -337,6 +398,7 @@ class ForwardPass {
   std::optional<LatentPass> latent_;
   std::optional<SparsePass> sparse_;
   std::optional<StatePass> states_;
+  std::unique_ptr<Units> heads_, neurons_;
   const Buffer<float> qkv_, inner_, product_;
 };
 

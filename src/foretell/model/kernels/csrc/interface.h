@@ -87,6 +87,16 @@ struct SparseMlp {  // a gated feed-forward network that reads the neurons which
   const NeuronPlaces* places;  // null: all rows are in memory, in gate_rows, up_rows and `down`
 };
 
+// The units of a product that a token reads, by the scores of a predictor (Deja Vu, arXiv 2310.17157): query heads of
+// attention, or runs of neurons, which are read as they are packed.
+struct UnitChoice {
+  int32_t unit, count;  // numbers of a unit, and units
+  int32_t ahead;        // 1: the predictor reads what the layer before reads
+  float threshold;      // a unit is read where its score is greater
+  Weight predict_in, predict_out;
+  int64_t* counts;  // as of SparseMlp
+};
+
 struct Experts {  // the mixture of experts of a layer
   Weight router;                // a logit per expert, then the gate of the shared expert where it has one
   const float* selection_bias;  // [count], added to the scores where experts are chosen; or null
@@ -176,6 +186,7 @@ struct Layer {
   // Multiply the residual stream before the output of attention or of the feed-forward network is added (SliceGPT,
   // arXiv 2401.15024); words null: nothing does.
   Weight attention_shortcut, mlp_shortcut;
+  const UnitChoice *heads, *neurons;  // null: tokens read all
 };
 
 struct Model {

@@ -326,6 +326,8 @@ const char* foretell_abi() {
       F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places),
       F(Weight, factor), F(Weight, exact));
     S(ExactRows, F(ExactRows, rows), F(ExactRows, row_words), F(ExactRows, operand), F(ExactRows, count));
+    S(UnitChoice, F(UnitChoice, unit), F(UnitChoice, count), F(UnitChoice, ahead), F(UnitChoice, threshold),
+      F(UnitChoice, predict_in), F(UnitChoice, predict_out), F(UnitChoice, counts));
     S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
       F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
       F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
@@ -353,7 +355,8 @@ const char* foretell_abi() {
       F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
       F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
       F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first),
-      F(Layer, scale), F(Layer, sparse), F(Layer, attention_shortcut), F(Layer, mlp_shortcut));
+      F(Layer, scale), F(Layer, sparse), F(Layer, attention_shortcut), F(Layer, mlp_shortcut),
+      F(Layer, heads), F(Layer, neurons));
     S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
       F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
       F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));

@@ -102,6 +102,12 @@ inline Epilogue inner_epilogue(int32_t activation) {
   return activation == kRelu2 ? Epilogue::kSquare : Epilogue::kGate;
 }
 
+// Units of a product's inputs that are read, in runs of consecutive ones; the other inputs are zero.
+struct Runs {
+  int unit, count;
+  const int32_t* bounds;  // [count, 2]: first unit, and the one after the last
+};
+
 struct Output {
   float* y;
   int stride;
@@ -109,6 +115,9 @@ struct Output {
   Epilogue epilogue;
   int32_t activation;
   int32_t operand;  // kGate, kSquare: of the next product
+  const uint8_t* panels = nullptr;  // 0: this panel is not read, and its outputs are not written; null: all are
+  const Runs* runs = nullptr;       // null: all inputs are read
+  bool skips(int panel) const { return panels && !panels[panel]; }
 };
 
 // Stores 16 numbers, from number `first` of a row on, as operands of the next product: as words where every number is
@@ -175,6 +184,27 @@ struct Blocks {
 
 constexpr int kPageBytes = 4096;
 
+// Whether units of a weight's inputs can be read apart: where they are not rotated together, and are whole blocks.
+inline bool reads_runs(const Weight& w, int unit) {
+  if (w.kind == kInt8 || w.kind == kTwoOfFour) return false;
+  if (!has_blocks(w)) return unit % 2 == 0;
+  bool whole = false;
+  with_blocks(w.kind, [&](auto k) { whole = unit % decltype(k)::Type::kInputs == 0; });
+  return whole;
+}
+
+// Adds the products of a panel with the inputs of some runs.
+inline void multiply_runs(const Weight& w, const Runs& runs, const uint32_t* panel, const Rows& x, Tile tile,
+                          Float* out) {
+  const size_t panel_step = panel_words(w.kind, runs.unit), row_step = row_words(w.operand, runs.unit);
+  for (int r = 0; r < runs.count; ++r) {
+    const int first = runs.bounds[2 * r], last = runs.bounds[2 * r + 1];
+    const int soon = r + 1 < runs.count ? runs.bounds[2 * r + 2] : first;
+    tile(panel + first * panel_step, x.words + first * row_step, x.stride, (last - first) * runs.unit,
+         (const char*)(panel + soon * panel_step), out);
+  }
+}
+
 // y = x W^T for this thread's panels. A panel stays in the cache while all tokens are multiplied with it in blocks. Two
 // blocks prefetch half of the next panel's lines each (after the last panel: those of the next layer's first panel).
 template <class P>
@@ -190,7 +220,9 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
     if (tokens > P::kFewTokens)
       pick = blocks.count == 2 ? pick_tile<P, Prefetch::kNext> : pick_tile<P, Prefetch::kAhead>;
   Float out[2 * P::kMaxTokens];
+  const Runs* runs = output.runs && reads_runs(w, output.runs->unit) ? output.runs : nullptr;
   for (int p = from; p < to; ++p) {
+    if (output.skips(p)) continue;
     const uint32_t* panel = w.words + p * size;
     const uint32_t* next = p + 1 < to ? panel + size : following ? first_panel(*following, team) : panel;
     for (int b = 0, t = 0; b < blocks.count; ++b) {
@@ -201,7 +233,10 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
         if (blocks.count == 1) soon = (const char*)panel + kPageBytes;
         if (b > 1) soon = (const char*)panel;
       }
-      pick(count)(panel, x.words + t * x.stride, x.stride, w.in, soon, out);
+      if (runs)
+        multiply_runs(w, *runs, panel, {x.words + t * x.stride, x.stride}, pick(count), out);
+      else
+        pick(count)(panel, x.words + t * x.stride, x.stride, w.in, soon, out);
       for (int i = 0; i < count; ++i) apply_epilogue(output, w, out + 2 * i, p, t + i);
       t += count;
     }
@@ -220,7 +255,7 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
   const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
   const int groups = w.in / kGroupInputs;
   for (int p = from; p < to; ++p)
-    for (int start = 0; start < tokens; start += kMostTokens) {
+    for (int start = 0; start < tokens && !output.skips(p); start += kMostTokens) {
       const Blocks blocks(std::min(kMostTokens, tokens - start), FloatProduct<P>::kMaxTokens);
       for (int i = 0; i < 2 * blocks.tokens; ++i) out[i] = Float{};
       for (int first = 0; first < groups; first += kChunk) {
@@ -257,6 +292,7 @@ inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const 
   alignas(64) float sums[kTilesAtOnce * kTileSums];
   alignas(64) uint32_t widened[kTileChunkWords * kPanel];
   for (int p = from; p < to; ++p) {
+    if (output.skips(p)) continue;
     const uint32_t* panel = w.words + p * size;
     const auto finish = [&](int token, const Float* out) { apply_epilogue(output, w, out, p, token); };
     if (w.operand == kInt8Operand) {
@@ -389,6 +425,7 @@ class Operands {
       if (w.next) output.width = part->out;
       ::multiply(*part, rows, tokens_, output, part->next ? part->next : following, team);
       output.y += part->out;
+      if (output.panels) output.panels += (part->out + kPanel - 1) / kPanel;
     }
   }
 
