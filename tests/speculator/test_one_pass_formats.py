@@ -133,6 +133,7 @@ def test_a_learned_mask_takes_the_row_of_a_token_that_is_not_drafted(tmp_path: P
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, LAYERS + 2]}, f"reads the layers .* has layers 0 to {LAYERS + 1}"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "fc.weight has the shape|mask_hidden has 24 numbers"),
         ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 1}]}}, "depth"),
+        ({"transformer_layer_config": None}, "transformer_layer_config should describe the layers"),
         ({"speculators_model_type": "other", "architectures": []}, "known: eagle3, peagle, dflash"),
     ],
 )

@@ -31,10 +31,8 @@ _DEFAULT_DEPTH = 8
 
 
 def _fits_library(found: PublishedCheckpoint) -> bool:
-    named = found.config.get("speculators_model_type") == "peagle" or any(
-        a in _ARCHITECTURES for a in found.architectures
-    )
-    return named and "transformer_layer_config" in found.config
+    named = any(a in _ARCHITECTURES for a in found.architectures) and "transformer_layer_config" in found.config
+    return named or found.config.get("speculators_model_type") == "peagle"
 
 
 def _fits_flat(found: PublishedCheckpoint) -> bool:
