@@ -86,7 +86,9 @@ def test_predicted_gains_follow_the_bytes_of_a_pass() -> None:
     half = replace(config, layers=config.layers // 2)
     assert predict.checkpoint(half, "dense") == pytest.approx(2, rel=0.05)
     assert 1.4 < predict.checkpoint(config, "2:4") < 16 / 9
-    assert 1 < predict.kv_budget(64) < predict.kv_budget(8) and (predict.kv_dtype("int8") or 0) > 1
+    gains = [predict.kv_policy(text) or 0 for text in ("quest@128", "tova@128", "tova@8")]
+    assert 1 < gains[0] < gains[1] < gains[2] and predict.kv_policy("quest@8") is None
+    assert (predict.kv_dtype("int8") or 0) > 1
     assert predict.exits(1.0, ()) == pytest.approx(1) and 1.5 < predict.exits(0.5, (8,)) < 2
     assert predict.method("no_such_method") is None and (predict.method("eagle3") or 0) > 1.5
 

@@ -15,7 +15,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
 from foretell.model.block_table import BLOCK_SLOTS
 from foretell.model.config import ModelConfig, MoEConfig
-from foretell.model.decoder import Decoder
+from foretell.model.decoder import Decoder, FeedForward
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.linear import Linear
 from foretell.model.moe import ExpertFeedForward
@@ -70,6 +70,44 @@ def test_a_batched_pass_equals_passes_of_one_token() -> None:
     assert torch.equal(routes, torch.cat([r for _, r in alone])) and routes.shape == (13, 2)
     order = torch.randperm(13, generator=torch.Generator().manual_seed(3))
     assert torch.allclose(layer(x[order]), out[order], atol=1e-12)
+
+
+@pytest.mark.parametrize(("count", "active"), [(1, 1), (4, 4), (8, 2)])
+def test_equal_experts_are_one_dense_network_since_gates_sum_to_one(count: int, active: int) -> None:
+    layer = mixture(count, active).double()
+    for name, weight in layer.named_parameters():
+        if name.startswith(("gate_up", "down")):
+            weight.data.copy_(layer.get_parameter(f"{name.split('.')[0]}.0.weight").data)
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    gates, _ = layer.route(x)
+    assert torch.allclose(gates.sum(-1), torch.ones(9, dtype=gates.dtype))
+    first, last = layer.gate_up[0], layer.down[0]
+    assert isinstance(first, Linear) and isinstance(last, Linear)
+    assert torch.allclose(layer(x), FeedForward(first, last, "silu")(x), atol=1e-12)
+
+
+def test_all_experts_weighted_by_the_router_are_a_dense_layer() -> None:
+    """With k = E nothing is left out: the sum over all experts by the softmax of the router."""
+    layer = mixture(4, 4).double()
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    share = torch.softmax(layer.router(x), -1)
+    parts = [FeedForward(up, down, "silu")(x) for up, down in zip(layer.gate_up, layer.down, strict=True)]  # type: ignore[arg-type]
+    assert torch.allclose(layer(x), (share[..., None] * torch.stack(parts, 1)).sum(1), atol=1e-12)
+
+
+def test_distinct_experts_grow_and_grow_less_and_less() -> None:
+    """Of one text, and of the formula: A(1) = k, concave, at most min(E, k N)."""
+    layer = mixture(32, 4)
+    noise = torch.Generator().manual_seed(6)
+    seen = np.zeros(24)
+    for _ in range(300):
+        _, index = layer.route(torch.randn(24, 16, generator=noise))
+        seen += [len(index[: n + 1].unique()) for n in range(24)]
+    seen /= 300
+    formula = np.array([32 * (1 - (1 - 4 / 32) ** n) for n in range(1, 25)])
+    for found in (seen, formula):
+        assert found[0] == pytest.approx(4) and (np.diff(found) > 0).all()
+        assert (np.diff(found, 2) < 0.12).all() and (found <= np.minimum(32, 4 * np.arange(1, 25))).all()
 
 
 def test_a_pass_reports_distinct_experts_per_layer() -> None:

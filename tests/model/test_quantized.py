@@ -14,6 +14,7 @@ from command import save_tiny_model
 from foretell.load import load
 from foretell.model.load.quantization_config import parse_quantization, quantization_method
 from foretell.model.load.quantized import QuantizedWeights
+from foretell.model.load.quantized_formats import unpack_bits
 from helpers import chain_tree, random_tokens
 
 OUT, IN, NAME = 64, 96, "model.layers.0.mlp.up_proj"
@@ -361,3 +362,8 @@ def test_a_quantised_model_gives_the_logits_of_its_widened_copy(dtype: str, tmp_
     tree = chain_tree(random_tokens(9, 257))
     logits = [load(str(folder), dtype).runner().forward([0], tree).logits for folder in (plain, packed)]
     assert torch.equal(*logits)
+
+
+def test_one_word_per_row_is_unpacked_however_its_tensor_lies() -> None:
+    words = torch.tensor([[0x76543210, 0x0FEDCBA9]], dtype=torch.int32).T  # a stride of two for one column
+    assert unpack_bits(words, 4, 8).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 0]]

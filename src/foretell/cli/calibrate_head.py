@@ -24,7 +24,7 @@ def head(
     rank: Annotated[int, typer.Option(metavar="R", min=1, help="Rank through which all tokens are scored.")] = 128,
     candidates: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens that are scored exactly then, or a few more.")
-    ] = 128,
+    ] = 64,
     model: options.Model = options.DEFAULT_MODEL,
     data_folder: Annotated[
         Path | None,

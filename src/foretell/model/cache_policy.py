@@ -54,6 +54,10 @@ class CachePolicy(ABC):
         """Last keys that are always kept."""
         return min(_RECENT, self.budget // 4)
 
+    def tokens_read(self, context: int) -> int:
+        """Tokens of a text of `context` tokens whose keys and values take as many bytes as a token reads."""
+        return min(context, self.budget)
+
     @abstractmethod
     def scores(
         self,
@@ -160,6 +164,10 @@ class Quest(CachePolicy):
     """
 
     name, observed, selects = "quest", 1, True
+
+    def tokens_read(self, context: int) -> int:
+        """The budget, and the bounds of all pages: two numbers for 16 keys and values each."""
+        return context if context <= self.budget else min(context, self.budget + context // PAGE)
 
     def scores(
         self,

@@ -26,6 +26,8 @@ BLOCKS = 1, 32
 """Neurons that can be chosen together: one, or as many as a panel of the kernels has inputs in every storage type but
 K blocks and int8.
 """
+_READS_ALL = -1e30
+"""A threshold below all scores; JSON has no infinity."""
 _RIDGE = 1e-2
 """Of the closed form, over the mean of the diagonal."""
 
@@ -173,7 +175,8 @@ def fit_predictor(
     scores = x @ inputs.T @ outputs.T + bias
     flat = scores[:kept].flatten()
     flat = flat[:: max(1, len(flat) >> 22)]
-    threshold = float(flat.kthvalue(max(1, round(settings.sparsity * len(flat)))).values)
+    left_out = round(settings.sparsity * len(flat))
+    threshold = float(flat.kthvalue(left_out).values) if left_out else _READS_ALL
     chosen = scores[kept:] > threshold
     recall = float((chosen & needed[kept:]).sum() / needed[kept:].sum())
     return Predictor(inputs, outputs, threshold, bias), recall

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from foretell.bench.step import KV_FORMATS
+from foretell.model.cache_policy import parse_target_policy
 from foretell.model.config import ModelConfig
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
@@ -89,9 +90,13 @@ class Predictor:
         workload = replace(self._workload(self.exact_dtype), kv=parse_format(KV_FORMATS[name]))
         return self._plain / self._seconds(self._graph(self.config), self.exact_dtype, workload)
 
-    def kv_budget(self, budget: int) -> float:
-        """A cache of at most so many tokens."""
-        workload = replace(self._workload(self.exact_dtype), context=min(budget, self.context))
+    def kv_policy(self, text: str) -> float | None:
+        """A KV cache policy `NAME@BUDGET`; None: a target cannot have it."""
+        try:
+            read = parse_target_policy(text).tokens_read(self.context)
+        except ValueError:
+            return None
+        workload = replace(self._workload(self.exact_dtype), context=read)
         return self._plain / self._seconds(self._graph(self.config), self.exact_dtype, workload)
 
     def checkpoint(self, config: ModelConfig, kind: CheckpointKind) -> float:

@@ -99,7 +99,7 @@ def _sampled_loss(
 def bytes_gain(way: Way, model: Model, exact: Model, context: int, passes: float) -> float:
     """Bytes per token of the exact model over those of a way; `passes`: of the way's model per token."""
     policy = way.options.kv_cache_policy
-    kept = context if policy is None else min(context, parse_target_policy(policy).budget)
+    kept = context if policy is None else parse_target_policy(policy).tokens_read(context)
     return pass_bytes(exact, 1, context) / (pass_bytes(model, 1, kept) * passes)
 
 

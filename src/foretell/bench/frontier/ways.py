@@ -81,8 +81,9 @@ def _kv_dtypes(inputs: WayInputs) -> Iterator[Way]:
 def _kv_policies(inputs: WayInputs) -> Iterator[Way]:
     for budget in inputs.budgets:
         for name in (policy.name for policy in target_policies()):
-            options = replace(inputs.exact, kv_cache_policy=f"{name}@{budget}")
-            yield Way(f"{name}@{budget}", "kv-policy", options, partial(Predictor.kv_budget, budget=budget))
+            text = f"{name}@{budget}"
+            options = replace(inputs.exact, kv_cache_policy=text)
+            yield Way(text, "kv-policy", options, partial(Predictor.kv_policy, text=text))
 
 
 def _checkpoints(inputs: WayInputs) -> Iterator[Way]:

@@ -230,7 +230,8 @@ class ExpertOffloadedDecoder(NativeDecoder):
             number, count = np.unique(np.concatenate([last[0] for last in known]), return_counts=True)
             self.cache.begin_pass(number[np.argsort(-count, kind="stable")].tolist())
         output = super().forward_tree(tree, rows, length, cache, active, scored, hidden_layers)
-        self._forecast.observe(tokens, np.stack(output.routes[:1]))
+        if output.routes:
+            self._forecast.observe(tokens, np.stack(output.routes[:1]))
         return output
 
 

@@ -86,7 +86,7 @@ class _GPTQ(QuantizedFormat):
         if scheme.zero_offset and int(zero.max()) == last:
             raise module.wrong(".qzeros", f"stores the zero point {last}, which programs read as 0 or as {last + 1}")
         scale = module.shaped(".scales", count, outputs)
-        level = unpack_bits(words.T.contiguous(), scheme.bits, inputs)
+        level = unpack_bits(words.T, scheme.bits, inputs)
         return IntegerMatrix(scheme.bits, level, scale.T, zero.T.int() + scheme.zero_offset, group_of)
 
 
@@ -120,7 +120,7 @@ class _Packed(QuantizedFormat):
         zero = torch.full(scale.shape, 1 << (scheme.bits - 1), dtype=torch.int32)
         if not scheme.symmetric:
             packed = module.shaped(".weight_zero_point", -(-outputs * scheme.bits // 32), count)
-            zero = unpack_bits(packed.T.contiguous(), scheme.bits, outputs).T.int()
+            zero = unpack_bits(packed.T, scheme.bits, outputs).T.int()
         return IntegerMatrix(scheme.bits, unpack_bits(words, scheme.bits, inputs), scale, zero, group_of)
 
 
@@ -204,7 +204,7 @@ NOT_READ = (
 
 def unpack_bits(words: Int32[Tensor, "r w"], bits: int, count: int) -> UInt8[Tensor, "r n"]:
     """The first `count` fields of `bits` bits of every row of a dense bit stream, the lowest bits first."""
-    data = words.contiguous().view(torch.uint8)
+    data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 4:
         data = torch.stack((data & 15, data >> 4), -1).flatten(1)
     elif bits != 8:

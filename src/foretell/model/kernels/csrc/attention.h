@@ -365,7 +365,7 @@ class Attention {
   }
 
   // The positive numbers of a query, then its negative ones, each with zeros in place of the others.
-  void store_parts(float* x, uint32_t* out) const {
+  void store_parts(const float* x, uint32_t* out) const {
     float part[kMaxHeadDim];
     for (int i = 0; i < m_.head_dim; ++i) part[i] = std::max(x[i], 0.0f);
     Format::pack(part, m_.head_dim, out);
