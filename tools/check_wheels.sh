@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the wheels in dist/, with compiled kernels for this machine type, checks that the library's wheel is smaller
-# than 5 MB (the kernels of six instruction sets are half of it, and no weights are in it), and installs them in a virtual environment in build/wheels, where the speculators must be found and the
-# kernels must run without a compiler. The dependencies come from .venv (`make test`).
+# than 5 MB (more than half of it are kernels for six instruction sets; weights have a wheel of their own), and installs
+# them in a virtual environment in build/wheels, where the speculators must be found and the kernels must run without a
+# compiler. The dependencies come from .venv (`make test`).
 #
 # A release needs a wheel for each machine type; this builds the other one, with its cross compiler:
 #   FORETELL_KERNELS=aarch64 .venv/bin/python -m build --wheel --outdir dist .
