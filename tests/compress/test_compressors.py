@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foretell.compress import LOW_RANK, PRUNING
-from foretell.compress.low_rank import ASVD, SVD, SVDLLM
+from foretell.compress.low_rank import ASVD, SVD, SVDLLM, project
 from foretell.compress.pruning import Magnitude, Wanda
 from foretell.compress.sparsegpt import GROUP, SparseGPT
 from foretell.compress.sparsity import Pattern, Sparsity
@@ -206,3 +206,12 @@ def test_results_do_not_depend_on_chance(method: str) -> None:
     made = PRUNING[method](Sparsity(0.5)) if method in PRUNING else LOW_RANK[method](0.5)
     first, second = (made.compress(random_weight(), statistics()) for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_svd_llm_takes_a_moment_that_rounding_has_made_indefinite() -> None:
+    moment = torch.ones(8, 8, dtype=torch.float64)
+    moment[0, 0] -= 0.5  # a negative eigenvalue, beyond the damping
+    weight = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    a, b = project(weight, moment, 4)
+    assert a.shape == (16, 4) and b.shape == (4, 8) and bool((a @ b).isfinite().all())
+    assert torch.allclose(a.T @ a, torch.eye(4, dtype=torch.float64), atol=1e-9)

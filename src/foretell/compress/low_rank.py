@@ -153,7 +153,9 @@ def project(
     if len(weight) <= weight.shape[1]:
         directions = torch.linalg.eigh(weight @ damped @ weight.T).eigenvectors[:, -rank:]
     else:
-        outputs = weight @ torch.linalg.cholesky(damped)
+        # A root of the moment that exists for fewer calibration tokens than inputs, too.
+        values, vectors = torch.linalg.eigh(damped)
+        outputs = weight @ (vectors * values.clamp_min(0).sqrt())
         main = torch.linalg.eigh(outputs.T @ outputs).eigenvectors[:, -rank:]
         directions = torch.linalg.qr(outputs @ main).Q
     return directions, directions.T @ weight
