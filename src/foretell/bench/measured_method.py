@@ -3,7 +3,7 @@
 from foretell.bench.schema import Metrics
 from foretell.roofline.measured import MeasuredMethod, MeasuredPasses
 
-FORMATS = {"float32": "32", "bfloat16": "16", "int8": "8", "int8-activations": "8", "int4": "4g32"}
+_FORMATS = {"float32": "32", "bfloat16": "16", "int8": "8", "int8-activations": "8", "int4": "4g32"}
 """Number formats of the weights by dtype of a run."""
 
 
@@ -15,7 +15,7 @@ def measured_method(
     """
     if pooled.tokens_per_pass is None:
         return None
-    name, form = variant.partition("@")[0], FORMATS.get(dtype, "16")
+    name, form = variant.partition("@")[0], _FORMATS.get(dtype, "16")
     return MeasuredMethod(
         name, form, pooled.tokens_per_pass, pooled.drafted_per_pass or 0.0, pooled.acceptance_cumulative,
         pooled.speedup, source, variant, f"{model} {dtype}", _passes(pooled, plain),

@@ -156,11 +156,11 @@ class ExpertFile:
             ValueError: a layer's checksum differs.
         """
         (layer, expert), parts = key, self._layers[key[0]]
-        self._file.read_into(target, parts.pages(expert)[0])
+        offset, _ = parts.pages(expert)
+        self._file.read_into(target, offset)
         sums = self._sums[layer]
         if len(sums) == len(parts.experts):
             return
-        offset = parts.pages(expert)[0]
         own = 0
         for tensor in {p.tensor for p in parts.experts[expert]}:
             start, size = parts.part["tensors"][tensor]

@@ -1,7 +1,7 @@
 """The base of checkpoint formats: how a format is detected, converted from, and converted to."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,17 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
     # safetensors refuses tensors that share memory.
     write_weights(folder, {name: t.clone() for name, t in weights.items()})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def refuse_other_tensors(found: PublishedCheckpoint, known: Collection[str], is_unused: Callable[[str], bool]) -> None:
+    """Refuse tensors that a checkpoint of its configuration does not have.
+
+    Raises:
+        ValueError: there is one that is neither known nor unused.
+    """
+    other = next((name for name in found.names if name not in known and not is_unused(name)), None)
+    if other is not None:
+        raise ValueError(f"{found.folder}: it holds {other}, which a checkpoint of this configuration does not have")
 
 
 def refuse_softcap(network: Speculator, format_name: str) -> None:

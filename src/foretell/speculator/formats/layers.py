@@ -10,7 +10,7 @@ from foretell.model.config import ModelConfig, RopeConfig
 from foretell.model.config_readers.hf import from_hf
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
-from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, target_rows
+from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, refuse_other_tensors, target_rows
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.cached_layers import CachedLayersConfig
@@ -158,7 +158,8 @@ def convert(
         ValueError: a tensor is missing, has another shape, or is not known.
     """
     tensors = {ours: _concatenate(found, source) for ours, source in sources.items()}
-    _refuse_other_tensors(found, sources)
+    used = {name for part in sources.values() for name in part.names}
+    refuse_other_tensors(found, used, lambda name: any(part in name for part in _OTHER_TENSORS))
     return ConvertedCheckpoint(config, tensors | {n: t for n, t in own._asdict().items() if t is not None})
 
 
@@ -205,15 +206,3 @@ def _own_head(
     shared = target_rows(embedding_and_head, tokens)
     own = found.require("lm_head.weight", len(shared), target.hidden)
     return None if is_copy(own, shared) else own
-
-
-def _refuse_other_tensors(found: PublishedCheckpoint, sources: Mapping[str, TensorSource]) -> None:
-    """Refuse unknown tensors.
-
-    Raises:
-        ValueError: there is one.
-    """
-    used = {name for part in sources.values() for name in part.names}
-    for name in found.names:
-        if name not in used and not any(part in name for part in _OTHER_TENSORS):
-            raise ValueError(f"{found.folder}: it holds {name}, which a checkpoint of this configuration does not have")

@@ -1,6 +1,5 @@
 """The format of Apple's ReDrafter checkpoints (ml-recurrent-drafter), which TensorRT-LLM converts."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from foretell.speculator.formats.base import (
     Verifier,
     dtype_name,
     is_copy,
+    refuse_other_tensors,
     refuse_softcap,
     target_info,
     write_checkpoint,
@@ -62,7 +62,8 @@ def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: Em
         own_head=own_head,
     )
     names = _published_names(config)
-    _refuse_other_tensors(found, names)
+    known = {*names.values(), f"lm_head.{layers}.weight"}
+    refuse_other_tensors(found, known, lambda name: name.startswith(_UNUSED))
     shapes = {"combine": (width, 2 * hidden), "recur": (hidden, hidden), "token": (hidden, hidden)}
     tensors = {"head": head} if own_head else {}
     for ours, theirs in names.items():
@@ -95,18 +96,6 @@ def _published_names(c: ReDrafterConfig) -> dict[str, str]:
     return out | {
         f"layers.{i}.{part}": f"lm_head.{i}.linear.{part}" for i in range(c.layers) for part in ("weight", "bias")
     }
-
-
-def _refuse_other_tensors(found: PublishedCheckpoint, names: Mapping[str, str]) -> None:
-    """Refuse unknown tensors.
-
-    Raises:
-        ValueError: there is one.
-    """
-    known = {*names.values(), f"lm_head.{found.fields.integer('num_draft_layers')}.weight"}
-    other = next((name for name in found.names if name not in known and not name.startswith(_UNUSED)), None)
-    if other is not None:
-        raise ValueError(f"{found.folder}: it holds {other}, which a checkpoint of this configuration does not have")
 
 
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
