@@ -274,6 +274,6 @@ def test_the_kernels_refuse_what_is_deeper_than_the_stages_or_no_token() -> None
         with pytest.raises(ValueError, match="there are 4 stages and 31 tokens"):
             kernels.grow_dynamic_trees(
                 torch.zeros(1, CONFIG.hidden),
-                torch.tensor([token]),
+                [token],
                 DynamicTrees(np.ones(1, int), (depth, 2, 4), (0.0, 0.0)),
             )

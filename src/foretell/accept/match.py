@@ -21,10 +21,10 @@ class Match(Acceptor):
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a path in the tree of batch row `row`."""
-        children, node, path = tree.children(row), tree.root(row), list[int]()
+        children, drafted, node, path = tree.children(row), tree.token[row].tolist(), tree.root(row), list[int]()
         while True:
             token = distributions.sample(row, node)
-            step = next((c for c in children.get(node, ()) if tree.token[row, c] == token), None)
+            step = next((c for c in children.get(node, ()) if drafted[c] == token), None)
             if step is None:
                 return AcceptResult(tuple(path), token)
             path.append(step)

@@ -200,7 +200,7 @@ class StepResult:
 
     def num_drafted(self, i: int) -> int:
         """Drafted tokens of request `i`."""
-        return int(np.count_nonzero(self.tree.valid[i])) - int(self.tree.prefix_length[i])
+        return self.tree.drafted_counts[i]
 
     def num_accepted(self, i: int) -> int:
         """Drafted tokens of request `i` that were accepted."""

@@ -46,9 +46,9 @@ def target_noise(context: Context, depth: int) -> TargetNoise | None:
     """The noise of the first `depth` levels below the roots; None where no request is drafted for with noise."""
     if not context.coupled or not depth:
         return None
-    scale = np.array([_NOISE_SHARE * s.temperature for s in context.sampling_params])
-    if not scale.any():
+    if not any(s.temperature for s in context.sampling_params):
         return None
+    scale = np.array([_NOISE_SHARE * s.temperature for s in context.sampling_params])
     pairs = zip(context.rngs, context.sequences, strict=True)
     keys = [[rng.key(sequence.length + level) for level in range(depth)] for rng, sequence in pairs]
     return TargetNoise(np.array(keys, np.uint64), scale)

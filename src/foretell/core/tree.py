@@ -6,7 +6,7 @@ of every array belongs to the `i`-th request of the step.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -70,6 +70,17 @@ class TokenTree:
         return self.valid | self.probe
 
     @cached_property
+    def active_count(self) -> int:
+        """Number of nodes that the target reads, of all requests together."""
+        return int(np.count_nonzero(self.active))
+
+    @cached_property
+    def drafted_counts(self) -> list[int]:
+        """Number of drafted tokens of every request."""
+        pairs = zip(self.valid.tolist(), self.prefix_length.tolist(), strict=True)
+        return [row.count(True) - length for row, length in pairs]
+
+    @cached_property
     def scored(self) -> Bool[np.ndarray, "b n"]:
         """Nodes whose logits may be needed."""
         return self.active if self.unscored is None else self.active & ~self.unscored
@@ -100,8 +111,8 @@ class TokenTree:
     def children(self, row: int) -> dict[int, list[int]]:
         """Valid children of every node of a row that has any, in the order in which they were drafted."""
         found: dict[int, list[int]] = {}
-        parent, valid = self.parent[row].tolist(), self.valid[row].tolist()
-        for node in range(int(self.prefix_length[row]), self.nodes):
+        parent, valid, first = self.parent[row].tolist(), self.valid[row].tolist(), int(self.prefix_length[row])
+        for node in range(first, len(valid)):
             if valid[node]:
                 found.setdefault(parent[node], []).append(node)
         return found
@@ -157,8 +168,7 @@ class TokenTree:
         """
         if not most:
             return self
-        counts = np.count_nonzero(self.valid, 1) - self.prefix_length
-        excess = [i for i, m in enumerate(most) if m is not None and counts[i] > m]
+        excess = [i for i, m in enumerate(most) if m is not None and self.drafted_counts[i] > m]
         if not excess:
             return self
         valid = self.valid.copy()
@@ -262,12 +272,34 @@ def _empty_trees(rows: int, nodes: int) -> TokenTree:
     )
 
 
+@lru_cache(1024)
+def _unsampled(rows: int, nodes: int) -> tuple[np.ndarray, ...]:
+    """`probe`, `q_index`, `prefix_length` and `distinct` of trees whose nodes were not sampled, and a mask of all their
+    nodes; read-only, since many trees share them.
+    """
+    empty = _empty_trees(rows, nodes)
+    parts = empty.probe, empty.q_index, empty.prefix_length, empty.distinct, np.ones((rows, nodes), bool)
+    for part in parts:
+        part.flags.writeable = False
+    return parts
+
+
+def _unsampled_trees(
+    token: Int[np.ndarray, "b n"],
+    parent: Int[np.ndarray, "b n"],
+    valid: Bool[np.ndarray, "b n"] | None,
+    score: Float[np.ndarray, "b n"] | None = None,
+) -> TokenTree:
+    """Trees whose nodes were not sampled, with a prefix of 1; `valid` None: all nodes are."""
+    probe, q_index, prefix_length, distinct, everywhere = _unsampled(*token.shape)
+    valid = everywhere if valid is None else valid
+    return TokenTree(token, parent, valid, probe, q_index, prefix_length, distinct, score=score)
+
+
 def root_tree(tokens: Sequence[int]) -> TokenTree:
     """Trees of a root only, one per request: plain decoding."""
-    out = _empty_trees(len(tokens), 1)
-    out.token[:, 0] = tokens
-    out.valid[:, 0] = True
-    return out
+    no_parent = _unsampled(len(tokens), 1)[1]
+    return _unsampled_trees(np.array(tokens, np.int64)[:, None], no_parent, None)
 
 
 def tree_from_lists(
@@ -276,17 +308,14 @@ def tree_from_lists(
     scores: Sequence[Sequence[float]] | None = None,
 ) -> TokenTree:
     """Trees of nodes that were not sampled, from ragged lists; entry 0 of each is the root with parent -1."""
-    out = _empty_trees(len(tokens), max(len(t) for t in tokens))
-    if scores is not None:
-        score = np.zeros(out.token.shape)
-        for row, values in enumerate(scores):
-            score[row, : len(values)] = values
-        out = replace(out, score=score)
-    for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        out.token[row, : len(token)] = token
-        out.parent[row, : len(token)] = parent
-        out.valid[row, : len(token)] = True
-    return out
+    sizes = [len(t) for t in tokens]
+    n = max(sizes)
+    return _unsampled_trees(
+        np.array([[*t, *[0] * (n - len(t))] for t in tokens], np.int64),
+        np.array([[*p, *[-1] * (n - len(p))] for p in parents], np.int64),
+        None if min(sizes) == n else np.arange(n) < np.array(sizes)[:, None],
+        None if scores is None else np.array([[*s, *[0.0] * (n - len(s))] for s in scores]),
+    )
 
 
 def tree_from_scores(
@@ -310,17 +339,8 @@ def tree_from_scores(
             whole[places] = part
         token, parent, score = all_parts
     token[:, 0], score[:, 0] = roots, 1
-    valid = score > 0
-    return TokenTree(
-        token=token,
-        parent=parent,
-        valid=valid,
-        probe=np.zeros((b, n), bool),
-        q_index=np.full((b, n), -1, np.int64),
-        prefix_length=np.ones(b, np.int64),
-        distinct=np.zeros(b, bool),
-        score=score,
-    )
+    full = len(which) == b and min(counts) == n - 1
+    return _unsampled_trees(token, parent, None if full else score > 0, score)
 
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:

@@ -56,8 +56,8 @@ class Drafter(EngineBound, ABC):
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """Maximum depth of the next draft per request, at most `context.max_depth`; 0 where it cannot draft yet."""
-        lengths = np.array([t.length for t in context.sequences])
-        return np.minimum(context.max_depth, np.maximum(0, self.max_context + 1 - lengths))
+        pairs = zip(context.max_depth.tolist(), context.sequences, strict=True)
+        return np.array([max(0, min(depth, self.max_context + 1 - t.length)) for depth, t in pairs], np.int64)
 
     def attach(self, runner: Runner) -> None:
         """Learn which runner runs the target, before the first draft in an engine."""

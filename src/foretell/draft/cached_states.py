@@ -126,9 +126,9 @@ class CachedStatesPredictor(Predictor):
             if step.lengths[i] > self.max_context:
                 return
             known = self._prefixes[row] = PrefixState(max(start, step.first[i]))
-        places = step.hidden_index[i, list(step.paths[i])][known.end - start : step.lengths[i] - 1 - start]
-        if len(places):
-            known.pending.append(TargetStates(step.hidden_states, places))
+        path = step.paths[i][known.end - start : step.lengths[i] - 1 - start]
+        if path:
+            known.pending.append(TargetStates(step.hidden_states, step.hidden_index[i, list(path)]))
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

@@ -52,18 +52,17 @@ class EagleDrafter(CachedStatesPredictor):
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
         """DynamicTrees in one call of the CPU kernels, where these run the network."""
-        active = np.flatnonzero(context.max_depth)
-        if self.network.native is None or not len(active):
+        which = [i for i, depth in enumerate(context.max_depth.tolist()) if depth]
+        if self.network.native is None or not which:
             return None
-        which = active.tolist()
         rows = [context.rows[i] for i in which]
         self._restore(rows)
         counts = [self._prefixes[row].pending_count for row in rows]
         token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
         length = [self._prefixes[row].length for row in rows]
         self._cache.reserve(rows, [n + sizes[0] * sizes[1] for n in length])
-        noise = noise_for_kernels(context.select(which), sizes[0])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, rows, length, noise)
+        part = context.select(which)
+        trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, noise_for_kernels(part, sizes[0]))
         hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
         self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
         return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)

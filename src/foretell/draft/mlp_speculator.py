@@ -13,6 +13,7 @@ from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.redrafter import ReDrafter
+from foretell.utils.inference import in_inference_mode
 
 
 class MLPSpeculatorDrafter(RootStatePredictor):
@@ -37,7 +38,8 @@ class MLPSpeculatorDrafter(RootStatePredictor):
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """The number of stages, for requests whose root state is known."""
-        return np.minimum(super().max_depths(context), np.where(self._ready(context), self.network.stages, 0))
+        pairs = zip(super().max_depths(context).tolist(), self._ready(context), strict=True)
+        return np.array([min(depth, self.network.stages) if ready else 0 for depth, ready in pairs], np.int64)
 
     def _prepare_states(self, hidden_states: Sequence[Float[torch.Tensor, "b d"]]) -> Float[torch.Tensor, "b e"]:
         """The states before the first stage."""
@@ -47,23 +49,22 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         """The `count` most probable tokens after the frontier."""
         return top_tokens(*self._scores(tree, frontier, context), count, self._token_of)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
         """DynamicTrees in one call of the CPU kernels, where these run the network."""
         kernels, (depth, width, budget) = self.network.native, sizes
-        active = np.flatnonzero((context.max_depth > 0) & self._ready(context))
-        if kernels is None or self.network.softcap or not len(active):
+        pairs = zip(context.max_depth.tolist(), self._ready(context), strict=True)
+        which = [i for i, (most, ready) in enumerate(pairs) if most > 0 and ready]
+        if kernels is None or self.network.softcap or not which:
             return None
-        start = torch.stack([self._root_states[context.rows[i]][1] for i in active.tolist()])
-        sizes = min(depth, self.network.stages), width, budget
-        noise = noise_for_kernels(context.select(active.tolist()), sizes[0])
-        trees = DynamicTrees(context.max_depth[active], sizes, bounds, noise=noise)
-        kernels.grow_dynamic_trees(start, torch.tensor(context.last_tokens)[active], trees)
-        return tree_from_scores(
-            context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count
-        )
+        part, sizes = context.select(which), (min(depth, self.network.stages), width, budget)
+        states = [self._root_states[row][1] for row in part.rows]
+        start = states[0][None] if len(states) == 1 else torch.stack(states)
+        trees = DynamicTrees(part.max_depth, sizes, bounds, noise=noise_for_kernels(part, sizes[0]))
+        kernels.grow_dynamic_trees(start, part.last_tokens, trees)
+        return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

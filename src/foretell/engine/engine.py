@@ -9,8 +9,6 @@ from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import numpy as np
-import torch
-from jaxtyping import Bool
 
 from foretell.accept import Match
 from foretell.core.context import StepResult
@@ -31,6 +29,7 @@ from foretell.model.block_table import OutOfBlocksError
 from foretell.model.runner import Runner
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
+from foretell.utils.inference import in_inference_mode
 
 _log = logging.getLogger(__name__)
 _NEAR_STEPS = 32
@@ -298,7 +297,7 @@ class Engine:
         """Tokens read, and all tokens, of the prompts that wait or are being read; equal: there are none."""
         return self._scheduler.prompt_progress
 
-    @torch.inference_mode()
+    @in_inference_mode
     def step(self) -> list[Update]:
         """One pass of the target over all requests. If a drafter fails, the requests of its method get a pass each, so
         that only those that fail end; if the pass fails, all requests do.
@@ -372,7 +371,7 @@ class Engine:
             predictions=[r.prediction for r in scheduled],
             paused=self._paused_method(scheduled),
         )
-        ready = np.array([n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)])
+        ready = [n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)]
         if self.controller is not None:
             self.controller.begin(self._load(scheduled, ready))
         tree = groups.propose(context, list(scheduled.values()), ready)
@@ -429,7 +428,7 @@ class Engine:
             return None
         return self._detokenizer() if request.skip_special_tokens else self._detokenizer(skip_special_tokens=False)
 
-    def _load(self, scheduled: Mapping[LiveRequest, list[int]], ready: Bool[np.ndarray, " b"]) -> StepLoad:
+    def _load(self, scheduled: Mapping[LiveRequest, list[int]], ready: Sequence[bool]) -> StepLoad:
         """What the step reads before any draft."""
         soon = self._clock() + _NEAR_STEPS * self.last_step.total
         near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]

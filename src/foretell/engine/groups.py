@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool
 
 from foretell.core.context import Context, StepResult
 from foretell.core.draft_origins import draft_paths
@@ -78,17 +77,18 @@ class MethodGroups:
         if len(self.groups) > 1:
             self.hidden_layers = tuple(sorted({layer for g in self.groups for layer in g.method.hidden_layers}))
 
-    def propose(self, context: Context, unread: Sequence[Sequence[int]], ready: Bool[np.ndarray, " b"]) -> TokenTree:
+    def propose(self, context: Context, unread: Sequence[Sequence[int]], ready: Sequence[bool]) -> TokenTree:
         """The tree of each request below its unread tokens; only the requests that are `ready` to decode have drafts.
 
         Raises:
             DraftError: one of several methods failed. Exception: the only method failed.
         """
         plain = self._paused is not None and all(group.bound is self._paused for group in self.groups)
-        if plain and ready.all() and not context.rules and not self._predicts:
-            return root_tree(context.last_tokens).with_prefix(unread)
-        if not plain and len(self.groups) == 1 and ready.all() and self._controller is None and not self._predicts:
-            return self.groups[0].method.propose(context).with_prefix(unread)
+        if not self._predicts and all(ready):
+            if plain and not context.rules:
+                return root_tree(context.last_tokens).with_prefix(unread)
+            if not plain and len(self.groups) == 1 and self._controller is None:
+                return self.groups[0].method.propose(context).with_prefix(unread)
         parts = self._grow(context, ready)
         if self._predicts:
             for part in parts:
@@ -100,15 +100,15 @@ class MethodGroups:
             for group in self.groups:
                 if group.bound is part.bound:
                     group.probe_offset = offset
-        order, reading = [i for part in parts for i in part.indices], np.flatnonzero(~ready).tolist()
+        order, reading = [i for part in parts for i in part.indices], [i for i, yes in enumerate(ready) if not yes]
         if reading:
             trees.append(root_tree([unread[i][-1] for i in reading]))
         tree = concatenate_trees(trees)
         return (tree.select(np.argsort(order + reading)) if len(trees) > 1 else tree).with_prefix(unread)
 
-    def _grow(self, context: Context, ready: Bool[np.ndarray, " b"]) -> list[DraftedTrees]:
+    def _grow(self, context: Context, ready: Sequence[bool]) -> list[DraftedTrees]:
         """The drafts of all requests that are `ready`: those of each method, and roots where none is asked."""
-        count, parts = int(np.count_nonzero(ready)), list[DraftedTrees]()
+        count, parts = sum(ready), list[DraftedTrees]()
         for group in self.groups:
             which = [i for i in group.indices if ready[i]]
             if not which:

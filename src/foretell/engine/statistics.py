@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from foretell.accept.fidelity import FidelityLoss
 from foretell.core.context import StepResult
 
@@ -28,14 +26,15 @@ class StepCounts:
         """The counts of a step."""
         tree, requests = step.tree, len(step.paths)
         decodes = tree.is_decode
-        before = requests if decodes else int(tree.prefix_length.sum())
-        drafted, expected = int(np.count_nonzero(tree.valid)) - before, None
+        before = requests if decodes else sum(tree.prefix_length.tolist())
+        drafted, expected = sum(tree.drafted_counts), None
         if decodes and (tree.score is not None or not drafted):
-            drafts = tree.valid[:, 1:]
-            expected = requests + (0.0 if tree.score is None else float(tree.score[:, 1:][drafts].sum()))
+            expected = float(requests)
+            if drafted and tree.score is not None:
+                expected += sum(tree.score[tree.valid].tolist()) - sum(tree.score[:, 0].tolist())
         return StepCounts(
             requests,
-            int(np.count_nonzero(tree.active)),
+            tree.active_count,
             not decodes,
             drafted,
             sum(map(len, step.paths)) - before,

@@ -60,11 +60,11 @@ def context_of(running: Collection[LiveRequest]) -> Context:
     )
 
 
-def nodes_to_score(tree: TokenTree, ready: Bool[np.ndarray, " b"], whole: Sequence[bool]) -> Bool[np.ndarray, "b n"]:
+def nodes_to_score(tree: TokenTree, ready: Sequence[bool], whole: Sequence[bool]) -> Bool[np.ndarray, "b n"]:
     """Nodes whose logits are needed: those from the root on, of requests that are ready to decode, and all of the
     requests marked in `whole`.
     """
-    if tree.is_decode and ready.all():
+    if tree.is_decode and all(ready):
         return tree.scored
     first = np.where(whole, 0, np.where(ready, tree.prefix_length - 1, tree.nodes))
     return tree.scored & (np.arange(tree.nodes) >= first[:, None])
@@ -78,13 +78,12 @@ def commit(
     Returns the kept paths and the new tokens.
     """
     paths, new_tokens = [], []
-    for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
-        path, tokens = list(range(int(tree.prefix_length[i]))), list[int]()
+    decided = zip(scheduled, results, tree.prefix_length.tolist(), tree.token, strict=True)
+    for r, result, prefix_length, drafted in decided:
+        path, tokens = list(range(prefix_length)), list[int]()
         if result is not None:
             path += result.path
-            drafted = tree.token[i]
-            tokens = [*(int(drafted[node]) for node in result.path), result.token][: r.remaining_tokens]
-            tokens = r.until_end(tokens)
+            tokens = r.until_end([*drafted[list(result.path)].tolist(), result.token][: r.remaining_tokens])
         if tokens:
             r.sequence.append(tokens)
         runner.commit(r.row, path)

@@ -1,14 +1,12 @@
 """EAGLE-2's dynamic tree with as many levels and nodes as pay on this machine."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-
-import numpy as np
-from jaxtyping import Float
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import EngineBound
-from foretell.core.tree import TokenTree, root_tree
+from foretell.core.tree import TokenTree, root_tree, tree_from_lists
 from foretell.draft.base import Predictor
 from foretell.shape.base import Shape
 from foretell.shape.dynamic_tree import DynamicTree
@@ -36,6 +34,10 @@ _TRIAL_INTERVAL = 1024
 """Passes between two trials of a size."""
 _MAX_TRIAL_TOKENS = 1.0
 """A size is not tried where half of it costs the time of more tokens than this already: it cannot pay."""
+
+
+_Draft = tuple[float, int, int]
+"""Score, request and node of a draft."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +100,18 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         if self._learns_cost and self._decodes(context) and self.cost.needs_measurement(rows):
             return root_tree(context.last_tokens)
         rate, trial = self._tokens / self._seconds, self._due_trial(context)
-        pass_seconds = self.cost.seconds(rows, rows + len(context.rows) * budget)
-        further = np.arange(1, len(pass_seconds))
-        node_seconds = float(((pass_seconds[1:] - pass_seconds[0]) / further).min())
+        node_seconds = self.cost.least_increase(rows, rows + len(context.rows) * budget)
         least, most = _MIN_EXPAND_SCORES
-        bounds = replace(
-            self._largest,
-            min_score=0.0 if trial else max(_MIN_SCORE, rate * node_seconds),
-            min_expand_score=min(most, max(least, rate * self._level_seconds() / _CHILD_SHARE)),
+        bounds = (
+            0.0 if trial else max(_MIN_SCORE, rate * node_seconds),
+            min(most, max(least, rate * self._level_seconds() / _CHILD_SHARE)),
         )
-        tree = bounds.grow(draft, context)
+        tree = self._largest.grow_within(draft, context, bounds)
         self._plan = _Plan(context.rows, _depth(tree))
-        return _keep_best(tree, trial) if trial else self._most_profitable(tree, rate, pass_seconds)
+        if tree.score is None:
+            return tree
+        drafts = _ranked_drafts(tree)
+        return _keep_best(tree, drafts, trial or self._profitable_count(drafts, rate, rows))
 
     @staticmethod
     def _decodes(context: Context) -> bool:
@@ -135,18 +137,15 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
                 return nodes
         return 0
 
-    def _most_profitable(self, tree: TokenTree, rate: float, pass_seconds: Float[np.ndarray, " n"]) -> TokenTree:
-        """The tree without the nodes that cost more than they promise."""
-        if tree.score is None:
-            return tree
-        # Lists: on small trees, which are the common case, arrays take several times as long.
-        scores = sorted((s for row in tree.score.tolist() for s in row[1:] if s > 0), reverse=True)
-        tokens, best, most = 0.0, 0, -rate * float(pass_seconds[0])
-        for count, (score, seconds) in enumerate(zip(scores, pass_seconds[1:].tolist(), strict=False), 1):
+    def _profitable_count(self, drafts: Sequence[_Draft], rate: float, rows: int) -> int:
+        """How many of the best drafts promise more than they cost."""
+        plain, *further = self.cost.seconds(rows, rows + len(drafts)).tolist()
+        tokens, best, most = 0.0, 0, -rate * plain
+        for count, ((score, _, _), seconds) in enumerate(zip(drafts, further, strict=True), 1):
             tokens += score
             if tokens - rate * seconds > most:
                 best, most = count, tokens - rate * seconds
-        return _keep_best(tree, best)
+        return best
 
     def observe(self, step: StepResult) -> None:
         """Learn the times of passes and levels and the tokens per second, unless the pass also read a prompt."""
@@ -154,7 +153,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         if not whole.tree.is_decode:
             return
         if self._learns_cost:
-            self.cost.update(int(np.count_nonzero(whole.tree.active)), step.pass_seconds)
+            self.cost.update(whole.tree.active_count, step.pass_seconds)
         if plan is not None and plan.levels and set(plan.rows) <= set(step.context.rows):
             self._draft_cost.update(plan.levels, step.draft_seconds)
             self._steps += 1
@@ -174,14 +173,29 @@ def _depth(tree: TokenTree) -> int:
     return deepest
 
 
-def _keep_best(tree: TokenTree, count: int) -> TokenTree:
-    """The tree with the `count` drafted nodes of the highest scores, of all requests together."""
-    if tree.score is None or np.count_nonzero(tree.valid) - tree.rows <= count:
+def _ranked_drafts(tree: TokenTree) -> list[_Draft]:
+    """The drafted nodes of all requests, those of the highest scores first; of equals the earlier ones, so that a
+    node's parent comes before it.
+    """
+    # Lists: on small trees, which are the common case, arrays take several times as long.
+    assert tree.score is not None
+    pairs = zip(tree.score.tolist(), tree.valid.tolist(), strict=True)
+    drafts = [(s, i, j) for i, (row, valid) in enumerate(pairs) for j, s in enumerate(row) if j and valid[j]]
+    return sorted(drafts, key=itemgetter(0), reverse=True)
+
+
+def _keep_best(tree: TokenTree, drafts: Sequence[_Draft], count: int) -> TokenTree:
+    """The tree with the first `count` of its ranked drafts."""
+    if len(drafts) <= count:
         return tree
-    score = np.where(tree.valid, tree.score, -1.0)
-    score[:, 0] = 2.0
-    # Stable: of equals the earlier ones stay, so that a node's parent is kept.
-    order = np.argsort(-score, axis=None, kind="stable")[: tree.rows + count]
-    kept = np.zeros(tree.valid.size, bool)
-    kept[order] = True
-    return replace(tree, valid=tree.valid & kept.reshape(tree.valid.shape))
+    kept = [[0] for _ in range(tree.rows)]
+    for _, row, node in sorted(drafts[:count], key=itemgetter(2)):
+        kept[row].append(node)
+    tokens, parents, scores = [], [], []
+    for row, nodes in enumerate(kept):
+        token, parent, score = tree.token[row].tolist(), tree.parent[row].tolist(), tree.score[row].tolist()
+        place = {node: i for i, node in enumerate(nodes)}
+        tokens.append([token[node] for node in nodes])
+        parents.append([-1, *(place[parent[node]] for node in nodes[1:])])
+        scores.append([score[node] for node in nodes])
+    return tree_from_lists(tokens, parents, scores)

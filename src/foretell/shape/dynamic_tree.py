@@ -48,27 +48,32 @@ class DynamicTree(Shape[Predictor]):
         min_expand_score = self.min_expand_score
         if min_expand_score is None:
             min_expand_score = min(1.0, _EXPAND_FACTOR * self.min_score)
-        tree = draft.grow_dynamic_tree(
-            context, (self.depth, self.width, self.budget), (self.min_score, min_expand_score)
-        )
+        return self.grow_within(draft, context, (self.min_score, min_expand_score))
+
+    def grow_within(self, draft: Predictor, context: Context, bounds: tuple[float, float]) -> TokenTree:
+        """The same with other `bounds`: the least score of a node, and of a node that is expanded."""
+        tree = draft.grow_dynamic_tree(context, (self.depth, self.width, self.budget), bounds)
         if tree is not None:
             return tree
         builder = TreeBuilder(context)
         score = np.ones((len(context.rows), 1))
         for _ in range(min(self.depth, int(context.max_depth.max()))):
-            active = score[np.arange(len(score))[:, None], builder.frontier] >= min_expand_score
+            active = score[np.arange(len(score))[:, None], builder.frontier] >= bounds[1]
             # Nodes of the frontier are in falling order of score.
             count = min(self.width, active.sum(1).max())
             if not count:
                 break
             builder.frontier = builder.frontier[:, :count]
-            new = self._expand(builder, builder.top_tokens(draft, self.width), score, active[:, :count])
+            found = builder.top_tokens(draft, self.width)
+            new = self._expand(builder, found, score, active[:, :count], bounds[0])
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)
         return self._rerank(replace(builder.build(), score=score), score)
 
-    def _expand(self, builder: TreeBuilder, ranks: TopTokens, score: np.ndarray, active: np.ndarray) -> np.ndarray:
+    def _expand(
+        self, builder: TreeBuilder, ranks: TopTokens, score: np.ndarray, active: np.ndarray, min_score: float
+    ) -> np.ndarray:
         """Add the children of the `active` frontier nodes, in falling order of score per row; their scores."""
         # Indexed pairwise: `take_along_axis` costs several times as much on arrays as small as these.
         row = np.arange(len(score))[:, None]
@@ -85,7 +90,7 @@ class DynamicTree(Shape[Predictor]):
             token[valid, :width] = ranks.token[which]
             new[valid, :width] = score[row, builder.frontier][valid][:, None] * ranks.probability[which]
         token, new = token.reshape(len(score), -1), new.reshape(len(score), -1)
-        good = (new > 0) & (new >= self.min_score)
+        good = (new > 0) & (new >= min_score)
         order = np.argsort(-np.where(good, new, -1.0), axis=1, kind="stable")[:, : min(self.budget, good.sum(1).max())]
         if order.shape[1]:
             builder.add(builder.frontier[row, order // self.width], token[row, order], good[row, order])

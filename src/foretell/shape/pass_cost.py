@@ -21,6 +21,7 @@ _DRIFT_PASSES = 9
 """Last passes whose median deviation from the estimates is the machine's present speed."""
 _REFIT_INTERVAL = 8
 """Passes between two updates of the estimate, after the first `_MEMORY` passes."""
+_SIZES = np.arange(_MAX_TOKENS)
 _MAX_CHANGE, _MAX_KNOWN_CHANGE = 2.0, 1.25
 """An observation counts as at most this many times the estimate, and at least one over it; the second number holds for
 sizes with `_KNOWN` observations.
@@ -42,7 +43,7 @@ class PassCost:
     def __init__(self, table: Mapping[int, float] | None = None, slope: float = 0.03) -> None:
         self._fixed = table is not None
         self._prior: Float[np.ndarray, " n"] = 1 + slope * np.arange(_MAX_TOKENS) if table is None else _filled(table)
-        self._ratio, self._weight = np.zeros(_MAX_TOKENS), np.zeros(_MAX_TOKENS)
+        self._ratio, self._weight = [0.0] * _MAX_TOKENS, [0.0] * _MAX_TOKENS
         """Observed over prior seconds of each size, and the weight of the observations."""
         self._interpolated_ratio = np.ones(_MAX_TOKENS)
         self._estimate = self._prior
@@ -50,7 +51,9 @@ class PassCost:
         """Observed over estimated seconds of the last passes."""
         self._speed = 1.0
         """Their median."""
-        self._passes, self._last_seen = 0, np.zeros(_MAX_TOKENS, np.int64)
+        self._passes, self._last_seen = 0, [0] * _MAX_TOKENS
+        self._increases = dict[tuple[int, int], float]()
+        """What `least_increase` has found with the present estimate, at a speed of 1."""
 
     def expect(self, table: Mapping[int, float]) -> None:
         """Begin with these seconds by number of tokens, interpolated; what is observed corrects them. Nothing changes
@@ -62,6 +65,7 @@ class PassCost:
         expected = _filled(table)
         if not self._fixed and not self._passes:
             self._prior = self._estimate = expected
+            self._increases.clear()
 
     @property
     def fixed(self) -> bool:
@@ -76,6 +80,14 @@ class PassCost:
         inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1] * self._speed
         return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
 
+    def least_increase(self, first: int, last: int) -> float:
+        """Least seconds per further token, over all passes of `first + 1` to `last` tokens."""
+        if (first, last) not in self._increases:
+            seconds = self.seconds(first, last) / self._speed
+            further = (seconds[1:] - seconds[0]) / np.arange(1, len(seconds))
+            self._increases[first, last] = float(further.min())
+        return self._increases[first, last] * self._speed
+
     def needs_measurement(self, size: int, interval: int = 128, initial_interval: int = 8) -> bool:
         """Whether a pass of this size should be measured: none was among the last `interval` passes (fewer while the
         size is not known), or among the first `initial_interval`.
@@ -85,7 +97,7 @@ class PassCost:
         weight = self._weight[size - 1]
         if weight:
             initial_interval = interval if weight >= _KNOWN else min(interval, _RETRY_INTERVAL)
-        return bool(self._passes - self._last_seen[size - 1] >= initial_interval)
+        return self._passes - self._last_seen[size - 1] >= initial_interval
 
     def update(self, size: int, seconds: float) -> None:
         """Count one pass over `size` tokens; outliers are clipped (`_MAX_CHANGE`)."""
@@ -95,7 +107,7 @@ class PassCost:
         if self._weight[i] >= _KNOWN:
             self._deviations.append(seconds / float(self._estimate[i]))
             self._speed = median(self._deviations)
-        ratio, expected = seconds / (self._speed * self._prior[i]), self._interpolated_ratio[i]
+        ratio, expected = seconds / (self._speed * float(self._prior[i])), float(self._interpolated_ratio[i])
         if self._passes:
             most = _MAX_KNOWN_CHANGE if self._weight[i] >= _KNOWN else _MAX_CHANGE
             ratio = min(max(ratio, expected / most), expected * most)
@@ -110,8 +122,9 @@ class PassCost:
 
     def _refit(self) -> None:
         """Interpolate the observations."""
-        seen = np.flatnonzero(self._weight)
-        self._interpolated_ratio = np.interp(np.arange(_MAX_TOKENS), seen, self._ratio[seen])
+        seen = [i for i, weight in enumerate(self._weight) if weight]
+        self._interpolated_ratio = np.interp(_SIZES, seen, [self._ratio[i] for i in seen])
+        self._increases.clear()
         # A larger pass cannot cost less: such an observation is measurement noise.
         self._estimate = np.maximum.accumulate(self._prior * self._interpolated_ratio)
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foretell.model.kernels import build, structures
+from foretell.model.kernels import build, numbers, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
 from foretell.model.kernels.stack import NativeStack
@@ -90,9 +90,9 @@ class NativeBlockDrafts:
                 f"{self._state_count} states at {sum(count)} places are read, found {len(states)} at {len(place)}"
             )
         t = len(place)
-        work = np.empty(t + 2 * len(count), np.int64)
+        work, at = numbers.zeros(t + 2 * len(count))
         work[:t], work[t : t + len(count)], work[t + len(count) :] = place, count, root
-        at, sources = work.ctypes.data, (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
+        sources = (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
         read = structures.StatesRead(addressof(sources), rows, None, at, at + 8 * t)
         invalid = self._kernels.foretell_block_trees(
             *(stack.model, stack.layers, len(stack.layers), stack.injecting.layers, self._input, weights.head.struct),

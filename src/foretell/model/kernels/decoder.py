@@ -26,7 +26,7 @@ from foretell.model.decoder import (
     SkipSet,
 )
 from foretell.model.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
-from foretell.model.kernels import build, structures
+from foretell.model.kernels import build, numbers, structures
 from foretell.model.kernels.block_weights import BlockWeights, LatentWeights, LayerInputWeights, PackedBlock
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.embedding import NativeEmbedding
@@ -331,32 +331,30 @@ class NativeDecoder:
         """
         stack, width, layers = self.stack, self.head.outputs, self.config.layers
         (b, n), size = tree.token.shape, tree.token.size
-        work = np.empty(6 * size + 3 * b, np.int64)
-        nodes = work[: 5 * size].reshape(5, b, n)
-        nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
-        requests = work[5 * size : 5 * size + 3 * b].reshape(3, b)
+        work, at = numbers.zeros(7 * size + 3 * b)
+        nodes, requests = work[: 6 * size].reshape(6, b, n), work[6 * size : 6 * size + 3 * b].reshape(3, b)
+        nodes[0], nodes[1], nodes[2], nodes[3] = tree.token, tree.parent, active, scored
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
-        at = work.ctypes.data
-        per_request = at + 40 * size
-        inputs = (*(at + 8 * size * i for i in range(3)), *(per_request + 8 * b * i for i in range(3)))
-        outputs = at + 24 * size, at + 32 * size, per_request + 24 * b
-        pass_struct = structures.TreePass(b, n, *inputs, *outputs)
+        row_at, argmax_at = at + 48 * size, at + 48 * size + 24 * b
+        inputs = (*(at + 8 * size * i for i in range(4)), row_at, row_at + 8 * b, row_at + 16 * b)
+        pass_struct = structures.TreePass(b, n, *inputs, at + 32 * size, at + 40 * size, argmax_at)
         recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
         norm_all = layers + 1 in hidden_layers
         states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
-        by_layer = states.unbind()
-        self.embedding.write(tree.token[active], by_layer[recorded_count])
-        found = stack.new_routes(len(stack.layers), tokens)
-        normed = by_layer[-1] if norm_all else torch.empty(count, self.config.hidden)
-        logits = torch.empty(count, width)
+        first = states.data_ptr()
+        normed = first + 4 * self.config.hidden * tokens * (recorded_count + 1) if norm_all else None
+        found, logits = stack.new_routes(len(stack.layers), tokens), torch.empty(count, width)
         invalid = stack.kernels.foretell_tree_pass(
-            *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
+            *(stack.model, self.embedding.rows, stack.layers, len(stack.layers), self.head.struct, width),
             *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
-            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
+            *(first, normed, logits.data_ptr()),
             *(None if found is None else found.data_ptr(), torch.get_num_threads()),
         )
+        if invalid == -2:
+            known = (tree.token >= 0) & (tree.token < self.embedding.rows.vocab)
+            raise self.embedding.unknown_token(int(tree.token[active & ~known][0]))
         stack.check_readable(invalid)
         if invalid >= 0:
             raise ValueError(
@@ -364,11 +362,11 @@ class NativeDecoder:
             )
         routes = () if found is None else tuple(layer.numpy() for layer in routes_of_layers(found))
         experts = count_experts(routes)
-        hidden = tuple(by_layer[i] for i in place)
+        hidden = tuple(states[i] for i in place)
         if self.config.logit_softcap or self.config.logit_scale != 1:
             # Numbers that are rounded to the same one have another argmax.
-            return ModelOutput(self.bound_logits(logits), nodes[4], hidden, nodes[3], experts, routes=routes)
-        return ModelOutput(logits, nodes[4], hidden, nodes[3], experts, work[5 * size + 3 * b :][:count], routes)
+            return ModelOutput(self.bound_logits(logits), nodes[5], hidden, nodes[4], experts, routes=routes)
+        return ModelOutput(logits, nodes[5], hidden, nodes[4], experts, work[6 * size + 3 * b :][:count], routes)
 
     @property
     def backend(self) -> Backend:

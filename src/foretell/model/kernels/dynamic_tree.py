@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt64
 
-from foretell.model.kernels import structures
+from foretell.model.kernels import numbers, structures
 
 Noise = tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]
 """Key per request and level, factor per request, and number of candidates; see `core.noise.TargetNoise`."""
@@ -25,6 +25,7 @@ class NodeLimits:
 
 
 NO_LIMITS = NodeLimits()
+_NO_OUTPUTS = torch.empty(0, 0)
 
 
 class DynamicTrees:
@@ -50,13 +51,12 @@ class DynamicTrees:
     ) -> None:
         b, n = len(max_depth), sizes[2] + 1
         # One block of memory: an array's address takes longer to find than the array to make.
-        inputs, outputs = np.empty((3, b), np.int64), np.empty(5 * b * n + b, np.int64)
+        work, at = numbers.zeros(4 * b + 5 * b * n)
+        inputs, nodes = work[: 3 * b].reshape(3, b), work[4 * b :].reshape(5, b, n)
         inputs[0] = max_depth
         if row is not None and length is not None:
             inputs[1], inputs[2] = row, length
-        at, out = inputs.ctypes.data, outputs.ctypes.data
-        nodes = outputs[b:].reshape(5, b, n)
-        self.count: Int[np.ndarray, " b"] = outputs[:b]
+        self.count: Int[np.ndarray, " b"] = work[3 * b : 4 * b]
         """Nodes of every request below its root."""
         self.token: Int[np.ndarray, "b n"] = nodes[0]
         """The root's is not set; 0 after the last node."""
@@ -68,17 +68,19 @@ class DynamicTrees:
         """Row of every node in `outputs`; -1: it was not run."""
         self.confidence: Float[np.ndarray, "b n"] = nodes[4].view(np.float64)
         """In every node; the root's is 1."""
-        self.outputs: Float[torch.Tensor, "k d"] = torch.empty(b * (1 + sizes[0] * sizes[1]) if hidden else 0, hidden)
+        self.outputs: Float[torch.Tensor, "k d"] = _NO_OUTPUTS
         """Outputs of the layers, the roots' first."""
-        self._inputs = inputs, noise  # Kept alive here: the kernels read them.
+        if hidden:
+            self.outputs = torch.empty(b * (1 + sizes[0] * sizes[1]), hidden)
+        self._inputs = work, noise  # Kept alive here: the kernels read them.
         caches = (None, None) if row is None else (at + 8 * b, at + 16 * b)
-        first, size = out + 8 * b, 8 * b * n
+        first, size = at + 32 * b, 8 * b * n
         self.struct = structures.DynamicTree(
             *(b, *sizes, *bounds, at, *caches),
             *((None, None, 0) if noise is None else (noise[0].ctypes.data, noise[1].ctypes.data, noise[2])),
             *(limits.least, limits.least_expanded, limits.margin),
             *((self.outputs.data_ptr(), first + 3 * size, first + 4 * size) if hidden else (None, None, None)),
-            *(first, first + size, out, first + 2 * size),
+            *(first, first + size, at + 24 * b, first + 2 * size),
         )
 
     def check_result(self, invalid: int, context: int) -> None:

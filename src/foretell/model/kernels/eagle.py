@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from foretell.model.kernels import build, structures
+from foretell.model.kernels import build, numbers, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
 from foretell.model.kernels.stack import NativeStack
@@ -144,9 +144,9 @@ class NativeEagle:
                 f"{self._state_count} states at {len(token)} places are read, found {len(states)} at {len(place)}"
             )
         t = len(token)
-        work = np.empty(2 * t + len(count), np.int64)
+        work, at = numbers.zeros(2 * t + len(count))
         work[:t], work[t : 2 * t], work[2 * t :] = token, place, count
-        at, sources = work.ctypes.data, (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
+        sources = (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
         read = structures.StatesRead(addressof(sources), rows, at, at + 8 * t, at + 16 * t)
         layers = stack.model, stack.layers, len(stack.layers), self._input
         output = (

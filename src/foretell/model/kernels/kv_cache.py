@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from ctypes import c_int32
 from itertools import pairwise
+from operator import is_
 
 import numpy as np
 import torch
@@ -52,7 +53,9 @@ class NativeKVCache(KVCache):
         page_budget: int = 0,
     ) -> None:
         super().__init__(layers, kv_heads, head_dim, cache_dtype(precision), torch.device("cpu"), numbers)
-        self._kind, self._page_budget = cache_kind(precision), page_budget
+        self._kernels, self._kind, self._page_budget = build.library(), cache_kind(precision), page_budget
+        self._struct: tuple[tuple[object, ...], structures.Cache] | None = None
+        """`struct`, and the memory that it describes."""
         self._page_slots: Int[np.ndarray, " r"] = np.zeros(0, np.int32)
         """Slots of every row, from the first one on, of whose pages the bounds are known in all layers."""
         if page_budget:
@@ -89,7 +92,14 @@ class NativeKVCache(KVCache):
 
     @property
     def struct(self) -> structures.Cache:
-        """The cache as an argument of the kernels."""
+        """The cache as an argument of the kernels; one object as long as its memory stays where it is."""
+        memory = type(self), self.k, self.blocks.table, self._page_slots
+        if self._struct is not None and self.packed is None and all(map(is_, memory, self._struct[0])):
+            return self._struct[1]
+        self._struct = memory, self._describe()
+        return self._struct[1]
+
+    def _describe(self) -> structures.Cache:
         parts = (self.k, self.v, self.k_low, self.v_low, self.k_scale, self.v_scale)
         blocks, table = self.k.shape[2], self.blocks.table
         found = structures.Cache(
@@ -164,7 +174,7 @@ class NativeKVCache(KVCache):
         if slots.size and (slots.min() < 0 or slots.max() >= held[0] or target + count > held[1]):
             raise ValueError(f"slots {slots.min()} to {slots.max()} cannot be copied to {target} and the following")
         index = np.ascontiguousarray(slots, np.int32)
-        build.library().foretell_cache_copy(
+        self._kernels.foretell_cache_copy(
             *(self._kind, source.struct, source_row, index.ctypes.data, count),
             *(self.struct, row, target, layers, heads, self.head_dim),
         )
@@ -175,14 +185,14 @@ class NativeKVCache(KVCache):
         Raises:
             ValueError: the slots are not in this order, or lie outside the cache.
         """
-        if not all(a < b for a, b in pairwise([target - 1, *source, self.blocks.slots(row)])):
-            raise ValueError(f"slots {list(source)} cannot be moved to {target} and the following")
         skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
         if skip == len(source):
             return
+        if not all(a < b for a, b in pairwise([target - 1, *source, self.blocks.slots(row)])):
+            raise ValueError(f"slots {list(source)} cannot be moved to {target} and the following")
         layers, heads = self.k.shape[:2]
         slots = (c_int32 * (len(source) - skip))(*source[skip:])
-        build.library().foretell_cache_move(
+        self._kernels.foretell_cache_move(
             *(self._kind, self.struct, layers, heads, self.head_dim, row, slots, len(slots), target + skip)
         )
 

@@ -1,6 +1,7 @@
 """MLP speculators (Wertheimer et al., arXiv 2404.19124) on the kernels: one stage, or whole dynamic trees, per call."""
 
 from collections.abc import Sequence
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -58,8 +59,8 @@ class NativeStages:
     def __getitem__(self, stage: int) -> NativeStage:
         return self._stages[stage]
 
-    def grow_dynamic_trees(self, start: Tensor, root: Tensor, trees: DynamicTrees) -> None:
-        """Grow trees below the root tokens `root`, int64 [b], that the states `start`, float32 [b, in], produced.
+    def grow_dynamic_trees(self, start: Tensor, root: Sequence[int], trees: DynamicTrees) -> None:
+        """Grow trees below the root tokens `root`, one per request, that the states `start`, float32 [b, in], produced.
 
         Raises:
             ValueError: a token is out of the vocabulary, or the trees are deeper than there are stages.
@@ -67,14 +68,15 @@ class NativeStages:
         project, *_ = self._stages[0].layers
         b = trees.struct
         check_tensor(start, torch.float32, "start", b.requests, project.inputs)
-        check_tensor(root, torch.int64, "root", b.requests)
-        if b.depth > len(self._stages) or not 0 <= int(root.min()) <= int(root.max()) < self._embedding.vocab:
+        known = len(root) == b.requests and 0 <= min(root) <= max(root) < self._embedding.vocab
+        if b.depth > len(self._stages) or not known:
             raise ValueError(
                 f"there are {len(self._stages)} stages and {self._embedding.vocab} tokens; {b.depth} levels below "
-                f"{root.tolist()} were asked for"
+                f"{list(root)} were asked for"
             )
         self._kernels.foretell_mlp_speculator_trees(
             *(self._structs, self._embedding),
-            *(None if self._token_of is None else self._token_of.data_ptr(), start.data_ptr(), root.data_ptr(), b),
+            *(None if self._token_of is None else self._token_of.data_ptr(), start.data_ptr()),
+            *((c_int64 * len(root))(*root), b),
             torch.get_num_threads(),
         )

@@ -95,6 +95,8 @@ class NativeStack:
         """Whether all blocks have the same sizes and their own keys and values, so that one call can run them."""
         self._set_blocks([self.pack_block(i, block) for i, block in enumerate(blocks)])
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
+        self._checked = dict[int, structures.Cache]()
+        """The caches that passed the last checks, by store."""
         self._further: tuple[PackedBlock, ...] = ()
         """Blocks beside those of the model, kept alive here; see `followed_by`."""
 
@@ -116,7 +118,7 @@ class NativeStack:
         """A stack of packed blocks with the rotary tables of this one."""
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
-        other._forget_reduced()
+        other._forget_derived()
         other._set_blocks(blocks)
         return other
 
@@ -263,8 +265,9 @@ class NativeStack:
             layer.attention_norm = None
         return other
 
-    def _forget_reduced(self) -> None:
-        """Forget the reduced stacks of the one that this is a copy of."""
+    def _forget_derived(self) -> None:
+        """Forget the reduced stacks and the checked caches of the one that this is a copy of."""
+        self._checked = {}
         for name in ("keys_only", "injecting"):
             self.__dict__.pop(name, None)
 
@@ -288,7 +291,7 @@ class NativeStack:
     def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
-        other._forget_reduced()
+        other._forget_derived()
         other.layers = layers
         return other
 
@@ -485,6 +488,8 @@ class NativeStack:
     def _store_struct(self, i: int, cache: Cache, states: NativePass | None) -> structures.Cache:
         if not isinstance(cache, NativeKVCache):
             raise ValueError("the native kernels need the cache that they lay out, a NativeKVCache")
+        if states is None and self._checked.get(i) is cache.struct:
+            return cache.struct
         layers, _, blocks, _, _ = cache.k.shape
         dtype = cache_dtype(self.precision) if cache.k_scale is None else torch.int8
         sizes = self._store_sizes[i]
@@ -493,6 +498,7 @@ class NativeStack:
         for side in (cache.k, cache.v):
             check_tensor(side, dtype, "the cache", *shape)
         if states is None:
+            self._checked[i] = cache.struct
             return cache.struct
         struct = structures.Cache.from_buffer_copy(cache.struct)
         struct.states = ctypes.addressof(states.struct)
