@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -119,14 +120,9 @@ def random_distribution(vocab: int, seed: int) -> Callable[[Prefix], np.ndarray]
 def tree_of(nodes: Mapping[int, tuple[int, int, int]], q: Sequence[np.ndarray], distinct: bool = False) -> TokenTree:
     """A tree from (parent, token, index in `q` or -1) per node, numbered from 1 below the root."""
     tree = tree_from_lists([[0, *(t for _, t, _ in nodes.values())]], [[-1, *(p for p, _, _ in nodes.values())]])
-    tree.q_index[0, 1:] = [o for _, _, o in nodes.values()]
-    return TokenTree(
-        token=tree.token,
-        parent=tree.parent,
-        valid=tree.valid,
-        probe=tree.probe,
-        q_index=tree.q_index,
-        prefix_length=tree.prefix_length,
+    return replace(
+        tree,
+        q_index=np.array([[-1, *(o for _, _, o in nodes.values())]]),
         q=torch.from_numpy(np.stack(q))[None] if q else None,
         distinct=np.array([distinct]),
     )

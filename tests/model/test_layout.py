@@ -35,7 +35,7 @@ def layout_of(
 ) -> list[tuple[int, ...]]:
     """Slot, position, visible prefix and extra slots of every active node."""
     tree = tree_from_lists([[0] * len(parents)], [parents])
-    tree.prefix_length[:] = prefix_length
+    tree = replace(tree, prefix_length=np.full(tree.rows, prefix_length))
     layout, _ = Layout.from_tree(tree, [0], np.array([length]), tree.valid if active is None else np.array([active]))
     columns = (layout.slot, layout.position, layout.visible_prefix)
     return [

@@ -67,7 +67,8 @@ class TokenTree:
     @cached_property
     def active(self) -> Bool[np.ndarray, "b n"]:
         """Nodes that the target reads."""
-        return self.valid | self.probe
+        no_probes = self.probe is _unsampled(self.rows, self.nodes)[0]
+        return self.valid if no_probes else self.valid | self.probe
 
     @cached_property
     def active_count(self) -> int:

@@ -36,7 +36,7 @@ class ProcessedDistributions:
         self._context, self._tree, self._logits, self._logit_index = context, tree, logits, logit_index
         self._argmax: list[int] | None = None if best is None else best.tolist()
         self._rules = rules
-        self._samples = dict[tuple[int, int], int]()
+        self._samples: dict[tuple[int, int], int] = {}
 
     def with_logits(
         self, row: int, node: int, logits_of: Callable[[int], Float[torch.Tensor, " v"]]

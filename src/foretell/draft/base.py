@@ -253,9 +253,8 @@ class RootStatePredictor(Predictor):
 
     def observe(self, step: StepResult) -> None:
         """Keep the state that produced the newest token of every request."""
-        rows = np.arange(len(step.context.rows))
-        last = torch.from_numpy(step.output.hidden_index[rows, [path[-1] for path in step.paths]])
-        states = self._prepare_states([h[last.to(h.device)] for h in step.output.hidden_states])
+        last = [index[path[-1]] for index, path in zip(step.output.hidden_index.tolist(), step.paths, strict=True)]
+        states = self._prepare_states([_rows_of(h, last) for h in step.output.hidden_states])
         for i, row in enumerate(step.context.rows):
             if step.new_tokens[i]:
                 self._root_states[row] = step.context.sequences[i].length, states[i]
@@ -270,6 +269,13 @@ class RootStatePredictor(Predictor):
         """Keep everything: every step brings the state that the next draft needs."""
         self.release(row)
         return length
+
+
+def _rows_of(states: Float[torch.Tensor, "n d"], index: Sequence[int]) -> Float[torch.Tensor, "b d"]:
+    """Some rows; a single one as a view, which takes a third of the time."""
+    if len(index) == 1:
+        return states[index[0] : index[0] + 1]
+    return states.index_select(0, torch.tensor(index, device=states.device))
 
 
 @dataclass(frozen=True)

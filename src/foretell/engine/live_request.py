@@ -41,7 +41,7 @@ class LiveRequest:
     @property
     def remaining_tokens(self) -> int:
         """Number of new tokens that it may still get."""
-        return self.max_new_tokens - len(self.sequence.generated)
+        return self.max_new_tokens - self.sequence.length + self.sequence.prompt_length
 
     def count_prediction(self) -> None:
         """Compare the new tokens with the predicted output, and count."""

@@ -31,7 +31,10 @@ class StepCounts:
         if decodes and (tree.score is not None or not drafted):
             expected = float(requests)
             if drafted and tree.score is not None:
-                expected += sum(tree.score[tree.valid].tolist()) - sum(tree.score[:, 0].tolist())
+                rows = zip(tree.score.tolist(), tree.valid.tolist(), strict=True)
+                expected += sum(
+                    s for scores, valid in rows for s, yes in zip(scores[1:], valid[1:], strict=True) if yes
+                )
         return StepCounts(
             requests,
             tree.active_count,

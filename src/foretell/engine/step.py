@@ -78,12 +78,13 @@ def commit(
     Returns the kept paths and the new tokens.
     """
     paths, new_tokens = [], []
-    decided = zip(scheduled, results, tree.prefix_length.tolist(), tree.token, strict=True)
+    decided = zip(scheduled, results, tree.prefix_length.tolist(), tree.token.tolist(), strict=True)
     for r, result, prefix_length, drafted in decided:
         path, tokens = list(range(prefix_length)), list[int]()
         if result is not None:
             path += result.path
-            tokens = r.until_end([*drafted[list(result.path)].tolist(), result.token][: r.remaining_tokens])
+            tokens = [*(drafted[node] for node in result.path), result.token]
+            tokens = r.until_end(tokens[: r.remaining_tokens])
         if tokens:
             r.sequence.append(tokens)
         runner.commit(r.row, path)

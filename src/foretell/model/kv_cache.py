@@ -213,7 +213,8 @@ class KVCache(Cache):
 
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:
         """Keep these nodes of the row's last tree, node `j` in slot `length + j`, as the tokens after `length`."""
-        self.move(row, [length + node for node in path], length)
+        if any(i != node for i, node in enumerate(path)):
+            self.move(row, [length + node for node in path], length)
         if self.packed is not None:
             done = self.packed.keep(row, length + len(path))
             if self.blocks.release_first(row, done // BLOCK_SLOTS):

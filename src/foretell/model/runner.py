@@ -393,7 +393,8 @@ class DecoderRunner(Runner):
                 self.attention_sums.truncate(row, self._length[row])
 
     def _forget_begun(self, row: int) -> None:
-        self._begun = [p for p in self._begun if row not in p.rows]
+        if self._begun:
+            self._begun = [p for p in self._begun if row not in p.rows]
 
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""

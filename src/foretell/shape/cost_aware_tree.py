@@ -108,8 +108,6 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         )
         tree = self._largest.grow_within(draft, context, bounds)
         self._plan = _Plan(context.rows, _depth(tree))
-        if tree.score is None:
-            return tree
         drafts = _ranked_drafts(tree)
         return _keep_best(tree, drafts, trial or self._profitable_count(drafts, rate, rows))
 
@@ -120,8 +118,9 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
     def _level_seconds(self) -> float:
         """Seconds of a further level."""
-        seconds = self._draft_cost.seconds(1, max(2, self._largest.depth))
-        return float(seconds[-1] - seconds[0]) / (len(seconds) - 1)
+        levels = max(2, self._largest.depth)
+        first, last = self._draft_cost.seconds_of((1, levels))
+        return (last - first) / (levels - 1)
 
     def _due_trial(self, context: Context) -> int:
         """Nodes of all requests together that are tried in this step; 0: none."""
@@ -129,7 +128,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         if self._steps % _TRIAL_STEPS or not self._decodes(context):
             return 0
         for nodes, due in _TRIALS.items():
-            plain, half = self.cost.seconds(rows, rows + nodes // 2)[[0, -1]].tolist()
+            plain, half = self.cost.seconds_of((rows, rows + nodes // 2))
             too_expensive = self._tokens * (half - plain) > _MAX_TRIAL_TOKENS * self._seconds
             if nodes > self._largest.budget * len(context.rows) or too_expensive:
                 return 0
@@ -139,7 +138,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
     def _profitable_count(self, drafts: Sequence[_Draft], rate: float, rows: int) -> int:
         """How many of the best drafts promise more than they cost."""
-        plain, *further = self.cost.seconds(rows, rows + len(drafts)).tolist()
+        plain, *further = self.cost.seconds_of(range(rows, rows + len(drafts) + 1))
         tokens, best, most = 0.0, 0, -rate * plain
         for count, ((score, _, _), seconds) in enumerate(zip(drafts, further, strict=True), 1):
             tokens += score
@@ -178,7 +177,8 @@ def _ranked_drafts(tree: TokenTree) -> list[_Draft]:
     node's parent comes before it.
     """
     # Lists: on small trees, which are the common case, arrays take several times as long.
-    assert tree.score is not None
+    if tree.score is None:
+        return []
     pairs = zip(tree.score.tolist(), tree.valid.tolist(), strict=True)
     drafts = [(s, i, j) for i, (row, valid) in enumerate(pairs) for j, s in enumerate(row) if j and valid[j]]
     return sorted(drafts, key=itemgetter(0), reverse=True)
@@ -186,7 +186,7 @@ def _ranked_drafts(tree: TokenTree) -> list[_Draft]:
 
 def _keep_best(tree: TokenTree, drafts: Sequence[_Draft], count: int) -> TokenTree:
     """The tree with the first `count` of its ranked drafts."""
-    if len(drafts) <= count:
+    if tree.score is None or len(drafts) <= count:
         return tree
     kept = [[0] for _ in range(tree.rows)]
     for _, row, node in sorted(drafts[:count], key=itemgetter(2)):

@@ -4,8 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
@@ -179,8 +177,12 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         if not any(candidates):
             return [0] * len(candidates)
         pool = sorted(((p, i) for i, part in enumerate(candidates) for _, p in part), key=lambda x: -x[0])
-        tokens = pass_rows + np.concatenate([[0.0], np.cumsum([probability for probability, _ in pool])])
-        best = int(np.argmax(tokens / self.cost.seconds(pass_rows, pass_rows + len(pool))))
+        plain, *further = self.cost.seconds_of(range(pass_rows, pass_rows + len(pool) + 1))
+        accepted, best, most = 0.0, 0, pass_rows / plain
+        for count, ((probability, _), seconds) in enumerate(zip(pool, further, strict=True), 1):
+            accepted += probability
+            if (pass_rows + accepted) / seconds > most:
+                best, most = count, (pass_rows + accepted) / seconds
         return [sum(1 for _, j in pool[:best] if j == i) for i in range(len(candidates))]
 
     def observe(self, step: StepResult) -> None:
@@ -195,7 +197,7 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         tree = step.whole.tree
         rows = tuple(estimate.row for estimate in plan.estimates)
         if self._learns_cost and step.context.rows == rows and tree.is_decode:
-            self.cost.update(int(np.count_nonzero(tree.active)), step.pass_seconds)
+            self.cost.update(tree.active_count, step.pass_seconds)
 
     def update_controllers(
         self, step: StepResult, plan: DraftPlan, draft_seconds: float, exclude: Collection[int] = ()
@@ -208,7 +210,7 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         if not estimates:
             return
         rows, size = plan.pass_rows, sum(estimate.size for estimate in plan.estimates)
-        plain, drafted = self.cost.seconds(rows, rows + size)[[0, -1]].tolist()
+        plain, drafted = self.cost.seconds_of((rows, rows + size))
         for estimate in estimates:
             accepted = step.num_accepted(index[estimate.row])
             shared = accepted * plain / rows - draft_seconds / len(plan.estimates)

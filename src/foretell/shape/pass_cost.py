@@ -1,7 +1,7 @@
 """Seconds of a target pass by the number of tokens it reads: given, or learned from the passes of a run."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 
 import numpy as np
@@ -46,7 +46,8 @@ class PassCost:
         self._ratio, self._weight = [0.0] * _MAX_TOKENS, [0.0] * _MAX_TOKENS
         """Observed over prior seconds of each size, and the weight of the observations."""
         self._interpolated_ratio = np.ones(_MAX_TOKENS)
-        self._estimate = self._prior
+        self._estimate, self._estimates = self._prior, self._prior.tolist()
+        """The same as an array, and as a list for single sizes."""
         self._deviations = deque[float](maxlen=_DRIFT_PASSES)
         """Observed over estimated seconds of the last passes."""
         self._speed = 1.0
@@ -64,8 +65,8 @@ class PassCost:
         """
         expected = _filled(table)
         if not self._fixed and not self._passes:
-            self._prior = self._estimate = expected
-            self._increases.clear()
+            self._prior = expected
+            self._set_estimate(expected)
 
     @property
     def fixed(self) -> bool:
@@ -79,6 +80,10 @@ class PassCost:
         sizes = np.arange(first, last + 1)
         inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1] * self._speed
         return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
+
+    def seconds_of(self, sizes: Iterable[int]) -> list[float]:
+        """Seconds of passes over these numbers of tokens."""
+        return [self._estimates[min(n, _MAX_TOKENS) - 1] * self._speed * max(n / _MAX_TOKENS, 1.0) for n in sizes]
 
     def least_increase(self, first: int, last: int) -> float:
         """Least seconds per further token, over all passes of `first + 1` to `last` tokens."""
@@ -105,7 +110,7 @@ class PassCost:
             return
         i = size - 1
         if self._weight[i] >= _KNOWN:
-            self._deviations.append(seconds / float(self._estimate[i]))
+            self._deviations.append(seconds / self._estimates[i])
             self._speed = median(self._deviations)
         ratio, expected = seconds / (self._speed * float(self._prior[i])), float(self._interpolated_ratio[i])
         if self._passes:
@@ -124,9 +129,12 @@ class PassCost:
         """Interpolate the observations."""
         seen = [i for i, weight in enumerate(self._weight) if weight]
         self._interpolated_ratio = np.interp(_SIZES, seen, [self._ratio[i] for i in seen])
-        self._increases.clear()
         # A larger pass cannot cost less: such an observation is measurement noise.
-        self._estimate = np.maximum.accumulate(self._prior * self._interpolated_ratio)
+        self._set_estimate(np.maximum.accumulate(self._prior * self._interpolated_ratio))
+
+    def _set_estimate(self, seconds: Float[np.ndarray, " n"]) -> None:
+        self._estimate, self._estimates = seconds, seconds.tolist()
+        self._increases.clear()
 
 
 def _filled(table: Mapping[int, float]) -> Float[np.ndarray, " n"]:

@@ -120,12 +120,12 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
             return estimate.row in self._rows_read or not len(sequence.generated)
         assert self._plan is not None
         rows, size = self._plan.pass_rows, round(self._model_draft_size.value)
-        seconds = self.trie.cost.seconds(rows, rows + max(size, estimate.size))
-        share = seconds[0] / rows - seconds[0]
+        plain, modelled, retrieved = self.trie.cost.seconds_of((rows, rows + size, rows + estimate.size))
+        share = plain / rows - plain
         # The least time: longer ones are mostly due to other work on the machine, and a model that seems too expensive
         # is rarely tried again.
-        model = (1 + self._accepted_in(estimate.row).value) / (share + seconds[size] + min(self._model_seconds))
-        return bool(model > (1 + estimate.expected) / (share + seconds[estimate.size]))
+        model = (1 + self._accepted_in(estimate.row).value) / (share + modelled + min(self._model_seconds))
+        return model > (1 + estimate.expected) / (share + retrieved)
 
     def _accepted_in(self, row: int) -> RunningMean:
         """Mean accepted model drafts per step of a row; of a new one, the prior."""
@@ -144,7 +144,7 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
             context.origins.record_tree(part.rows, tree, draft.predictor.origin)
         self._is_timed = all(row in self._rows_read for row in part.rows)
         self._rows_read.update(part.rows)
-        self._model_drafts = {row: int(n) - 1 for row, n in zip(part.rows, tree.valid.sum(1), strict=True)}
+        self._model_drafts = dict(zip(part.rows, tree.drafted_counts, strict=True))
         for size in self._model_drafts.values():
             self._model_draft_size.add(size)
         likely = [[(prefix, p) for prefix, p in plan.candidates[i] if p >= _MIN_COPY_PROBABILITY] for i in with_model]

@@ -1,7 +1,7 @@
 """The decoder on the CPU kernels."""
 
 from collections.abc import Callable, Sequence
-from ctypes import c_int32
+from ctypes import c_int32, c_void_p
 from dataclasses import replace
 from functools import cache as memoize
 
@@ -252,6 +252,10 @@ class NativeDecoder:
     ) -> None:
         self.config, self.precision, self.layer_inputs = config, head.precision, layer_inputs
         self.embedding, self.stack, self.norm, self.head = embedding, stack, norm, head
+        self.bounds_logits = bool(config.logit_softcap) or config.logit_scale != 1
+        """Whether logits are not the outputs of the head; some that differ are then rounded to the same number, so that
+        the argmax of the outputs is not theirs.
+        """
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -338,18 +342,20 @@ class NativeDecoder:
         row_at, argmax_at = at + 48 * size, at + 48 * size + 24 * b
         inputs = (*(at + 8 * size * i for i in range(4)), row_at, row_at + 8 * b, row_at + 16 * b)
         pass_struct = structures.TreePass(b, n, *inputs, at + 32 * size, at + 40 * size, argmax_at)
-        recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
+        recorded, wanted, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
-        norm_all = layers + 1 in hidden_layers
-        states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
-        first = states.data_ptr()
-        normed = first + 4 * self.config.hidden * tokens * (recorded_count + 1) if norm_all else None
+        states = [torch.empty(tokens, self.config.hidden) if yes else None for yes in wanted]
         found, logits = stack.new_routes(len(stack.layers), tokens), torch.empty(count, width)
+        # Made before the pass: after it, the code for this has left the processor's caches.
+        output = ModelOutput(
+            *(logits, nodes[5], tuple(states[i] for i in place), nodes[4]),
+            argmax=None if self.bounds_logits else work[6 * size + 3 * b :][:count],
+        )
         invalid = stack.kernels.foretell_tree_pass(
             *(stack.model, self.embedding.rows, stack.layers, len(stack.layers), self.head.struct, width),
-            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
-            *(first, normed, logits.data_ptr()),
+            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, len(wanted) - 2),
+            *((c_void_p * len(wanted))(*(None if s is None else s.data_ptr() for s in states)), logits.data_ptr()),
             *(None if found is None else found.data_ptr(), torch.get_num_threads()),
         )
         if invalid == -2:
@@ -360,13 +366,10 @@ class NativeDecoder:
             raise ValueError(
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
+        if found is None and not self.bounds_logits:
+            return output
         routes = () if found is None else tuple(layer.numpy() for layer in routes_of_layers(found))
-        experts = count_experts(routes)
-        hidden = tuple(states[i] for i in place)
-        if self.config.logit_softcap or self.config.logit_scale != 1:
-            # Numbers that are rounded to the same one have another argmax.
-            return ModelOutput(self.bound_logits(logits), nodes[5], hidden, nodes[4], experts, routes=routes)
-        return ModelOutput(logits, nodes[5], hidden, nodes[4], experts, work[6 * size + 3 * b :][:count], routes)
+        return replace(output, logits=self.bound_logits(logits), experts=count_experts(routes), routes=routes)
 
     @property
     def backend(self) -> Backend:
@@ -502,10 +505,12 @@ class NativeDecoder:
 
 
 @memoize
-def _recorded_layers(hidden_layers: tuple[int, ...], layers: int) -> tuple[object, int, tuple[int, ...]]:
-    """For the layers whose hidden states are wanted: those to record before a block, as an argument of the kernels, and
-    their number; and the place of every wanted state among these, the last block's output, and its norm.
+def _recorded_layers(hidden_layers: tuple[int, ...], layers: int) -> tuple[object, tuple[bool, ...], tuple[int, ...]]:
+    """For the layers whose hidden states are wanted: those to record before a block, as an argument of the kernels;
+    whether each of these states, the last block's output, and its norm are wanted; and the place of every wanted state
+    among them.
     """
     before = [i for i in sorted(set(hidden_layers)) if i < layers]
     order = [*before, layers, layers + 1]
-    return (c_int32 * len(before))(*before), len(before), tuple(order.index(i) for i in hidden_layers)
+    wanted = tuple(layer in hidden_layers for layer in order)
+    return (c_int32 * len(before))(*before), wanted, tuple(order.index(i) for i in hidden_layers)

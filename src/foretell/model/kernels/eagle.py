@@ -136,7 +136,7 @@ class NativeEagle:
         Raises:
             ValueError: the cache has no room for the trees; or as `forward_from_target`.
         """
-        stack, weights, rows = self._stack, self._weights, len(states[0])
+        stack, weights, rows = self._stack, self._weights, states[0].shape[0]
         for state in states:
             check_tensor(state, torch.float32, "states", rows, stack.config.hidden)
         if len(states) != self._state_count or not len(place) == len(token) == sum(count):

@@ -323,7 +323,7 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         _I,
         (
             *(POINTER(Model), POINTER(EmbeddingRows), POINTER(Layer), _I, POINTER(Weight), _I, _P),
-            *(POINTER(TreePass), POINTER(Cache), _P, _I, _P, _P, _P, _P, _I),
+            *(POINTER(TreePass), POINTER(Cache), _P, _I, POINTER(_P), _P, _P, _I),
         ),
     ),
     "foretell_keep_states": (None, (POINTER(States), _I, _I, _I, POINTER(_I), _I, _I)),

@@ -138,7 +138,7 @@ class MLPSpeculator(Speculator):
         last, *more = (f.to(self.dtype) for f in features)
         if self.config.scale_input:
             last = _rms_norm(last) * 0.5**0.5
-        return torch.cat([last, *map(_rms_norm, more)], -1) if more else last
+        return torch.cat([last, _rms_norm(torch.stack(more, -2)).flatten(-2)], -1) if more else last
 
     def next_state(
         self, state: Float[torch.Tensor, "*t w"], token: Int[torch.Tensor, "*t"], stage: int

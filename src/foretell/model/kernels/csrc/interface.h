@@ -303,11 +303,10 @@ struct TreePass {  // a pass over token trees of `requests` requests with `nodes
   int64_t* argmax;                              // receives the largest logit's index of every scored node
 };
 
-struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded in out [count, tokens,
-                       // hidden]
+struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded
   const int32_t* layer;
   int32_t count;
-  float* out;
+  float* const* out;  // [count], receive [tokens, hidden] each
 };
 
 struct Sampling {  // of one row of logits

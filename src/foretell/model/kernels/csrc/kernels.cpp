@@ -29,7 +29,10 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
                        const float* attention_input, const Layout* layout, const Cache* cache,
                        const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* routes,
                        int32_t threads) {
-  return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
+  std::vector<float*> states;
+  for (int i = 0; i < count; ++i)
+    states.push_back(hidden_states + (size_t)i * (size_t)layout->count * (size_t)m->hidden);
+  return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, states.data()},
                threads, routes);
 }
 
@@ -54,27 +57,28 @@ int32_t foretell_embed(const EmbeddingRows* e, const int64_t* token, int32_t cou
   return -1;
 }
 
-// A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
-// layers that `hidden_layers` names, ascending, and then the output of the last layer. normed [tokens, hidden]:
-// receives the final norm of that output; or null. logits [scored, outputs of the head]. routes: as of foretell_stack,
-// which it returns as; or -2: a token does not exist.
+// A pass of a whole decoder over token trees. hidden_states [count + 2]: receive the stream before the layers that
+// `hidden_layers` names, ascending, the output of the last layer or null, and the final norm of that output or null,
+// [tokens, hidden] each. logits [scored, outputs of the head]. routes: as of foretell_stack, which it returns as; or
+// -2: a token does not exist.
 int32_t foretell_tree_pass(const Model* m, const EmbeddingRows* embedding, const Layer* layers, int32_t layer_count,
                            const Weight* head, int32_t width, const float* norm, const TreePass* pass,
-                           const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
-                           float* normed, float* logits, int32_t* routes, int32_t threads) {
+                           const Cache* cache, const int32_t* hidden_layers, int32_t count,
+                           float* const* hidden_states, float* logits, int32_t* routes, int32_t threads) {
   number_nodes(*pass, [&](int i) { return pass->active[i]; }, pass->hidden_index);
   const int scored =
       number_nodes(*pass, [&](int i) { return pass->active[i] && pass->scored[i]; }, pass->logit_index);
   const TreeLayout trees(*pass);
   const size_t d = (size_t)m->hidden;
   const int tokens = trees.layout().count;
-  float* x = hidden_states + (size_t)count * (size_t)tokens * d;
+  Buffer<float> stream, own;
+  if (!hidden_states[count]) stream = buffer<float>((size_t)tokens * d);
+  float *x = stream ? stream.get() : hidden_states[count], *normed = hidden_states[count + 1];
   if (foretell_embed(embedding, trees.token(), tokens, x) >= 0) return -2;
   const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
                                 {hidden_layers, count, hidden_states}, threads, routes);
   if (invalid != -1) return invalid;
   if (normed) norm_rows(x, norm, m->eps, normed, tokens, m->hidden, threads);
-  Buffer<float> own;
   if (!normed || scored < tokens) {
     own = buffer<float>((size_t)scored * d);
     each_scored(*pass, [&](size_t token, size_t number) {
