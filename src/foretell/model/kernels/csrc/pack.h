@@ -170,7 +170,9 @@ inline void round_rows(int32_t kind, int32_t type, const void* const* rows, int 
 }
 
 // Rows of GGUF blocks as float32, [count, in]: the numbers that exact products multiply with.
-inline void widen_blocks(int32_t kind, const uint8_t* const* rows, int count, int in, float* out) {
+// Kept out of line, as the next function: GCC inlines less of the products the more it inlines elsewhere in the unit,
+// and passes over some numbers of tokens took half as long again.
+__attribute__((noinline)) void widen_blocks(int32_t kind, const uint8_t* const* rows, int count, int in, float* out) {
   with_blocks(kind, [&](auto k) {
     using K = typename decltype(k)::Type;
     const Buffer<uint32_t> panel = buffer<uint32_t>(K::kWords), wide = buffer<uint32_t>(kPanel * kGroupInputs);
@@ -192,7 +194,7 @@ inline void widen_blocks(int32_t kind, const uint8_t* const* rows, int count, in
 }
 
 // Rows `token` [count] of an embedding, [count, width].
-inline void embed_rows(const EmbeddingRows& e, const int64_t* token, int count, float* out) {
+__attribute__((noinline)) void embed_rows(const EmbeddingRows& e, const int64_t* token, int count, float* out) {
   const size_t width = (size_t)e.width;
   if (e.kind > kInt8) {
     std::vector<const uint8_t*> rows;
