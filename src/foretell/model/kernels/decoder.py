@@ -1,7 +1,7 @@
 """The decoder on the CPU kernels."""
 
 from collections.abc import Callable, Sequence
-from ctypes import c_int32, c_void_p
+from ctypes import c_int32
 from dataclasses import replace
 from functools import cache as memoize
 
@@ -335,32 +335,33 @@ class NativeDecoder:
         """
         stack, width, layers = self.stack, self.head.outputs, self.config.layers
         (b, n), size = tree.token.shape, tree.token.size
-        work, at = numbers.zeros(7 * size + 3 * b)
-        nodes, requests = work[: 6 * size].reshape(6, b, n), work[6 * size : 6 * size + 3 * b].reshape(3, b)
-        nodes[0], nodes[1], nodes[2], nodes[3] = tree.token, tree.parent, active, scored
+        work, at = numbers.zeros(6 * size + 3 * b)
+        nodes, requests = work[: 5 * size].reshape(5, b, n), work[5 * size : 5 * size + 3 * b].reshape(3, b)
+        nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
-        row_at, argmax_at = at + 48 * size, at + 48 * size + 24 * b
-        inputs = (*(at + 8 * size * i for i in range(4)), row_at, row_at + 8 * b, row_at + 16 * b)
-        pass_struct = structures.TreePass(b, n, *inputs, at + 32 * size, at + 40 * size, argmax_at)
-        recorded, wanted, place = _recorded_layers(hidden_layers, layers)
+        row_at, argmax_at = at + 40 * size, at + 40 * size + 24 * b
+        inputs = (*(at + 8 * size * i for i in range(3)), row_at, row_at + 8 * b, row_at + 16 * b)
+        pass_struct = structures.TreePass(b, n, *inputs, at + 24 * size, at + 32 * size, argmax_at)
+        recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
-        states = [torch.empty(tokens, self.config.hidden) if yes else None for yes in wanted]
+        norm_all = layers + 1 in hidden_layers
+        states = torch.empty(recorded_count + 1 + norm_all, tokens, self.config.hidden)
+        by_layer = states.unbind()
+        self.embedding.write(tree.token[active], by_layer[recorded_count])
+        normed = by_layer[-1] if norm_all else torch.empty(count, self.config.hidden)
         found, logits = stack.new_routes(len(stack.layers), tokens), torch.empty(count, width)
         # Made before the pass: after it, the code for this has left the processor's caches.
         output = ModelOutput(
-            *(logits, nodes[5], tuple(states[i] for i in place), nodes[4]),
-            argmax=None if self.bounds_logits else work[6 * size + 3 * b :][:count],
+            *(logits, nodes[4], tuple(by_layer[i] for i in place), nodes[3]),
+            argmax=None if self.bounds_logits else work[5 * size + 3 * b :][:count],
         )
         invalid = stack.kernels.foretell_tree_pass(
-            *(stack.model, self.embedding.rows, stack.layers, len(stack.layers), self.head.struct, width),
-            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, len(wanted) - 2),
-            *((c_void_p * len(wanted))(*(None if s is None else s.data_ptr() for s in states)), logits.data_ptr()),
+            *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
+            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
+            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
             *(None if found is None else found.data_ptr(), torch.get_num_threads()),
         )
-        if invalid == -2:
-            known = (tree.token >= 0) & (tree.token < self.embedding.rows.vocab)
-            raise self.embedding.unknown_token(int(tree.token[active & ~known][0]))
         stack.check_readable(invalid)
         if invalid >= 0:
             raise ValueError(
@@ -505,12 +506,10 @@ class NativeDecoder:
 
 
 @memoize
-def _recorded_layers(hidden_layers: tuple[int, ...], layers: int) -> tuple[object, tuple[bool, ...], tuple[int, ...]]:
-    """For the layers whose hidden states are wanted: those to record before a block, as an argument of the kernels;
-    whether each of these states, the last block's output, and its norm are wanted; and the place of every wanted state
-    among them.
+def _recorded_layers(hidden_layers: tuple[int, ...], layers: int) -> tuple[object, int, tuple[int, ...]]:
+    """For the layers whose hidden states are wanted: those to record before a block, as an argument of the kernels, and
+    their number; and the place of every wanted state among these, the last block's output, and its norm.
     """
     before = [i for i in sorted(set(hidden_layers)) if i < layers]
     order = [*before, layers, layers + 1]
-    wanted = tuple(layer in hidden_layers for layer in order)
-    return (c_int32 * len(before))(*before), wanted, tuple(order.index(i) for i in hidden_layers)
+    return (c_int32 * len(before))(*before), len(before), tuple(order.index(i) for i in hidden_layers)

@@ -2,13 +2,13 @@
 
 from functools import cached_property
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import NativeLinear, pack_embedding
-from foretell.model.kernels.pack import ROW_TYPES
-from foretell.model.kernels.structures import PANEL_KINDS
+from foretell.model.kernels.pack import round_to_bfloat16, widen_quantized_rows
 from foretell.model.stored_matrix import StoredMatrix
 
 
@@ -17,69 +17,58 @@ class NativeEmbedding:
 
     `dtype`: what the numbers are rounded to before they become float32, which it may be, or bfloat16. `scale`: factor
     on every row. `mapped`: the matrix is a view of a file, so that rows take memory of the system's page cache only.
-
-    Raises:
-        ValueError: the head is quantised.
     """
 
     def __init__(
         self, source: StoredMatrix | NativeLinear, dtype: torch.dtype, scale: float, mapped: bool = False
     ) -> None:
-        self.source, self.mapped, self._scale, self._kernels = source, mapped, scale, build.library()
-        rounds = dtype == torch.bfloat16
-        self.rows = _packed_rows(source, scale) if isinstance(source, NativeLinear) else _rows(source, rounds, scale)
-        """The argument of the kernels that look rows up; points into the memory of `source`."""
+        self.source, self.mapped, self._dtype, self._scale = source, mapped, dtype, scale
+        self._kernels = build.library()
 
     def __call__(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        """Input of the first block, float32.
+        """Input of the first block, float32."""
+        x = self._rows(token).float()
+        return x if self._scale == 1 else x * self._scale
 
-        Raises:
-            IndexError: a token does not exist.
-        """
-        return self._look_up(self.rows, token)
+    def write(self, token: Int[np.ndarray, " t"], out: Float[torch.Tensor, "t d"]) -> None:
+        """Write the input of the first block to `out`, float32."""
+        if isinstance(self.source, StoredMatrix) and self.source.quantized:
+            self._widen(self.source, token, out)
+        else:
+            out.copy_(self._rows(torch.from_numpy(token)))
+        if self._scale != 1:
+            out *= self._scale
 
-    def _look_up(self, rows: structures.EmbeddingRows, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
-        token, out = token.to(torch.int64).contiguous(), torch.empty(len(token), rows.width)
-        invalid = self._kernels.foretell_embed(rows, token.data_ptr(), len(token), out.data_ptr())
-        if invalid >= 0:
-            raise self.unknown_token(int(token[invalid]))
+    def _rows(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
+        if isinstance(self.source, NativeLinear):
+            return self.source.gather_rows(token)
+        source = self.source
+        if not source.quantized:
+            return source.rows(token).widen().to(self._dtype)
+        out = torch.empty(len(token), source.inputs)
+        self._widen(source, token.numpy(), out)
         return out
 
-    def unknown_token(self, token: int) -> IndexError:
-        """The error that a token does not exist."""
-        return IndexError(f"tokens must lie in 0 .. {self.rows.vocab - 1}, found {token}")
+    def _widen(self, source: StoredMatrix, token: Int[np.ndarray, " t"], out: Float[torch.Tensor, "t d"]) -> None:
+        """Write rows of a quantised matrix, rounded."""
+        tokens = token.tolist()
+        if tokens and not 0 <= min(tokens) <= max(tokens) < source.outputs:
+            raise IndexError(f"tokens must lie in 0 .. {source.outputs - 1}, found {tokens}")
+        widen_quantized_rows(source, token, self._kernels, out)
+        if self._dtype == torch.bfloat16:
+            round_to_bfloat16(out)
 
     @cached_property
     def _table(self) -> tuple[torch.Tensor, structures.Embedding]:
-        plain = structures.EmbeddingRows.from_buffer_copy(self.rows)
-        plain.scale = 1
-        whole = self._look_up(plain, torch.arange(self.source.outputs))
-        return pack_embedding(whole.bfloat16() if plain.rounds else whole, self._scale)
+        whole = self._rows(torch.arange(self.source.outputs)).to(self._dtype)
+        return pack_embedding(whole, self._scale)
 
     @property
     def struct(self) -> structures.Embedding:
-        """The whole table as an argument of the kernels; the first access widens it."""
+        """The argument of the kernels; the first access widens the whole table."""
         return self._table[1]
 
     @property
     def nbytes(self) -> int:
         """Bytes that it holds beside the head."""
         return 0 if isinstance(self.source, NativeLinear) or self.mapped else self.source.data.nbytes
-
-
-def _rows(source: StoredMatrix, rounds: bool, scale: float) -> structures.EmbeddingRows:
-    kind = "F32" if source.kind in ROW_TYPES else source.kind
-    row_type = ROW_TYPES.index(source.kind) if source.kind in ROW_TYPES else 0
-    return structures.EmbeddingRows(
-        *(source.data.data_ptr(), source.data.stride(0), PANEL_KINDS.index(kind), row_type),
-        *(source.outputs, source.inputs, rounds, scale),
-    )
-
-
-def _packed_rows(source: NativeLinear, scale: float) -> structures.EmbeddingRows:
-    if not source.holds_floats:
-        raise ValueError(f"rows of a {PANEL_KINDS[source.struct.kind]} weight cannot be read back")
-    rounds = source.struct.kind == PANEL_KINDS.index("BF16")
-    return structures.EmbeddingRows(
-        *(source.struct.words, 0, source.struct.kind, 0, source.outputs, source.inputs, rounds, scale)
-    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.pack import Panels, pack, pad_bias, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
-from foretell.model.kernels.structures import OPERANDS, PANEL_KINDS, Precision
+from foretell.model.kernels.structures import OPERANDS, PANEL, PANEL_KINDS, Precision
 from foretell.model.stored_matrix import Matrix
 
 
@@ -65,8 +65,22 @@ class NativeLinear:
 
     @property
     def holds_floats(self) -> bool:
-        """Whether rows can be read back."""
+        """Whether rows can be read back; see `gather_rows`."""
         return self.struct.kind in (PANEL_KINDS.index("F32"), PANEL_KINDS.index("BF16"))
+
+    def gather_rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight, float32 [t, in]; only for weights that are packed as floats.
+
+        Raises:
+            ValueError: the weight is quantised.
+        """
+        dtypes = {PANEL_KINDS.index("F32"): torch.float32, PANEL_KINDS.index("BF16"): torch.bfloat16}
+        dtype = dtypes.get(self.struct.kind)
+        if dtype is None:
+            raise ValueError(f"rows of a {PANEL_KINDS[self.struct.kind]} weight cannot be read back")
+        depth, words = 4 // dtype.itemsize, self._packed.tensors[0]
+        panels = words.view(dtype).view(-(-self.outputs // PANEL), -1, PANEL, depth)
+        return panels[index // PANEL, :, index % PANEL].flatten(1)[:, : self.inputs].float()
 
     def topk_softmax(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` largest outputs for float32 [t, in], descending: probabilities under their softmax and indices,

@@ -176,16 +176,6 @@ class Embedding(ctypes.Structure):
     _fields_ = (("table", c_void_p), ("vocab", c_int32), ("is_bfloat16", c_int32), ("scale", c_float))
 
 
-class EmbeddingRows(ctypes.Structure):
-    """A token embedding whose rows are widened when they are looked up."""
-
-    _fields_ = (
-        *(("rows", c_void_p), ("stride", c_int64)),
-        *((name, c_int32) for name in ("kind", "row_type", "vocab", "width", "rounds")),
-        ("scale", c_float),
-    )
-
-
 class Fusion(ctypes.Structure):
     """From hidden states of the target to a feature."""
 
@@ -240,7 +230,7 @@ class TreePass(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("requests", "nodes")),
-        *((name, c_void_p) for name in ("token", "parent", "active", "scored", "prefix_length", "row", "length")),
+        *((name, c_void_p) for name in ("parent", "active", "scored", "prefix_length", "row", "length")),
         *((name, c_void_p) for name in ("hidden_index", "logit_index", "argmax")),
     )
 
@@ -318,12 +308,11 @@ SIGNATURES: dict[str, tuple[Argument, tuple[Argument, ...]]] = {
         _I,
         (POINTER(Stage), POINTER(Embedding), _P, _P, _P, POINTER(DynamicTree), _I),
     ),
-    "foretell_embed": (_I, (POINTER(EmbeddingRows), _P, _I, _P)),
     "foretell_tree_pass": (
         _I,
         (
-            *(POINTER(Model), POINTER(EmbeddingRows), POINTER(Layer), _I, POINTER(Weight), _I, _P),
-            *(POINTER(TreePass), POINTER(Cache), _P, _I, POINTER(_P), _P, _P, _I),
+            *(*_STACK, POINTER(Weight), _I, _P, POINTER(TreePass), POINTER(Cache)),
+            *(_P, _I, _P, _P, _I, _P, _P, _I),
         ),
     ),
     "foretell_keep_states": (None, (POINTER(States), _I, _I, _I, POINTER(_I), _I, _I)),
@@ -360,7 +349,7 @@ def interface() -> str:
     }
     of_products = NeuronPlaces, Weight, ExactRows, UnitChoice
     of_layers = (*of_products, Experts, StateLayer, States, Latent, SparseMlp, Layer, Model)
-    of_drafts = (Stage, Embedding, EmbeddingRows, Fusion, EagleInput, BlockInput, DynamicTree, StatesRead, TreePass)
+    of_drafts = (Stage, Embedding, Fusion, EagleInput, BlockInput, DynamicTree, StatesRead, TreePass)
     structures = (*of_layers, *of_drafts, Layout, Sampling, Cache)
     lines = [f"{name} {value}" for name, value in constants.items()]
     for structure in structures:

@@ -55,7 +55,7 @@ class ForwardPass {
   void run(const HiddenLayers& hidden, int32_t* routes, const Team& team) const {
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
-        copy_hidden_state(hidden.out[recorded++], team);
+        copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
       choose_heads(i, team);
       if (layers_[i].attention == kKeysOnly)
         write_keys(i, team);

@@ -210,15 +210,6 @@ struct Embedding {
   float scale;  // factor on every row
 };
 
-struct EmbeddingRows {  // a token embedding whose rows are widened when they are looked up
-  const uint8_t* rows;  // as a checkpoint stores them, `stride` bytes each; or panels of 32 rows of a packed weight
-  int64_t stride;       // 0: panels
-  int32_t kind, row_type;  // row_type: a `RowType`, of stored rows that are not blocks of a GGUF file
-  int32_t vocab, width;
-  int32_t rounds;  // 1: the numbers are rounded to bfloat16
-  float scale;     // factor on every row, after that
-};
-
 struct Fusion {  // a feature is `fuse` applied to `count` hidden states of the target, concatenated
   int32_t count;
   const float* norms;  // [count, hidden], scales of the norms of the states; null: they are not normed
@@ -296,17 +287,18 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
   int32_t requests, nodes;
-  const int64_t *token, *parent;                // [requests, nodes]
+  const int64_t* parent;                        // [requests, nodes]
   const int64_t *active, *scored;               // 1: the node is read; its logits are wanted
   const int64_t *prefix_length, *row, *length;  // per request; `length`: cached tokens
   int64_t *hidden_index, *logit_index;          // receive the number of every node among those read and scored, or -1
   int64_t* argmax;                              // receives the largest logit's index of every scored node
 };
 
-struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded
+struct HiddenLayers {  // layers, ascending, whose input (the residual stream) is recorded in out [count, tokens,
+                       // hidden]
   const int32_t* layer;
   int32_t count;
-  float* const* out;  // [count], receive [tokens, hidden] each
+  float* out;
 };
 
 struct Sampling {  // of one row of logits

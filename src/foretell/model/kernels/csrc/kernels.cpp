@@ -29,10 +29,7 @@ int32_t foretell_stack(const Model* m, const Layer* layers, int32_t first, int32
                        const float* attention_input, const Layout* layout, const Cache* cache,
                        const int32_t* hidden_layers, int32_t count, float* hidden_states, int32_t* routes,
                        int32_t threads) {
-  std::vector<float*> states;
-  for (int i = 0; i < count; ++i)
-    states.push_back(hidden_states + (size_t)i * (size_t)layout->count * (size_t)m->hidden);
-  return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, states.data()},
+  return stack(*m, layers, first, last, x, attention_input, *layout, *cache, {hidden_layers, count, hidden_states},
                threads, routes);
 }
 
@@ -48,47 +45,42 @@ void foretell_argmax(const float* x, int64_t* out, int32_t tokens, int32_t width
   for (int t = 0; t < tokens; ++t) argmax_row(x + (size_t)t * width, width, out + t);
 }
 
-// Rows of an embedding, [count, width]. Returns -1, or the number of the first token that does not exist; then nothing
-// was written.
-int32_t foretell_embed(const EmbeddingRows* e, const int64_t* token, int32_t count, float* out) {
-  for (int t = 0; t < count; ++t)
-    if (token[t] < 0 || token[t] >= e->vocab) return t;
-  embed_rows(*e, token, count, out);
-  return -1;
-}
-
-// A pass of a whole decoder over token trees. hidden_states [count + 2]: receive the stream before the layers that
-// `hidden_layers` names, ascending, the output of the last layer or null, and the final norm of that output or null,
-// [tokens, hidden] each. logits [scored, outputs of the head]. routes: as of foretell_stack, which it returns as; or
-// -2: a token does not exist.
-int32_t foretell_tree_pass(const Model* m, const EmbeddingRows* embedding, const Layer* layers, int32_t layer_count,
-                           const Weight* head, int32_t width, const float* norm, const TreePass* pass,
-                           const Cache* cache, const int32_t* hidden_layers, int32_t count,
-                           float* const* hidden_states, float* logits, int32_t* routes, int32_t threads) {
+// A pass of a whole decoder over token trees. hidden_states [count + 1, tokens, hidden]: receives the stream before the
+// layers that `hidden_layers` names, ascending; the last of them is the embeddings, and receives the output of the
+// last layer. normed: receives the final norm of that output, [tokens, hidden], or, where `norm_scored_only` is set,
+// [scored, hidden]. logits [scored, outputs of the head]. routes: as of foretell_stack, which it returns as.
+int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_count, const Weight* head,
+                           int32_t width, const float* norm, const TreePass* pass,
+                           const Cache* cache, const int32_t* hidden_layers, int32_t count, float* hidden_states,
+                           float* normed, int32_t norm_scored_only, float* logits, int32_t* routes,
+                           int32_t threads) {
   number_nodes(*pass, [&](int i) { return pass->active[i]; }, pass->hidden_index);
   const int scored =
       number_nodes(*pass, [&](int i) { return pass->active[i] && pass->scored[i]; }, pass->logit_index);
   const TreeLayout trees(*pass);
   const size_t d = (size_t)m->hidden;
   const int tokens = trees.layout().count;
-  Buffer<float> stream, own;
-  if (!hidden_states[count]) stream = buffer<float>((size_t)tokens * d);
-  float *x = stream ? stream.get() : hidden_states[count], *normed = hidden_states[count + 1];
-  if (foretell_embed(embedding, trees.token(), tokens, x) >= 0) return -2;
+  float* x = hidden_states + (size_t)count * (size_t)tokens * d;
   const int32_t invalid = stack(*m, layers, 0, layer_count, x, nullptr, trees.layout(), *cache,
                                 {hidden_layers, count, hidden_states}, threads, routes);
   if (invalid != -1) return invalid;
-  if (normed) norm_rows(x, norm, m->eps, normed, tokens, m->hidden, threads);
-  if (!normed || scored < tokens) {
-    own = buffer<float>((size_t)scored * d);
+  Buffer<float> gathered;
+  const float* head_input = normed;
+  if (norm_scored_only) {
     each_scored(*pass, [&](size_t token, size_t number) {
-      if (normed)
-        std::memcpy(own.get() + number * d, normed + token * d, 4 * d);
-      else
-        normalize(x + token * d, m->hidden, norm, m->eps, own.get() + number * d);
+      normalize(x + token * d, m->hidden, norm, m->eps, normed + number * d);
     });
+  } else {
+    norm_rows(x, norm, m->eps, normed, tokens, m->hidden, threads);
+    if (scored < tokens) {
+      gathered = buffer<float>((size_t)scored * d);
+      each_scored(*pass, [&](size_t token, size_t number) {
+        std::memcpy(gathered.get() + number * d, normed + token * d, 4 * d);
+      });
+      head_input = gathered.get();
+    }
   }
-  if (scored) linear(*head, own ? own.get() : normed, logits, scored, width, threads);
+  if (scored) linear(*head, head_input, logits, scored, width, threads);
   foretell_argmax(logits, pass->argmax, scored, width, threads);
   return -1;
 }
@@ -371,9 +363,6 @@ const char* foretell_abi() {
     S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
       F(Stage, norm_bias), F(Stage, eps));
     S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
-    S(EmbeddingRows, F(EmbeddingRows, rows), F(EmbeddingRows, stride), F(EmbeddingRows, kind),
-      F(EmbeddingRows, row_type), F(EmbeddingRows, vocab), F(EmbeddingRows, width), F(EmbeddingRows, rounds),
-      F(EmbeddingRows, scale));
     S(Fusion, F(Fusion, count), F(Fusion, norms), F(Fusion, fuse));
     S(EagleInput, F(EagleInput, embedding), F(EagleInput, embedding_norm), F(EagleInput, feature_norm),
       F(EagleInput, norm_before_residual), F(EagleInput, output_norm), F(EagleInput, fusion), F(EagleInput, mask),
@@ -389,7 +378,7 @@ const char* foretell_abi() {
       F(DynamicTree, parent), F(DynamicTree, sizes), F(DynamicTree, score));
     S(StatesRead, F(StatesRead, states), F(StatesRead, state_rows), F(StatesRead, token), F(StatesRead, place),
       F(StatesRead, count));
-    S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, token), F(TreePass, parent), F(TreePass, active),
+    S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, parent), F(TreePass, active),
       F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
       F(TreePass, logit_index), F(TreePass, argmax));
     S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
@@ -414,7 +403,6 @@ const char* foretell_abi() {
     S(foretell_mask_trees);
     S(foretell_decoder_trees);
     S(foretell_mlp_speculator_trees);
-    S(foretell_embed);
     S(foretell_tree_pass);
     S(foretell_keep_states);
     S(foretell_linear);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "linear.h"
 
@@ -33,16 +32,6 @@ inline void widen_row(int32_t type, const void* row, int in, float* out) {
     }
   } else {
     for (int i = 0; i < in; ++i) out[i] = half_to_float(load_short(row, i));
-  }
-}
-
-// Row `r` of a panel of 32 rows of float32 or bfloat16.
-inline void widen_panel_row(int32_t kind, const uint32_t* panel, int r, int in, float* out) {
-  for (int i = 0; i < in; ++i) {
-    const int depth = kind == kBfloat16 ? Bfloat16::kDepth : 1;
-    const uint32_t word = panel[(size_t)kPanel * (size_t)(i / depth) + (size_t)r];
-    const uint32_t bits = kind == kFloat32 ? word : i % depth ? word & 0xFFFF0000 : word << 16;
-    std::memcpy(out + i, &bits, 4);
   }
 }
 
@@ -170,9 +159,7 @@ inline void round_rows(int32_t kind, int32_t type, const void* const* rows, int 
 }
 
 // Rows of GGUF blocks as float32, [count, in]: the numbers that exact products multiply with.
-// Kept out of line, as the next function: GCC inlines less of the products the more it inlines elsewhere in the unit,
-// and passes over some numbers of tokens took half as long again.
-__attribute__((noinline)) void widen_blocks(int32_t kind, const uint8_t* const* rows, int count, int in, float* out) {
+inline void widen_blocks(int32_t kind, const uint8_t* const* rows, int count, int in, float* out) {
   with_blocks(kind, [&](auto k) {
     using K = typename decltype(k)::Type;
     const Buffer<uint32_t> panel = buffer<uint32_t>(K::kWords), wide = buffer<uint32_t>(kPanel * kGroupInputs);
@@ -191,27 +178,6 @@ __attribute__((noinline)) void widen_blocks(int32_t kind, const uint8_t* const* 
       }
     }
   });
-}
-
-// Rows `token` [count] of an embedding, [count, width].
-__attribute__((noinline)) void embed_rows(const EmbeddingRows& e, const int64_t* token, int count, float* out) {
-  const size_t width = (size_t)e.width;
-  if (e.kind > kInt8) {
-    std::vector<const uint8_t*> rows;
-    for (int t = 0; t < count; ++t) rows.push_back(e.rows + token[t] * e.stride);
-    widen_blocks(e.kind, rows.data(), count, e.width, out);
-  }
-  for (int t = 0; t < count; ++t, out += width) {
-    if (!e.stride) {
-      const uint32_t* panel = (const uint32_t*)e.rows + token[t] / kPanel * panel_words(e.kind, e.width);
-      widen_panel_row(e.kind, panel, (int)(token[t] % kPanel), e.width, out);
-    } else if (e.kind <= kInt8) {
-      widen_row(e.row_type, e.rows + token[t] * e.stride, e.width, out);
-    }
-    if (e.rounds) round_to_bfloat16(out, e.width);
-    if (e.scale != 1)
-      for (size_t i = 0; i < width; ++i) out[i] *= e.scale;
-  }
 }
 
 }  // namespace

@@ -27,7 +27,6 @@ class TreeLayout {
   }
 
   const Layout& layout() const { return layout_; }
-  const int64_t* token() const { return token_.data(); }
 
  private:
   void add_request(const TreePass& pass, int i) {
@@ -51,13 +50,11 @@ class TreeLayout {
       row_.push_back((int32_t)pass.row[i]), slot_.push_back(slot), position_.push_back(base + depth[node]);
       visible_prefix_.push_back(prefix[node]), extra_.push_back(extra[node]);
       in_pages_.push_back(prefix_length == 1 || (int32_t)node >= prefix_length);
-      token_.push_back(pass.token[first + node]);
     }
   }
 
   std::vector<int32_t> row_, slot_, position_, visible_prefix_, padded_, in_pages_;
   std::vector<std::vector<int32_t>> extra_;
-  std::vector<int64_t> token_;
   Layout layout_;
 };
 
