@@ -104,7 +104,7 @@ def _features(lab: Lab) -> Finding:
         (Series.of("eagle", list(enumerate(rates, 1))),),
         "depth of the draft",
         "share accepted of those reached",
-        "The drafter reads its own estimates of the features, whose errors add up.",
+        "The drafter reads its own estimates of the features, whose errors add up; they are learned slowly.",
     )
 
 
@@ -116,6 +116,7 @@ def _dynamic_features(lab: Lab) -> Finding:
         f"{dynamic:.2f} tokens per pass with dynamic trees of 16 nodes, {fixed:.2f} with a fixed one",
         (Series.of("tokens per pass", [(0, fixed), (1, dynamic)]),),
         "0: fixed tree, 1: dynamic tree",
+        reason="Dynamic trees follow the drafter's own probabilities, which are not right yet after a short training.",
     )
 
 
@@ -138,6 +139,7 @@ def _look_ahead(lab: Lab) -> Finding:
         (Series.of("pass", run.accepted_by_depth),),
         "depth of the draft",
         "passes that accept",
+        "The embeddings are all that is trained: a few thousand numbers in front of a frozen model.",
     )
 
 
@@ -164,6 +166,7 @@ def _beams(lab: Lab) -> Finding:
         f"{values[0]:.2f} tokens per pass with one sequence, {values[-1]:.2f} with eight",
         (Series.of("redrafter", points),),
         "sequences of the beam",
+        reason="After a short training the drafter's second-best sequences are seldom right.",
     )
 
 

@@ -38,17 +38,17 @@ class TrainingPlan:
 
 PLANS: Mapping[str, TrainingPlan] = {
     "blockwise": TrainingPlan(1000, lr=1e-3, options={"learn": "soft"}),
-    "dflash": TrainingPlan(900, options={"hard": "0.3", "markov_rank": "64", "hidden_layers": _FUSED}),
+    "dflash": TrainingPlan(1200, options={"hard": "0.3", "markov_rank": "64", "hidden_layers": _FUSED}),
     "draft_model": TrainingPlan(600, lr=8e-4, options={"layers": "3"}),
-    "eagle": TrainingPlan(1000),
+    "eagle": TrainingPlan(1200, lr=4e-4),
     "eagle3": TrainingPlan(1000, options={"steps": "3", "hard": "0.3"}),
-    "masked_diffusion": TrainingPlan(60, lr=1e-4, warmup=5, sequence=256, save_minutes=5.0),
+    "masked_diffusion": TrainingPlan(50, lr=1e-4, warmup=5, sequence=256, save_minutes=5.0),
     "medusa": TrainingPlan(1000, lr=1e-3, options={"blocks": "2", "learn": "soft"}),
     "mlp_speculator": TrainingPlan(1000, options={"soft": "0.7"}),
     "p_eagle": TrainingPlan(800, options={"hard": "0.3"}),
-    "pard": TrainingPlan(600, lr=8e-4, options={"layers": "3", "hard": "0.3"}),
-    "pass": TrainingPlan(120, warmup=5),
-    "redrafter": TrainingPlan(1000),
+    "pard": TrainingPlan(450, lr=8e-4, options={"layers": "3", "hard": "0.3"}),
+    "pass": TrainingPlan(80, warmup=5),
+    "redrafter": TrainingPlan(700),
 }
 """By kind of speculator; what is not named has the value of `foretell train`."""
 
