@@ -1,6 +1,7 @@
 """What every test runs under: one thread, the same generated examples in every run, a folder for temporary files that
-is removed at the end, and a cache of packed weights of its own. With FORETELL_CHECK_TYPES=1 the shapes and types of the package are checked at every call, where beartype is
-installed; this takes three quarters of the time, so that `make test` does it for the tests of single parts only.
+is removed at the end, and a cache of packed weights of its own. With FORETELL_CHECK_TYPES=1 the shapes and types of the
+package are checked at every call, where beartype is installed; this takes three quarters of the time, so that
+`make test` does it for the tests of single parts only.
 """
 
 import os
