@@ -38,8 +38,10 @@ def draft_states(
     Raises:
         ValueError: the documents have no token to learn.
     """
-    of_kind = _eagle_states if isinstance(network, EagleNetwork) else _model_states
-    parts = list(of_kind(target, network, documents, num_tokens))
+    if isinstance(network, EagleNetwork):
+        parts = _eagle_states(target, network, documents, num_tokens)
+    else:
+        parts = _model_states(target, network, documents, num_tokens)
     inputs, following = (torch.cat(part) for part in zip(*parts, strict=True))
     return DraftStates(inputs.float(), following)
 

@@ -75,7 +75,7 @@ def fit_temperature(
     )
     temperature = best_temperature(network, fitted)
     before, after = (calibration(network, held_out, t) for t in (1.0, temperature))
-    network.norm.get_parameter("weight").data.div_(temperature)
+    network.get_parameter("norm.weight").data.div_(temperature)
     return TemperatureFit(temperature, len(held_out), before, after)
 
 

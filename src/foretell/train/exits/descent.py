@@ -64,7 +64,7 @@ class Descent:
             with torch.autocast(parameters[0].device.type, torch.bfloat16, enabled=self.mixed):
                 loss = loss_of()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, self.largest_gradient)
             optimizer.step()
             on_step(step + 1, loss.item())
