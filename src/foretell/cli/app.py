@@ -45,7 +45,11 @@ COMMANDS: Sequence[Command] = (
     Command("evaluate", "foretell.cli.evaluate", "Compare a dtype with the model's exact numbers: KL and perplexity."),
     Command("assess", "foretell.cli.assess", "Report what a compression changed: fidelity, knowledge, robustness."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
-    Command("calibrate", "foretell.cli.calibrate", "Choose thresholds, neurons in memory and draft heads from data."),
+    Command(
+        "calibrate",
+        "foretell.cli.calibrate",
+        "Choose thresholds, placements, draft heads and temperatures from data.",
+    ),
     Command("tune", "foretell.cli.tune", "Search for settings of a method on your prompts."),
     Command("cache", "foretell.cli.cache", "List or clear the packed weights that are kept for the next start."),
     Command("env", "foretell.cli.env", "Print processor, kernels, versions and paths: what a bug report needs."),

@@ -1,4 +1,4 @@
-"""`foretell calibrate`: thresholds, placements of neurons and draft heads, from data."""
+"""`foretell calibrate`: thresholds, placements of neurons, draft heads and temperatures, from data."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 
 from foretell.cli import data, options
-from foretell.cli.calibrate_head import head
 from foretell.cli.calibrate_placement import placement
+from foretell.cli.calibrate_speculator import head, temperature
 from foretell.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
 from foretell.draft.exit_heads import Confidence
 from foretell.load import load
@@ -23,18 +23,19 @@ from foretell.utils.names import unknown
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Choose thresholds, placements and draft heads from data.",
+    help="Choose thresholds, placements, draft heads and temperatures from data.",
     pretty_exceptions_enable=False,
 )
 app.command()(placement)
 app.command()(head)
+app.command()(temperature)
 _SEED = 1_000_003
 """Seed of the answers that are generated: other ones than those that exits are fitted on."""
 
 
 @app.callback()
 def main() -> None:
-    """Choose thresholds, placements and draft heads from data."""
+    """Choose thresholds, placements, draft heads and temperatures from data."""
 
 
 @app.command()

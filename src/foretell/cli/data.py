@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foretell.api import Model
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
 from foretell.cli.prompts import read_all_prompts
@@ -24,8 +23,7 @@ from foretell.retrieval.datastore import tokenizer_fingerprint
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.data.forks import forked_documents
-from foretell.train.data.generate import PromptSource, generate_answers, write_text_chunks
-from foretell.train.data.hidden_state_cache import HiddenStateCache
+from foretell.train.data.generate import continue_answers, write_text_chunks
 from foretell.train.loop.job import check_data
 
 app = typer.Typer(
@@ -102,11 +100,7 @@ def generate(
             )
         else:
             given = None if prompts is None else [target.tokens(t.prompt, t.raw) for t in read_all_prompts(prompts)]
-            source = PromptSource(target, manifest, given)
-            if given is None and writer.known_numbers:
-                source.mark_seen(d.tokens[: d.start].tolist() for d in Dataset.open(out))
-            cache = _hidden_state_cache(out, writer, target, hidden_layers) if hidden_layers else None
-            work = generate_answers(target, source, manifest, writer, rows, tokens, cache)
+            work = continue_answers(target, manifest, writer, rows, tokens, given, hidden_layers)
         _show_progress(work, writer, tokens, console)
         writer.seal()
     made = Dataset.open(out)
@@ -147,16 +141,6 @@ def fork(
 def show(path: Annotated[Path, typer.Argument(help="Folder of the set.")]) -> None:
     """Show the contents of a data set."""
     typer.echo(_summary(Dataset.open(path)))
-
-
-def _hidden_state_cache(
-    out: Path, writer: DatasetWriter, target: Model, hidden_layers: Sequence[int]
-) -> HiddenStateCache:
-    """The cache for the states of new documents, after the documents of the data set."""
-    lengths = [len(d.tokens) for d in Dataset.open(out)] if writer.num_learned_tokens else []
-    return HiddenStateCache(
-        out / "features", target.checkpoint.fingerprint(), hidden_layers, lengths, target.config.hidden, None
-    )
 
 
 def _digest(path: Path) -> str:

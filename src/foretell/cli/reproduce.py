@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 _LEAST_FREE = 20_000_000
 """Bytes that a report and its runs may take."""
+_LEAST_FREE_TRAINING = 4_000_000_000
+"""The same with what is trained for it, for a model of 135M parameters."""
 _STYLES = {"holds": "green", "does not hold": "red", "not checked": "yellow"}
 
 
@@ -49,6 +51,21 @@ def reproduce(
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Prompts of your own in their place, as `generate` takes them."),
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Make what methods need and nothing ships: texts of the model, and a few minutes of training each, "
+            "kept in the folder of --out.",
+        ),
+    ] = False,
+    train_data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Train on this set of `foretell data generate` instead of texts made now."),
+    ] = None,
+    train_steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Steps of every training. Default: those of its kind.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check what the papers claim on a model here: tokens per pass and their trends, acceptance laws, bounds.
@@ -59,8 +76,11 @@ def reproduce(
         foretell reproduce eagle3 draft_model
 
         foretell reproduce --all --out report
+
+        foretell reproduce dflash --train --out report
     """
     from foretell.cli.prompts import read_texts
+    from foretell.cli.reproduce_training import check_training, create_preparation
     from foretell.load import load, load_draft
     from foretell.reproduce import CLAIMS, Lab, LabRun, LabSettings, claim_of, mixed_prompts, write_report
     from foretell.utils.store import RunStore
@@ -68,8 +88,9 @@ def reproduce(
     if bool(methods) == every:
         raise ValueError("name the methods to check, or give --all: foretell reproduce eagle3")
     claims = CLAIMS if every else [claim_of(m) for m in methods or ()]
+    check_training(train, out, draft_model, train_data, train_steps)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = _writable(out) if out is not None else Path(temporary)
+        folder = Path(temporary) if out is None else _writable(out, _LEAST_FREE_TRAINING if train else _LEAST_FREE)
         texts = read_texts(prompts) if prompts is not None else mixed_prompts(per_category)
         settings = LabSettings(
             model=model, dtype=dtype, draft_models=tuple(draft_model or ()), new_tokens=max_new_tokens,
@@ -78,7 +99,10 @@ def reproduce(
         loaded = load(model, dtype=dtype)
         drafts = [load_draft(reference, dtype) for reference in draft_model or ()]
         with RunStore(folder / "runs", settings, LabRun) as store:
-            results = _check(Lab(loaded, store, settings, texts, drafts), claims, quiet=as_json)
+            preparation = create_preparation(loaded, folder, train_data, train_steps, as_json) if train else None
+            results = _check(Lab(loaded, store, settings, texts, drafts, preparation), claims, quiet=as_json)
+            if preparation is not None:
+                preparation.clean()
         if out is not None:
             index = write_report(out, results, {"model": model, "dtype": dtype, "new tokens": str(max_new_tokens)})
             Console(stderr=True, highlight=False).print(f"{index}: the report")
@@ -86,7 +110,7 @@ def reproduce(
         typer.echo(json.dumps([r.as_json() for r in results]))
 
 
-def _writable(folder: Path) -> Path:
+def _writable(folder: Path, least: int) -> Path:
     """A folder with room for a report.
 
     Raises:
@@ -101,9 +125,9 @@ def _writable(folder: Path) -> Path:
             f"{folder}: the report cannot be written there ({error.strerror}); choose another --out"
         ) from error
     free = shutil.disk_usage(folder).free
-    if free < _LEAST_FREE:
+    if free < least:
         raise ValueError(
-            f"{folder}: the report needs up to {_LEAST_FREE // 10**6} MB, and {free // 10**6} MB are free; make "
+            f"{folder}: the report needs up to {least // 10**6:,} MB, and {free // 10**6} MB are free; make "
             f"room, or "
             "choose another --out"
         )
@@ -130,4 +154,6 @@ def _panel(result: "ClaimResult") -> Table:
     table.add_row("", finding.summary if finding else result.obstacle)
     if finding and not finding.holds and finding.reason:
         table.add_row("", f"[dim]{finding.reason}[/]")
+    for note in result.prepared:
+        table.add_row("", f"[dim]{note}[/]")
     return table

@@ -5,9 +5,8 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import torch
 import typer
 from pydantic import ValidationError
 from rich.console import Console
@@ -22,6 +21,7 @@ from foretell.cli.train_free import free
 from foretell.cli.train_matformer import matformer
 from foretell.cli.train_sparsity import sparsity
 from foretell.load import load
+from foretell.train.loop.accelerator import create_accelerator
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.job import feature_source, find_recipe, prepare
 from foretell.train.loop.measure import Measurement
@@ -30,9 +30,6 @@ from foretell.train.loop.settings import DRAFT_VOCAB, DatasetWeight, TrainingSet
 from foretell.train.loop.trainer import Trainer, TrainingCallback
 from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import explain
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 _OTHERS = "exits", "sparsity", "matformer", "free"
 """Commands beside the training of speculators."""
@@ -189,7 +186,7 @@ def run(settings: TrainingSettings, command: str) -> None:
         ValueError: invalid settings, data that do not fit the model, or a lack of memory or disk space.
     """
     recipe = find_recipe(settings)
-    accelerator = _accelerator()
+    accelerator = create_accelerator()
     quiet = not accelerator.is_main_process
     dtype = "bfloat16" if settings.precision == "bf16" else "float32"
     job = prepare(settings, load(settings.model, dtype, str(accelerator.device)), recipe)
@@ -213,18 +210,6 @@ def run(settings: TrainingSettings, command: str) -> None:
     if accelerator.num_processes > 1:
         time.sleep(_BARRIER_SECONDS)
     accelerator.end_training()
-
-
-def _accelerator() -> "Accelerator":
-    try:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-    except ImportError as error:
-        raise ValueError("training needs accelerate; run: pip install 'foretell[train]'") from error
-    # Some recipes leave out parameters in some steps; the target's embedding is a constant buffer.
-    kwargs = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
-    # Without this, several processes without a GPU do not form a group.
-    cpu = not torch.cuda.is_available()
-    return Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[kwargs])
 
 
 def _parse_settings(**values: object) -> TrainingSettings:

@@ -4,7 +4,7 @@ The factors are those of the least squared error of the scores on the states tha
 closed form (SVD-LLM, arXiv 2403.07378); nothing is trained. The target verifies whatever is drafted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +18,10 @@ from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import pack_network
 from foretell.train.data.dataset import Document
-from foretell.train.exits.states import document_states
+from foretell.train.draft_states import STEPS, draft_states
 
-_STEPS = 3
-"""Draft steps whose states are collected: the first reads the target's features, later ones the layer's own."""
 _RANK_STEP = 32
 """Inputs that the kernels multiply together."""
-_LONGEST = 256
-"""Tokens of a document that are read."""
 _CHUNK = 256
 BEST = 4
 """Tokens after a node that are compared; few nodes have more children."""
@@ -78,7 +74,7 @@ def fit_draft_head(
         ValueError: documents with too few tokens to fit so high a rank.
     """
     fitted, held_out = (
-        torch.cat(list(head_inputs(target, network, documents[i::2], num_tokens // 2)))[: _STEPS * num_tokens // 2]
+        draft_states(target, network, documents[i::2], num_tokens // 2).inputs[: STEPS * num_tokens // 2]
         for i in range(2)
     )
     if len(fitted) < rank:
@@ -104,15 +100,3 @@ def head_factors(
     wide, rows = states.double(), head.double()
     directions, inner = project(rows, wide.T @ wide / len(wide), rank)
     return torch.linalg.lstsq(rows, directions).solution.float(), inner.float()
-
-
-def head_inputs(
-    target: Network, network: EagleNetwork, documents: Sequence[Document], num_tokens: int
-) -> Iterator[Float[torch.Tensor, "n d"]]:
-    """The inputs of the head of the first steps of a draft, at the tokens to learn of documents."""
-    for tokens, first, states in document_states(target, documents, network.hidden_layers, num_tokens, _LONGEST):
-        position = torch.arange(len(tokens) - 1)
-        masks = [((position >= first - 1) & (position < len(tokens) - 2 - i))[None] for i in range(_STEPS)]
-        token, features = torch.tensor(tokens)[None].to(network.device), [s[None].to(network.device) for s in states]
-        for step in network(token, features, masks):
-            yield step.state.float().cpu()

@@ -6,6 +6,8 @@ from foretell.reproduce.claim import Claim, Finding, Series, Verdict
 from foretell.reproduce.claims import CLAIMS, claim_of
 from foretell.reproduce.lab import Lab, LabRun, LabSettings, mixed_prompts
 from foretell.reproduce.pages import write_report
+from foretell.reproduce.preparation.maker import PreparationSettings
+from foretell.reproduce.preparation.preparation import Preparation
 from foretell.reproduce.reproduce import ClaimResult, reproduce
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "Lab",
     "LabRun",
     "LabSettings",
+    "Preparation",
+    "PreparationSettings",
     "Series",
     "Verdict",
     "claim_of",

@@ -11,6 +11,7 @@ from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.schema import FileModel, FrozenModel
 from foretell.core.sampling import SamplingParams
 from foretell.engine.request import Completion
+from foretell.reproduce.preparation.preparation import Preparation
 from foretell.utils.store import RunStore
 
 PLAIN = "autoregressive"
@@ -25,6 +26,13 @@ COPY = (
     "Write these sentences again, each on its own line.",
 )
 """Prompts whose answers repeat them; written for this package."""
+_REQUESTS = (
+    "Summarise all of the above in some sentences.",
+    "List the subjects of all of the above, one on each line.",
+    "Which of the above is the hardest to answer? Explain why.",
+    "Answer the last of the questions above.",
+)
+"""What is asked about a long text."""
 
 
 def mixed_prompts(per_category: int) -> tuple[str, ...]:
@@ -63,6 +71,8 @@ class LabRun(FrozenModel):
     changed_share: float
     """Share of tokens that a lossy method changed."""
     tokens: tuple[tuple[int, ...], ...]
+    prepared: str = ""
+    """How what it drafted with was made for the check; empty: nothing was made."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -95,6 +105,7 @@ class Lab:
 
     `mixed`: prompts of many kinds, for the checks that need none of their own.
     `drafts`: draft models or speculators for methods that take one; where there is none, those that ship.
+    `preparation`: makes what methods need and nothing ships; None: such methods are not checked.
     `rows`: answers that are decoded together. Methods are built afresh for every run, so that runs do not depend on
     their order.
     """
@@ -106,11 +117,19 @@ class Lab:
         settings: LabSettings,
         mixed: Sequence[str],
         drafts: Sequence[Model | Path] = (),
+        preparation: Preparation | None = None,
         rows: int = 8,
     ) -> None:
         self.model, self._store, self._settings = model, store, settings
         self.mixed, self._drafts, self._rows = tuple(mixed), drafts, rows
+        self.preparation = preparation
         self._runs = {run.key: run for run in store.records}
+        self._notes: dict[str, None] = {}
+
+    def take_notes(self) -> tuple[str, ...]:
+        """How the things were made that methods drafted with since the last call."""
+        found, self._notes = tuple(self._notes), {}
+        return found
 
     @cached_property
     def free(self) -> tuple[str, ...]:
@@ -119,9 +138,11 @@ class Lab:
 
     @cached_property
     def long(self) -> tuple[str, ...]:
-        """A long text with a request to summarise it."""
-        text = "\n\n".join(q.turns[0] for q in load_questions(BUILT_IN).questions)
-        return (f"{text}\n\nSummarise all of the above in some sentences.",)
+        """Long texts with a request each: the built-in questions, beginning with another one each time."""
+        parts = [q.turns[0] for q in load_questions(BUILT_IN).questions]
+        begins = [len(parts) * i // len(_REQUESTS) for i in range(len(_REQUESTS))]
+        texts = ["\n\n".join((*parts[begin:], *parts[:begin])) for begin in begins]
+        return tuple(f"{text}\n\n{request}" for text, request in zip(texts, _REQUESTS, strict=True))
 
     def run(
         self,
@@ -139,11 +160,15 @@ class Lab:
             ValueError: the method cannot be built for this model.
         """
         prompts = tuple(prompts or self.mixed)
-        key = json.dumps([method, options or {}, prompts, temperature, list(references), repeat], sort_keys=True)
+        lacks = "" if self.preparation is None else self.preparation.label(method)
+        what = [method, options or {}, prompts, temperature, list(references), repeat, *([lacks] if lacks else [])]
+        key = json.dumps(what, sort_keys=True)
         if key not in self._runs:
             run = self._decode(key, method, options, prompts, temperature, references, repeat)
             self._store.append(run)
             self._runs[key] = run
+        if self._runs[key].prepared:
+            self._notes[self._runs[key].prepared] = None
         return self._runs[key]
 
     def plain_texts(self, prompts: Sequence[str] | None = None) -> list[str]:
@@ -160,7 +185,11 @@ class Lab:
         references: Sequence[str],
         repeat: int,
     ) -> LabRun:
-        built = self.model.method(method, dict(options or {}) or None, drafts=self._drafts, references=references)
+        made = None if self.preparation is None else self.preparation.prepared(method)
+        drafts, wanted = self._drafts, dict(options or {})
+        if made is not None:
+            drafts, wanted = made.drafts, wanted | dict(made.options)
+        built = self.model.method(method, wanted or None, drafts=drafts, references=references)
         engine, longest = self.model.engine(built, rows=self._rows), self._settings.new_tokens
         requests = [
             self.model.request(text, SamplingParams(temperature=temperature, seed=seed), max_new_tokens=longest)
@@ -171,10 +200,10 @@ class Lab:
         plain: Sequence[Sequence[int]] = [c.tokens for c in done]
         if method != PLAIN:
             plain = self.run(PLAIN, prompts=prompts, temperature=temperature, repeat=repeat).tokens
-        return _summarise(key, done, plain)
+        return _summarise(key, done, plain, "" if made is None else made.note)
 
 
-def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[int]]) -> LabRun:
+def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[int]], prepared: str) -> LabRun:
     statistics = [c.statistics for c in done]
     accepted = [sum(passes) for passes in zip_longest(*(s.accepted_per_position for s in statistics), fillvalue=0)]
     tokens = sum(s.new_tokens for s in statistics)
@@ -190,4 +219,5 @@ def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[in
         mean_variation=sum(s.fidelity.mean_variation * s.new_tokens for s in statistics) / tokens,
         changed_share=sum(s.fidelity.changed_share * s.new_tokens for s in statistics) / tokens,
         tokens=tuple(tuple(c.tokens) for c in done),
+        prepared=prepared,
     )

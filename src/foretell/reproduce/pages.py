@@ -41,6 +41,8 @@ def _page(result: ClaimResult, conditions: Mapping[str, str]) -> str:
         return render_page(f"{claim.method}: {result.verdict}", entry.description, {}, {}, terms, conditions)
     if not finding.holds and finding.reason:
         terms["Why not"] = finding.reason
+    if result.prepared:
+        terms["Made for this check"] = "; ".join(result.prepared)
     return render_page(
         f"{claim.method}: {result.verdict}",
         finding.summary[0].upper() + finding.summary[1:] + ".",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from foretell.catalogue import find
 from foretell.reproduce.claim import Claim, Finding, Verdict
 from foretell.reproduce.lab import Lab
+from foretell.reproduce.preparation.preparation import need_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class ClaimResult:
     obstacle: str = ""
     """Why it was not checked."""
     seconds: float = 0.0
+    prepared: tuple[str, ...] = ()
+    """How the things were made that it was checked with and that do not ship."""
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -31,6 +34,7 @@ class ClaimResult:
             "criterion": self.claim.criterion,
             "verdict": self.verdict,
             "found": finding.summary if finding else self.obstacle,
+            "prepared": list(self.prepared),
             "reason": finding.reason if finding and not finding.holds else "",
             "series": [{"label": s.label, "x": s.x, "y": s.y} for s in finding.series] if finding else [],
             "seconds": round(self.seconds, 1),
@@ -45,9 +49,13 @@ def reproduce(lab: Lab, claims: Sequence[Claim]) -> Iterator[ClaimResult]:
 
 def _check(lab: Lab, claim: Claim) -> ClaimResult:
     begin = time.monotonic()
+    lab.take_notes()
     try:
         finding = claim.check(lab)
     except ValueError as error:
-        return ClaimResult(claim, "not checked", None, str(error), time.monotonic() - begin)
+        obstacle = str(error)
+        if lab.preparation is None and need_of(claim.method):
+            obstacle = f"{obstacle}; --train with --out DIR makes what it needs here"
+        return ClaimResult(claim, "not checked", None, obstacle, time.monotonic() - begin)
     verdict: Verdict = "holds" if finding.holds else "does not hold"
-    return ClaimResult(claim, verdict, finding, "", time.monotonic() - begin)
+    return ClaimResult(claim, verdict, finding, "", time.monotonic() - begin, lab.take_notes())

@@ -13,7 +13,7 @@ from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.retrieval.corpus import tokenize_documents
 from foretell.shape import RootOnly
-from foretell.train.data.dataset import DatasetManifest, DatasetWriter, DocumentRecord
+from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter, DocumentRecord
 from foretell.train.data.hidden_state_cache import HiddenStateCache
 from foretell.train.data.hidden_state_recorder import HiddenStateRecorder
 from foretell.train.data.question_prefixes import QUESTION_PREFIXES
@@ -127,6 +127,34 @@ def generate_answers(
         yield new
         if writer.num_learned_tokens >= num_tokens:
             return
+
+
+def continue_answers(
+    model: Model,
+    manifest: DatasetManifest,
+    writer: DatasetWriter,
+    rows: int,
+    num_tokens: int,
+    given: Sequence[Sequence[int]] | None = None,
+    hidden_layers: Sequence[int] = (),
+) -> Iterator[int]:
+    """`generate_answers` into a new or an existing set: answers to `given` prompts, or to prompts that the model
+    writes. The hidden states of these layers are kept beside the new documents.
+
+    Raises:
+        ValueError: the model writes no usable questions.
+    """
+    source, lengths = PromptSource(model, manifest, given), list[int]()
+    if writer.num_learned_tokens:
+        found = Dataset.open(writer.folder)
+        lengths = [len(d.tokens) for d in found]
+        if given is None:
+            source.mark_seen(d.tokens[: d.start].tolist() for d in found)
+    cache = None
+    if hidden_layers:
+        states, fingerprint = writer.folder / "features", model.checkpoint.fingerprint()
+        cache = HiddenStateCache(states, fingerprint, hidden_layers, lengths, model.config.hidden, None)
+    yield from generate_answers(model, source, manifest, writer, rows, num_tokens, cache)
 
 
 @dataclass

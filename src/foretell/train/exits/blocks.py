@@ -1,13 +1,12 @@
 """Training of the decoder blocks of an exit, with its norm and map, on whole sequences of a target's states."""
 
-from collections.abc import Callable, Iterator
-from math import cos, pi
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
 from foretell.speculator.network.exits import Exits
+from foretell.train.exits.descent import Descent, OnStep, ignore_step, random_batches
 from foretell.train.exits.states import LayerStates, SequenceStates
 from foretell.train.objective.candidates import sample_candidates
 
@@ -15,7 +14,6 @@ BATCH_TOKENS = 1536
 """Tokens of a batch, those of prompts included."""
 _CANDIDATES = 2048
 """Tokens of the draft vocabulary in the loss of a batch."""
-_WARM_UP, _DECAY, _LARGEST_GRADIENT = 20, 0.01, 1.0
 
 
 def train_blocks(
@@ -24,30 +22,18 @@ def train_blocks(
     steps: int,
     rate: float,
     seed: int = 0,
-    on_step: Callable[[int, float], None] = lambda *_: None,
+    on_step: OnStep = ignore_step,
 ) -> None:
     """Train the blocks, norm and map of the only exit on the cross-entropy with the target's distribution over the
     draft vocabulary, a sample of it per batch; `on_step` gets the step and the loss.
     """
-    parameters = [p.requires_grad_() for part in (exits.blocks, exits.norms, exits.maps) for p in part.parameters()]
-    optimizer = torch.optim.AdamW(parameters, rate, betas=(0.9, 0.95), weight_decay=_DECAY)
-    device = parameters[0].device
-    batches = _batches(states, seed)
+    parameters = [p for part in (exits.blocks, exits.norms, exits.maps) for p in part.parameters()]
+    device, batches = parameters[0].device, _batches(states, seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1, (step + 1) / _WARM_UP) * 0.5 * (1 + cos(pi * step / steps))
-            x, mask, final = (part.to(device) for part in next(batches))
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = _loss(exits, x, mask, final)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, _LARGEST_GRADIENT)
-            optimizer.step()
-            on_step(step + 1, loss.item())
-    for parameter in parameters:
-        parameter.requires_grad_(False)
+        Descent.of_blocks(steps, rate).run(
+            parameters, lambda: _loss(exits, *(part.to(device) for part in next(batches))), on_step
+        )
 
 
 @torch.inference_mode()
@@ -77,13 +63,7 @@ def _batches(states: SequenceStates, seed: int) -> Iterator[tuple[torch.Tensor, 
     """Sequences in a random order, without end: the states at the exit, padded at the end; which tokens are to be
     learned; and the last layer's states there.
     """
-    generator, queue = np.random.default_rng(seed), list[int]()
-    while True:
-        chosen, tokens = list[int](), 0
-        while tokens < BATCH_TOKENS:
-            queue = queue or generator.permutation(len(states.first)).tolist()
-            chosen.append(queue.pop())
-            tokens += len(states.exit[chosen[-1]])
+    for chosen in random_batches([len(x) for x in states.exit], BATCH_TOKENS, seed):
         longest = max(len(states.exit[i]) for i in chosen)
         x = torch.zeros(len(chosen), longest, states.exit[0].shape[1])
         mask = torch.zeros(len(chosen), longest, dtype=torch.bool)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 
 from foretell.speculator.network.exits import Exits, Halting
+from foretell.train.exits.descent import Descent
 from foretell.train.exits.fit import CHUNK, draft_tokens
 from foretell.train.exits.halting import (
     ExitOutcomes,
@@ -53,7 +54,10 @@ def fit_classifiers(
         count, loss = len(states.lengths), _sequence_loss(exits, states, outcomes, settings)
     else:
         count, loss = len(states), _token_loss(exits, states, outcomes, settings, generator)
-    _train(exits, count, loss, generator)
+    parameters = exits.classifier, exits.classifier_bias
+    Descent(_STEPS, _RATE).run(
+        parameters, lambda: loss(torch.randint(count, (min(_BATCH, count),), generator=generator))
+    )
 
 
 @torch.no_grad()
@@ -129,17 +133,3 @@ def _sequence_loss(exits: Exits, states: LayerStates, outcomes: ExitOutcomes, se
 
 def _scores(exits: Exits, states: LayerStates, index: Int[torch.Tensor, " n"]) -> Float[torch.Tensor, "n e"]:
     return torch.stack([exits.exit_score(i, h[index].float()) for i, h in enumerate(states.layers)], 1)
-
-
-def _train(exits: Exits, count: int, loss_of: Loss, generator: torch.Generator) -> None:
-    trained = exits.classifier.requires_grad_(), exits.classifier_bias.requires_grad_()
-    optimizer = torch.optim.Adam(trained, _RATE)
-    for step in range(_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = _RATE * (1 - step / _STEPS)
-        loss = loss_of(torch.randint(count, (min(_BATCH, count),), generator=generator))
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    for parameter in trained:
-        parameter.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 
 from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits
+from foretell.train.exits.descent import Descent
 from foretell.train.exits.least_squares import LeastSquares
 from foretell.train.exits.states import LayerStates
 
@@ -66,20 +68,13 @@ def refine(
     `on_step` gets the layer, the step and the loss.
     """
     for i, layer in enumerate(exits.config.layers):
-        trained = [p.requires_grad_() for m in _modules_of(exits, i) for p in m.parameters()]
-        optimizer = torch.optim.Adam(trained, rate)
         generator = torch.Generator().manual_seed(seed)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * (1 - step / steps)
-            index = torch.randint(len(states), (BATCH,), generator=generator)
-            loss = exit_loss(exits, i, states, index)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            on_step(layer, step + 1, loss.item())
-        for parameter in trained:
-            parameter.requires_grad_(False)
+
+        def loss(i: int = i, generator: torch.Generator = generator) -> Float[torch.Tensor, ""]:
+            return exit_loss(exits, i, states, torch.randint(len(states), (BATCH,), generator=generator))
+
+        trained = [p for m in _modules_of(exits, i) for p in m.parameters()]
+        Descent(steps, rate).run(trained, loss, partial(on_step, layer))
 
 
 def exit_loss(exits: Exits, i: int, states: LayerStates, index: Int[torch.Tensor, " n"]) -> Float[torch.Tensor, ""]:

@@ -1,12 +1,13 @@
 """Training of exits together, with a feed-forward network that all share, and how far their gradients agree on it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 
 from foretell.speculator.network.exits import Exits
+from foretell.train.exits.descent import Descent, OnStep, ignore_step
 from foretell.train.exits.fit import BATCH, exit_loss
 from foretell.train.exits.states import LayerStates
 
@@ -54,7 +55,7 @@ def train_jointly(
     rate: float,
     seed: int,
     settings: JointSettings,
-    on_step: Callable[[int, float], None] = lambda *_: None,
+    on_step: OnStep = ignore_step,
 ) -> Float[torch.Tensor, "e e"]:
     """Train all exits at once on the weighted sum of their losses.
 
@@ -67,11 +68,12 @@ def train_jointly(
         [p.requires_grad_() for part in (exits.norms, exits.maps) if len(part) for p in part[i].parameters()]
         for i in range(count)
     ]
+    descent = Descent(steps, rate)
     optimizer = torch.optim.Adam([*shared, *(p for part in own for p in part)], rate)
     generator, cosines = torch.Generator().manual_seed(seed), torch.zeros(count, count)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * (1 - step / steps)
+            group["lr"] = descent.rate_at(step)
         index = torch.randint(len(states), (BATCH,), generator=generator)
         weights, total, flat = settings.at(step, steps), 0.0, list[torch.Tensor]()
         optimizer.zero_grad()

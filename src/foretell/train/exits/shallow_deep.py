@@ -3,9 +3,8 @@
 The model itself changes: its first layers learn from its text and from its deeper layers, and the deep ones go along.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import cos, pi
 
 import numpy as np
 import torch
@@ -15,8 +14,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.model.decoder import Decoder
 from foretell.model.training.full_forward import full_forward
 from foretell.train.data.dataset import Document
-
-_WARM_UP, _DECAY, _LARGEST_GRADIENT = 10, 0.01, 1.0
+from foretell.train.exits.descent import Descent, OnStep, ignore_step, random_batches
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def train_shallow_deep(
     decoder: Decoder,
     documents: Sequence[Document],
     settings: ShallowDeepSettings,
-    on_step: Callable[[int, float], None] = lambda *_: None,
+    on_step: OnStep = ignore_step,
 ) -> None:
     """Train the blocks of a float32 decoder, in place; embedding, final norm and head stay. `on_step` gets the step and
     the loss.
@@ -67,21 +65,12 @@ def train_shallow_deep(
     """
     settings.check(decoder.config.layers)
     decoder.requires_grad_(False)
-    parameters = [p.requires_grad_() for p in decoder.blocks.parameters() if p.is_floating_point()]
-    optimizer = torch.optim.AdamW(parameters, settings.rate, betas=(0.9, 0.95), weight_decay=_DECAY)
     batches = _batches(documents, settings)
-    for step in range(settings.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate * min(1, (step + 1) / _WARM_UP) * 0.5 * (1 + cos(pi * step / settings.steps))
-        tokens, mask = next(batches)
-        with torch.autocast(decoder.device.type, torch.bfloat16):
-            loss = shallow_deep_loss(decoder, tokens, mask, settings)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, _LARGEST_GRADIENT)
-        optimizer.step()
-        on_step(step + 1, loss.item())
-    decoder.requires_grad_(False)
+    Descent.of_blocks(settings.steps, settings.rate, warm_up=10).run(
+        [p for p in decoder.blocks.parameters() if p.is_floating_point()],
+        lambda: shallow_deep_loss(decoder, *next(batches), settings),
+        on_step,
+    )
 
 
 def shallow_deep_loss(
@@ -176,13 +165,8 @@ def _batches(
     usable = [d for d in documents if min(len(d.tokens), settings.longest) > max(d.start - 1, 0) + 1]
     if not usable:
         raise ValueError("the data set has no answer of more than a few tokens; make one with foretell data generate")
-    generator, queue = np.random.default_rng(settings.seed), list[int]()
-    while True:
-        chosen, tokens = list[Document](), 0
-        while tokens < settings.batch:
-            queue = queue or generator.permutation(len(usable)).tolist()
-            chosen.append(usable[queue.pop()])
-            tokens += min(len(chosen[-1].tokens), settings.longest)
-        batch = _pad(chosen, settings.longest)
+    lengths = [min(len(d.tokens), settings.longest) for d in usable]
+    for chosen in random_batches(lengths, settings.batch, settings.seed):
+        batch = _pad([usable[i] for i in chosen], settings.longest)
         assert batch is not None
         yield batch

@@ -313,8 +313,12 @@ def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerOptions) ->
     n = setup.card.layers
     given = parse_hidden_layers(options.hidden_layers, n + 1, "--set hidden_layers")
     flags = {name: getattr(options, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
-    hidden_layers = given or (min(2, n), n // 2, max(n - 3, 0), n + 1)
-    return eagle_values(setup, kind, options) | flags | {"hidden_layers": hidden_layers}
+    return eagle_values(setup, kind, options) | flags | {"hidden_layers": given or fused_layers(n)}
+
+
+def fused_layers(layers: int) -> tuple[int, int, int, int]:
+    """The hidden layers of a target with so many blocks that are fused: the paper's three, and the head's input."""
+    return min(2, layers), layers // 2, max(layers - 3, 0), layers + 1
 
 
 def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.Tensor, "b s"]:

@@ -1,0 +1,117 @@
+"""`foretell calibrate head` and `temperature`: what is fitted to a trained speculator's own states."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from foretell.api import Model
+from foretell.cli import data, options
+from foretell.compress.draft_head import BEST, draft_head_network, fit_draft_head, weights_read
+from foretell.load import load
+from foretell.speculator.checkpoint import save
+from foretell.speculator.network.base import Speculator
+from foretell.train.data.dataset import Dataset, Document
+from foretell.train.draft_temperature import fit_temperature, temperature_network
+from foretell.train.loop.job import check_data
+from foretell.train.loop.model_card import CARD
+
+Fitted = Annotated[
+    str, typer.Argument(metavar="SPECULATOR", help="Directory of a speculator, or the kind of an installed one.")
+]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder to write the speculator to.")]
+DataSet = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="SET", help="Data set with the model's answers. Default: it writes one in DIR."),
+]
+Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the data set to fit on and to compare on.")]
+
+
+def head(
+    speculator: Fitted,
+    out: Out,
+    rank: Annotated[int, typer.Option(metavar="R", min=1, help="Rank through which all tokens are scored.")] = 128,
+    candidates: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens that are scored exactly then, or a few more.")
+    ] = 64,
+    model: options.Model = options.DEFAULT_MODEL,
+    data_folder: DataSet = None,
+    tokens: Tokens = 6000,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Let an EAGLE draft with a head in two stages, which reads a quarter of the weights or less.
+
+    foretell calibrate head eagle3 --data answers --out faster
+
+    foretell generate "Why is the sky blue?" --method eagle3 --draft-model faster
+    """
+
+    def fit(target: Model, loaded: Speculator, documents: list[Document]) -> str:
+        network = draft_head_network(loaded, rank, candidates)
+        found = fit_draft_head(target.network, network, documents, tokens, rank, candidates)
+        own, whole = weights_read(network)
+        return (
+            f"{own / 1e6:.2f} M of {whole / 1e6:.2f} M weights of the head are read for a token ({own / whole:.0%})\n"
+            f"on {found.states} states that it was not fitted on: {found.best:.1%} have the same most probable token, "
+            f"and {found.best_few:.1%} of the {BEST} most probable ones are the same"
+        )
+
+    _fit(speculator, out, model, data_folder, tokens, dtype, fit)
+
+
+def temperature(
+    speculator: Fitted,
+    out: Out,
+    model: options.Model = options.DEFAULT_MODEL,
+    data_folder: DataSet = None,
+    tokens: Tokens = 6000,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Let a draft_model or eagle3 be as sure of its tokens as they are right, for better trees; costs nothing.
+
+    foretell calibrate temperature draft_model --data answers --out calibrated
+
+    foretell generate "Why is the sky blue?" --method dynamic_tree --draft-model calibrated
+    """
+
+    def fit(target: Model, loaded: Speculator, documents: list[Document]) -> str:
+        found = fit_temperature(target.network, temperature_network(loaded), documents, tokens)
+        before, after = found.before, found.after
+        return (
+            f"temperature {found.temperature:.3f}\n"
+            f"on {found.states} states that it was not fitted on: the most probable token is right in "
+            f"{before.right:.1%}; its mean probability was {before.confidence:.1%} and is {after.confidence:.1%}; "
+            f"the loss was {before.loss:.3f} and is {after.loss:.3f} nats"
+        )
+
+    _fit(speculator, out, model, data_folder, tokens, dtype, fit)
+
+
+def _fit(
+    speculator: str,
+    out: Path,
+    model: str,
+    data_folder: Path | None,
+    tokens: int,
+    dtype: str,
+    fit: Callable[[Model, Speculator, list[Document]], str],
+) -> None:
+    """Load a speculator, let `fit` change it and say what it found, and write it with its card."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there and not an empty folder; name another --out")
+    console, target = Console(stderr=True), load(model, dtype)
+    network = target.speculator(speculator)
+    if data_folder is None:
+        data_folder = out / "calibration-data"
+        data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype)
+    dataset = Dataset.open(data_folder)
+    check_data(dataset, target)
+    with console.status("reading the data set"):
+        found = fit(target, network, list(dataset))
+    save(out, network, network.config)
+    if Path(speculator, CARD).is_file():
+        shutil.copyfile(Path(speculator, CARD), out / CARD)
+    typer.echo(f"{found}\n{out}")

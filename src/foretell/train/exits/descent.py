@@ -1,0 +1,84 @@
+"""Gradient descent on parameters of exits and of the model's own blocks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import cos, pi
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+OnStep = Callable[[int, float], None]
+"""Gets the number of steps done and the loss."""
+
+
+def ignore_step(step: int, loss: float) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True)
+class Descent:
+    """`steps` steps of Adam with a learning rate that falls from `rate` to 0.
+
+    Heads are trained with the defaults, blocks of a transformer as `Descent.of_blocks` says.
+    """
+
+    steps: int
+    rate: float
+    warm_up: int = 0
+    """Steps until the rate is reached, which then falls along a cosine; 0: it falls linearly."""
+    decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    largest_gradient: float = float("inf")
+    """Norm to which the gradient is scaled down."""
+    mixed: bool = False
+    """Whether the loss is computed in bfloat16 where autocast does so."""
+
+    @staticmethod
+    def of_blocks(steps: int, rate: float, warm_up: int = 20) -> "Descent":
+        """For blocks of a transformer."""
+        return Descent(steps, rate, warm_up, decay=0.01, betas=(0.9, 0.95), largest_gradient=1.0, mixed=True)
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step; steps begin with 0."""
+        done = step / self.steps
+        if not self.warm_up:
+            return self.rate * (1 - done)
+        return self.rate * min(1, (step + 1) / self.warm_up) * 0.5 * (1 + cos(pi * done))
+
+    def run(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        loss_of: Callable[[], Float[torch.Tensor, ""]],
+        on_step: OnStep = ignore_step,
+    ) -> None:
+        """Train parameters, in place, on the losses that `loss_of` computes step by step; nothing requires a gradient
+        before and after.
+        """
+        for p in parameters:
+            p.requires_grad_()
+        optimizer = torch.optim.AdamW(parameters, self.rate, self.betas, weight_decay=self.decay)
+        for step in range(self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate_at(step)
+            with torch.autocast(parameters[0].device.type, torch.bfloat16, enabled=self.mixed):
+                loss = loss_of()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, self.largest_gradient)
+            optimizer.step()
+            on_step(step + 1, loss.item())
+        for p in parameters:
+            p.requires_grad_(False)
+
+
+def random_batches(lengths: Sequence[int], num_tokens: int, seed: int) -> Iterator[list[int]]:
+    """Indices of texts of these lengths in a random order, without end, in batches of at least `num_tokens` tokens."""
+    generator, queue = np.random.default_rng(seed), list[int]()
+    while True:
+        chosen, tokens = list[int](), 0
+        while tokens < num_tokens:
+            queue = queue or generator.permutation(len(lengths)).tolist()
+            chosen.append(queue.pop())
+            tokens += lengths[chosen[-1]]
+        yield chosen
