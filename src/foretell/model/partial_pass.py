@@ -221,7 +221,8 @@ class PartialPass:
         self._states[self._mask(nodes)] = states
 
     def _mask(self, nodes: Bool[np.ndarray, "b n"]) -> Bool[torch.Tensor, "b n"]:
-        return torch.from_numpy(nodes).to(self._states.device)
+        # A copy: trees share read-only masks, which torch does not take.
+        return torch.from_numpy(nodes.copy()).to(self._states.device)
 
 
 def with_ancestors(tree: TokenTree, nodes: Bool[np.ndarray, "b n"]) -> Bool[np.ndarray, "b n"]:
