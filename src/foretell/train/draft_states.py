@@ -10,7 +10,7 @@ from foretell.model.network import Network
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.train.data.dataset import Document
-from foretell.train.exits.states import document_states
+from foretell.train.exits.states import document_states, texts_to_learn
 
 STEPS = 3
 """Draft steps of an EAGLE: the first reads the target's features, later ones the layer's own."""
@@ -41,7 +41,7 @@ def draft_states(
     if isinstance(network, EagleNetwork):
         parts = _eagle_states(target, network, documents, num_tokens)
     else:
-        parts = _model_states(target, network, documents, num_tokens)
+        parts = _model_states(network, documents, num_tokens)
     inputs, following = (torch.cat(part) for part in zip(*parts, strict=True))
     return DraftStates(inputs.float(), following)
 
@@ -58,8 +58,8 @@ def _eagle_states(
 
 
 def _model_states(
-    target: Network, network: DraftNetwork, documents: Sequence[Document], num_tokens: int
+    network: DraftNetwork, documents: Sequence[Document], num_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for tokens, first, _ in document_states(target, documents, (), num_tokens, _LONGEST):
+    for tokens, first in texts_to_learn(documents, num_tokens, _LONGEST):
         token = torch.tensor(tokens)
         yield network.hidden_states(token[None].to(network.lm_head.device))[0, first:-1].cpu(), token[first + 1 :]

@@ -102,17 +102,28 @@ def document_states(
     Raises:
         ValueError: the documents have no token to learn.
     """
-    runner, count = DecoderRunner(network), 0
-    for document in documents:
-        if count >= num_tokens:
-            break
-        tokens, first = document.tokens[:longest].tolist(), max(document.start - 1, FIRST_POSITION)
-        if len(tokens) <= first:
-            continue
+    runner = DecoderRunner(network)
+    for tokens, first in texts_to_learn(documents, num_tokens, longest):
         tree = root_tree([tokens[-1]]).with_prefix([tokens])
         output = runner.forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers)
         yield tokens, first, list(output.hidden_states)
         runner.truncate(0, 0)
-        count += len(tokens) - first
+
+
+def texts_to_learn(documents: Sequence[Document], num_tokens: int, longest: int) -> Iterator[tuple[list[int], int]]:
+    """Per document its first `longest` tokens, and the first one whose successor is to be learned, until there are
+    `num_tokens` of these.
+
+    Raises:
+        ValueError: the documents have no token to learn.
+    """
+    count = 0
+    for document in documents:
+        if count >= num_tokens:
+            break
+        tokens, first = document.tokens[:longest].tolist(), max(document.start - 1, FIRST_POSITION)
+        if len(tokens) > first:
+            yield tokens, first
+            count += len(tokens) - first
     if not count:
         raise ValueError("the data set has no answer of more than a few tokens; make one with foretell data generate")
