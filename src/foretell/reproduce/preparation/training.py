@@ -40,7 +40,7 @@ PLANS: Mapping[str, TrainingPlan] = {
     "blockwise": TrainingPlan(1000, lr=1e-3, options={"learn": "soft"}),
     "dflash": TrainingPlan(1200, options={"hard": "0.3", "markov_rank": "64", "hidden_layers": _FUSED}),
     "draft_model": TrainingPlan(600, lr=8e-4, options={"layers": "3"}),
-    "eagle": TrainingPlan(1200, lr=4e-4),
+    "eagle": TrainingPlan(1200, lr=5e-4),
     "eagle3": TrainingPlan(1000, options={"steps": "3", "hard": "0.3"}),
     "masked_diffusion": TrainingPlan(50, lr=1e-4, warmup=5, sequence=256, save_minutes=5.0),
     "medusa": TrainingPlan(1000, lr=1e-3, options={"blocks": "2", "learn": "soft"}),
