@@ -27,6 +27,13 @@ def records(*arguments: str | Path, stdin: str | None = None, status: int = 0) -
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def test_an_answer_of_one_token_has_no_rate() -> None:
+    arguments = ("generate", "hello", "--model", tiny_target(), "--dtype", "float32", "--max-new-tokens")
+    assert "tokens/s" in run_foretell(*arguments, "9").output
+    one = run_foretell(*arguments, "1").output
+    assert "tokens/s" not in one and "1.00 tokens per pass" in one
+
+
 def prompts(path: Path, *lines: object) -> Path:
     file = path / "prompts.jsonl"
     file.write_text("".join(json.dumps(x) + "\n" for x in lines))

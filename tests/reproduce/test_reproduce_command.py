@@ -44,10 +44,15 @@ def test_verdicts_a_report_and_the_same_runs_again(tmp_path: Path) -> None:
 def test_bad_input_gives_one_sentence(tmp_path: Path) -> None:
     assert "--all" in expect_error("reproduce", *QUICK)
     assert "--all" in expect_error("reproduce", "ngram", "--all", *QUICK)
-    assert "eagle3" in expect_error("reproduce", "eagel3", *QUICK)
+    assert "unknown method 'eagel3': did you mean 'eagle3'" in expect_error("reproduce", "eagel3", *QUICK)
     file = tmp_path / "file"
     file.write_text("")
     assert "choose another --out" in expect_error("reproduce", "ngram", *QUICK, "--out", file)
+    (tmp_path / "runs").write_text("")
+    assert "runs: a file is" in expect_error("reproduce", "ngram", *QUICK, "--out", tmp_path)
+    (tmp_path / "index.html").write_text("a site")
+    assert "no report" in expect_error("reproduce", "ngram", *QUICK, "--out", tmp_path)
+    assert (tmp_path / "index.html").read_text() == "a site"
     run_foretell("reproduce", "autoregressive", *QUICK, "--out", tmp_path / "report")
     other = (*QUICK[:-1], "9")
     assert "another new_tokens" in expect_error("reproduce", "ngram", *other, "--out", tmp_path / "report")

@@ -36,8 +36,7 @@ def reproduce(
         typer.Option(
             metavar="DIR",
             help="Write the report here (index.html, a page for each claim), and the runs, with which the same "
-            "command goes "
-            "on after an interruption.",
+            "command goes on after an interruption.",
         ),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
@@ -114,8 +113,10 @@ def _writable(folder: Path, least: int) -> Path:
     """A folder with room for a report.
 
     Raises:
-        ValueError: it cannot be written, is a file, or has no room.
+        ValueError: it cannot be written, is a file, holds a page that is no report, or has no room.
     """
+    from foretell.reproduce.pages import RESULTS
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -124,12 +125,16 @@ def _writable(folder: Path, least: int) -> Path:
         raise ValueError(
             f"{folder}: the report cannot be written there ({error.strerror}); choose another --out"
         ) from error
+    if (folder / "index.html").exists() and not (folder / RESULTS).exists():
+        raise ValueError(
+            f"{folder}: it holds an index.html that is no report of `foretell reproduce` ({RESULTS} is missing), which "
+            "would be overwritten; choose another --out"
+        )
     free = shutil.disk_usage(folder).free
     if free < least:
         raise ValueError(
             f"{folder}: the report needs up to {least // 10**6:,} MB, and {free // 10**6} MB are free; make "
-            f"room, or "
-            "choose another --out"
+            "room, or choose another --out"
         )
     return folder
 

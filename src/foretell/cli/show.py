@@ -78,7 +78,9 @@ def summary_line(answers: Sequence[Answer], seconds: float, reads: ExpertReads |
     passes = sum(a.statistics.target_passes for a in answers)
     mean = sum(a.statistics.new_tokens for a in answers) / passes if passes else 0.0
     methods = ", ".join(dict.fromkeys(a.method for a in answers))
-    line = Text.assemble((f"{rate:.1f} tokens/s", "bold"), f" · {mean:.2f} tokens per pass · {methods} · ", style="dim")
+    # An answer of one token comes from the pass over its prompt, which is not counted as decoding.
+    speed = f"{rate:.1f} tokens/s · " if rate else ""
+    line = Text.assemble((speed, "bold"), f"{mean:.2f} tokens per pass · {methods} · ", style="dim")
     if len(answers) > 1:
         line = Text(f"{len(answers)} answers · ", style="dim") + line
     plans = [a.plan for a in answers if a.plan is not None]

@@ -83,8 +83,7 @@ def _index(results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> str
         "Claims of papers, checked here",
         "<style>td.text { text-align: left; white-space: normal; min-width: 16rem }</style>"
         f"<p>{escape(', '.join(f'{n} {v}' for v, n in counts.items()))}. What depends on the papers' hardware and "
-        f"models is "
-        f"left out of the claims.</p>"
+        f"models is left out of the claims.</p>"
         '<div class="wide"><table><thead><tr><th>method</th><th>verdict</th><th>claim</th><th>found</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div><p><small>{escape(', '.join(f'{k} {v}' for k, v in conditions.items()))}"
         "</small></p>",

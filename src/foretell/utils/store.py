@@ -23,13 +23,16 @@ class RunStore(Generic[R]):
     A folder that has records already is continued; an incomplete last line, left by an interruption, is removed.
 
     Raises:
-        ValueError: another process is writing there, the folder belongs to a run with other settings, or a record is
-            damaged.
+        ValueError: it is a file, another process is writing there, the folder belongs to a run with other settings, or
+            a record is damaged.
     """
 
     def __init__(self, folder: Path, settings: BaseModel, kind: type[R]) -> None:
         self.folder, self._kind = folder, kind
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise ValueError(f"{folder}: a file is where a run keeps its records; choose another --out") from error
         self._lock = (folder / LOCK_FILE).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,5 +27,5 @@ def claim_of(method: str) -> Claim:
     claims = {c.method: c for c in CLAIMS}
     name = names.get(method.replace("-", "_"), method)
     if name not in claims:
-        raise unknown("claim", method, claims)
+        raise unknown("method", method, claims)
     return claims[name]
