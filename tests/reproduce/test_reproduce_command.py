@@ -33,7 +33,10 @@ def test_verdicts_a_report_and_the_same_runs_again(tmp_path: Path) -> None:
 
     index = (tmp_path / "index.html").read_text()
     assert all(f'href="{m}.html"' in index and (tmp_path / f"{m}.html").is_file() for m in methods)
-    assert "data:image/png" in (tmp_path / "jacobi.html").read_text()
+    assert "holds: 2" in index or "does not hold: 1" in index
+    page = (tmp_path / "jacobi.html").read_text()
+    assert "data:image/png" in page and jacobi["claim"] in page and 'href="index.html"' in page
+    assert "https://arxiv.org/abs/" in page and f"<td>{jacobi['series'][0]['x'][0]:.0f}</td>" in page
     runs = (tmp_path / "runs" / "records.jsonl").read_text()
 
     again = run_foretell("reproduce", *methods, *own)

@@ -34,27 +34,32 @@ def write_report(folder: Path, results: Sequence[ClaimResult], conditions: Mappi
 
 def _page(result: ClaimResult, conditions: Mapping[str, str]) -> str:
     claim, finding, entry = result.claim, result.finding, find(result.claim.method)
-    papers = "; ".join(f"{p.title}, arXiv {p.arxiv}" if p.arxiv else p.title for p in entry.papers)
-    terms = {"Claim": claim.statement, "Counts as holding": claim.criterion, "Paper": papers or "-"}
+    papers = "; ".join(p.title for p in entry.papers)
+    terms = {"Method": entry.description, "Counts as holding": claim.criterion, "Paper": papers or "-"}
+    links = {"All claims": "index.html"}
+    links |= {f"arXiv {p.arxiv}": f"https://arxiv.org/abs/{p.arxiv}" for p in entry.papers if p.arxiv}
+    title = f"{claim.method}: {result.verdict}"
     if finding is None:
-        terms["Not checked"] = result.obstacle
-        return render_page(f"{claim.method}: {result.verdict}", entry.description, {}, {}, terms, conditions)
+        terms = {"Not checked": result.obstacle} | terms
+        return render_page(title, claim.statement, {}, {}, terms, conditions, links)
     if not finding.holds and finding.reason:
         terms["Why not"] = finding.reason
     if result.prepared:
         terms["Made for this check"] = "; ".join(result.prepared)
     return render_page(
-        f"{claim.method}: {result.verdict}",
-        finding.summary[0].upper() + finding.summary[1:] + ".",
-        {finding.y: draw(finding)},
+        title,
+        f"{claim.statement} Measured here: {finding.summary}.",
+        {f"{finding.y} against {finding.x}": draw(finding)},
         {"Measured": _table(finding)},
         terms,
         conditions,
+        links,
     )
 
 
 def _table(finding: Finding) -> TextTable:
-    rows = [(s.label, x, y) for s in finding.series for x, y in zip(s.x, s.y, strict=True)]
+    whole = all(float(x).is_integer() for s in finding.series for x in s.x)
+    rows = [(s.label, int(x) if whole else x, y) for s in finding.series for x, y in zip(s.x, s.y, strict=True)]
     return TextTable(("", finding.x, finding.y), rows, digits=3)
 
 
@@ -65,7 +70,8 @@ def draw(finding: Finding) -> bytes:
         axes.plot(series.x, series.y, marker="o", label=series.label)
     axes.set_xlabel(finding.x)
     axes.set_ylabel(finding.y)
-    axes.set_ylim(bottom=0)
+    highest = max((y for series in finding.series for y in series.y), default=0.0)
+    axes.set_ylim(0, 1.05 * highest or 1.0)
     if len(finding.series) > 1:
         axes.legend(frameon=False)
     return png(figure)
@@ -81,10 +87,11 @@ def _index(results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> str
     )
     return html_document(
         "Claims of papers, checked here",
-        "<style>td.text { text-align: left; white-space: normal; min-width: 16rem }</style>"
-        f"<p>{escape(', '.join(f'{n} {v}' for v, n in counts.items()))}. What depends on the papers' hardware and "
+        "<style>.text { text-align: left; white-space: normal; min-width: 16rem }</style>"
+        f"<p>{escape(', '.join(f'{v}: {n}' for v, n in counts.items()))}. What depends on the papers' hardware and "
         f"models is left out of the claims.</p>"
-        '<div class="wide"><table><thead><tr><th>method</th><th>verdict</th><th>claim</th><th>found</th></tr></thead>'
+        '<div class="wide"><table><thead><tr><th>method</th><th>verdict</th><th class="text">claim</th>'
+        '<th class="text">found</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div><p><small>{escape(', '.join(f'{k} {v}' for k, v in conditions.items()))}"
         "</small></p>",
     )
