@@ -3,6 +3,7 @@ first step.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 
@@ -139,18 +140,35 @@ def test_masks_see_the_masks_before_them_only() -> None:
     assert same.tolist() == [True, True, False, False]
 
 
-def test_the_first_depth_is_the_first_step_of_eagle3() -> None:
-    network, text = network_of(), random_tokens(12, seed=4)
-    config = network.config.model_dump(exclude={"kind", "depth", "mask_token"})
+def eagle3_of(network: PEagle, layers: int) -> Eagle3:
+    """EAGLE-3 with random weights that reads and drafts what the network does."""
+    config = network.config.model_dump(exclude={"kind", "depth", "mask_token"}) | {"layers": layers}
     plain = Eagle3(EagleConfig(**config), EmbeddingAndHead(target().embedding.detach(), target().head.weight.detach()))
-    plain = plain.double()
-    plain.load_state_dict({n: t for n, t in network.state_dict().items() if not n.startswith("mask")})
     assert network.token_of is not None
     plain.set_draft_vocab(network.token_of)
-    mask = torch.zeros(1, 11, dtype=torch.bool)
+    return plain.double()
+
+
+def assert_the_first_depths_agree(network: PEagle, plain: Eagle3) -> None:
+    text, mask = random_tokens(12, seed=4), torch.zeros(1, 11, dtype=torch.bool)
     mask[0, 7] = True
     (step,) = plain(torch.tensor([text]), features_of(network, text), [mask])
     torch.testing.assert_close(predictions(network, text, [7])[0, :1], step.logits)
+
+
+def test_the_first_depth_is_the_first_step_of_eagle3() -> None:
+    network = network_of()
+    plain = eagle3_of(network, layers=2)
+    plain.load_state_dict({n: t for n, t in network.state_dict().items() if not n.startswith("mask")})
+    assert_the_first_depths_agree(network, plain)
+
+
+def test_it_starts_from_an_eagle3_of_fewer_layers() -> None:
+    network, mask = deepcopy(network_of()), network_of().mask.clone()
+    plain = eagle3_of(network, layers=1)
+    network.load_state_dict(network.adapt_state_dict(plain))
+    assert_the_first_depths_agree(network, plain)
+    assert torch.equal(network.mask, mask)
 
 
 def test_a_tree_of_one_node_per_level_is_the_chain() -> None:

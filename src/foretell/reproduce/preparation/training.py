@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretell.api import Model
+from foretell.catalogue.speculators import DRAFT_MODEL
 from foretell.reproduce.preparation.maker import Identity, Maker, PreparationSettings
 from foretell.reproduce.preparation.texts import Texts
+from foretell.speculator.checkpoint import read_config
+from foretell.speculator.installed import find_installed
 from foretell.train.loop.accelerator import create_accelerator
 from foretell.train.loop.checkpoint import FOLDER
 from foretell.train.loop.job import feature_source, find_recipe, prepare
@@ -33,6 +36,8 @@ class TrainingPlan:
     warmup: int = 30
     sequence: int = 512
     save_minutes: float = 2.0
+    init_from: str = ""
+    """Kind of speculator to start from, if one is installed for the target; a draft model decides on `layers`."""
     options: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -40,13 +45,13 @@ PLANS: Mapping[str, TrainingPlan] = {
     "blockwise": TrainingPlan(1000, lr=1e-3, options={"learn": "soft"}),
     "dflash": TrainingPlan(1200, options={"hard": "0.3", "markov_rank": "64", "hidden_layers": _FUSED}),
     "draft_model": TrainingPlan(600, lr=8e-4, options={"layers": "3"}),
-    "eagle": TrainingPlan(1200, lr=4e-4),
+    "eagle": TrainingPlan(1200, lr=5e-4),
     "eagle3": TrainingPlan(1000, options={"steps": "3", "hard": "0.3"}),
     "masked_diffusion": TrainingPlan(50, lr=1e-4, warmup=5, sequence=256, save_minutes=5.0),
     "medusa": TrainingPlan(1000, lr=1e-3, options={"blocks": "2", "learn": "soft"}),
     "mlp_speculator": TrainingPlan(1000, options={"soft": "0.7"}),
-    "p_eagle": TrainingPlan(800, options={"hard": "0.3"}),
-    "pard": TrainingPlan(450, lr=8e-4, options={"layers": "3", "hard": "0.3"}),
+    "p_eagle": TrainingPlan(1600, lr=1e-3, init_from="eagle3", options={"hard": "0.3"}),
+    "pard": TrainingPlan(450, lr=5e-4, init_from=DRAFT_MODEL, options={"layers": "3", "hard": "0.3"}),
     "pass": TrainingPlan(80, warmup=5),
     "redrafter": TrainingPlan(700),
 }
@@ -77,9 +82,9 @@ class TrainedSpeculator(Maker):
             trainer.run(lambda: stop.requested)
         write_card(trainer, self.settings.command)
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
-        tokens = trainer.curve[-1].tokens
+        tokens, start = trainer.curve[-1].tokens, f" from {settings.init_from}" if settings.init_from else ""
         note = (
-            f"{self.name}: {trainer.step:,} steps on {tokens:,} tokens (repeats and prompts included) of "
+            f"{self.name}{start}: {trainer.step:,} steps on {tokens:,} tokens (repeats and prompts included) of "
             f"{self.texts.describe()}; {trainer.best:.2f} tokens per pass on {len(job.prompts)} held-back prompts of "
             "this kind"
         )
@@ -93,6 +98,9 @@ class TrainedSpeculator(Maker):
             options["hidden_layers"] = ",".join(map(str, self.texts.fused_layers))
         if "layers" in options:
             options["layers"] = str(min(int(options["layers"]), self.model.config.layers))
+        start = find_installed(plan.init_from, self.model.checkpoint.fingerprint()) if plan.init_from else None
+        if start is not None and "layers" in options:
+            options["layers"] = str(read_config(start)["model"]["layers"])
         return TrainingSettings(
             recipe=self.name,
             model=self.model.name,
@@ -110,5 +118,6 @@ class TrainedSpeculator(Maker):
             measure_prompts=_MEASURED_PROMPTS,
             measure_tokens=_MEASURED_TOKENS,
             options=options,
+            init_from=plan.init_from if start is not None else "",
             cache_gib=_CACHE_GIB,
         )

@@ -95,8 +95,16 @@ class EagleNetwork(CachedLayersNetwork):
         return self.config.recorded_layers
 
     def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
-        """Without the factors of the output matrix, which are fitted to trained weights."""
-        return {name: tensor for name, tensor in smaller.state_dict().items() if name not in HEAD_FACTORS}
+        """Without the factors of the output matrix, which are fitted to trained weights; layers that the smaller
+        network lacks get output matrices of zero, so that they add nothing to the residual stream.
+        """
+        assert isinstance(smaller, EagleNetwork)
+        out = {name: tensor for name, tensor in smaller.state_dict().items() if name not in HEAD_FACTORS}
+        further = tuple(f"layers.{i}." for i in range(len(smaller.layers), len(self.layers)))
+        for name, tensor in self.state_dict().items():
+            if name.startswith(further):
+                out[name] = torch.zeros_like(tensor) if "o_proj" in name or "down_proj" in name else tensor
+        return out
 
     def set_head_factors(
         self, outer: Float[torch.Tensor, "d r"], inner: Float[torch.Tensor, "r d"], candidates: int

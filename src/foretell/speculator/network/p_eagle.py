@@ -3,7 +3,7 @@ do not exist yet.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,7 @@ from torch import nn
 from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
-from foretell.speculator.network.base import TokenSubset
+from foretell.speculator.network.base import Speculator, TokenSubset
 from foretell.speculator.network.block_attention import RolloutAttention
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.eagle import Eagle3, EagleConfig
@@ -36,6 +36,7 @@ class PEagle(Eagle3):
     """
 
     kind = "p_eagle"
+    starts_from: ClassVar[tuple[str, ...]] = ("eagle3",)
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
@@ -56,6 +57,11 @@ class PEagle(Eagle3):
     def slots(self) -> int:
         """Masks after a position."""
         return self.depth - 1
+
+    def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
+        """As in EAGLE-3, whose weights have no masks; these stay as they are."""
+        own = {} if isinstance(smaller, PEagle) else {"mask": self.mask.data, "mask_states": self.mask_states.data}
+        return super().adapt_state_dict(smaller) | own
 
     def append_masks(
         self, token: Int[torch.Tensor, "*n t"], feature: Float[torch.Tensor, "*n t d"], count: int

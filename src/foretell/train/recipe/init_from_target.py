@@ -1,6 +1,7 @@
 """Initial weights of EAGLE's and DFlash's layers, taken from the target's last blocks."""
 
 import torch
+from jaxtyping import Float
 from torch import nn
 
 from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
@@ -13,8 +14,14 @@ from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.p_eagle import PEagle
 
-OUTPUT_SCALE = 0.2
-"""Scale of matrices that write to the residual stream, so that the identity dominates at first."""
+OUTPUT_SCALE = 0.02
+"""Scale of EAGLE's matrices that write to the residual stream: the stream that the target's blocks write to is an order
+of magnitude larger than a feature, and the identity should dominate at first.
+"""
+DFLASH_OUTPUT_SCALE = 0.2
+"""The same for DFlash, whose first stream, a mask's embedding, holds nothing that should dominate."""
+EMBEDDING_SHARE = 0.5
+"""Size of the token's part of EAGLE-1's first sum relative to the feature's."""
 DRAFT_SCALE = 0.5
 """Scale of DFlash's output norm: its first states point anywhere, and should not be certain of a token."""
 NOISE_SCALE = 0.02
@@ -30,9 +37,14 @@ def init_from_target(network: EagleNetwork, decoder: Decoder | None, seed: int) 
     init_linears(network, generator)
     init_fc_identity(network)
     if decoder is not None and decoder.config.hidden == network.target_info.hidden:
-        copy_last_blocks(network, decoder)
+        normed = network.hidden_layers[-1] == network.target_info.layers + 1
+        scales = at_least(decoder.norm.weight, 0.1) if normed else torch.ones(decoder.config.hidden)
+        copy_last_blocks(network, decoder, scales, OUTPUT_SCALE)
+        if isinstance(network, Eagle1):
+            init_embedding_columns(network, scales, generator)
         if isinstance(network, Eagle3):
-            init_output_norm(network, decoder)
+            # The norm reads normed states already, so their mean scale is enough.
+            network.norm.weight.copy_(root_mean_square(scales) if normed else decoder.norm.weight)
 
 
 @torch.no_grad()
@@ -53,7 +65,7 @@ def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int)
         network.markov_in.weight.copy_(torch.randn(network.markov_in.weight.shape, generator=generator))
         network.markov_out.weight.zero_()
     if decoder is not None and decoder.config.hidden == d:
-        copy_last_blocks(network, decoder)
+        copy_last_blocks(network, decoder, torch.ones(d), DFLASH_OUTPUT_SCALE)
         network.norm.weight.copy_(decoder.norm.weight * DRAFT_SCALE)
 
 
@@ -80,12 +92,14 @@ def init_linears(network: CachedLayersNetwork, generator: torch.Generator) -> No
                 module.bias.zero_()
 
 
-def copy_last_blocks(network: CachedLayersNetwork, decoder: Decoder) -> None:
-    """Copy the target's last blocks, as far as they are dense and sizes agree."""
-    blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
-    for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
-        assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
-        copy_block(layer, block)
+def init_embedding_columns(network: Eagle1, scales: Float[torch.Tensor, " d"], generator: torch.Generator) -> None:
+    """Noise in the columns for the token's embedding, so large that the first sum shows which token was decided:
+    EAGLE-1 has no norm before it, and embeddings are an order of magnitude smaller than features of these scales.
+    """
+    d = network.target_info.hidden
+    embedding = root_mean_square(network.embed(torch.arange(network.target_info.vocab)).float())
+    noise = torch.randn((d, d), generator=generator) / d**0.5
+    network.fc.weight[:, :d] = noise * EMBEDDING_SHARE * root_mean_square(scales) / embedding
 
 
 def init_fc_identity(network: EagleNetwork) -> None:
@@ -95,24 +109,43 @@ def init_fc_identity(network: EagleNetwork) -> None:
     network.fc.weight[:, -d:] += torch.eye(d)
 
 
-def copy_block(layer: EagleLayer | Eagle3FirstLayer, block: DecoderBlock) -> None:
-    """Copy a block of the target, as far as it is dense and sizes agree."""
+def copy_last_blocks(
+    network: CachedLayersNetwork, decoder: Decoder, scales: Float[torch.Tensor, " d"], output_scale: float
+) -> None:
+    """Copy the target's last blocks, as far as they are dense and sizes agree; see `copy_block`."""
+    blocks = [b for b in decoder.blocks if isinstance(b, DecoderBlock)]
+    for layer, block in zip(network.layers, blocks[-len(network.layers) :], strict=True):
+        assert isinstance(layer, EagleLayer | Eagle3FirstLayer)
+        copy_block(layer, block, scales, output_scale)
+
+
+def copy_block(
+    layer: EagleLayer | Eagle3FirstLayer, block: DecoderBlock, scales: Float[torch.Tensor, " d"], output_scale: float
+) -> None:
+    """Copy a block of the target, as far as it is dense and sizes agree. The block expects states of scale 1 and the
+    layer reads features of these `scales` (those of the target's final norm), which are divided out.
+    """
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
+    relative = scales / root_mean_square(scales)
     if isinstance(block.qkv, Linear) and block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
         # Columns for the token's embedding (first half of EAGLE-3's inputs) stay noise: the block reads states only.
-        attention.qkv_proj.weight[:, -d:] = block.qkv.weight
-        attention.o_proj.weight.copy_(block.output.weight * OUTPUT_SCALE)
         norm = layer.hidden_norm if isinstance(layer, Eagle3FirstLayer) else layer.input_layernorm
+        in_scale = block.attention_norm.weight / scales if norm is None else torch.ones(d)
+        attention.qkv_proj.weight[:, -d:] = block.qkv.weight * in_scale
+        attention.o_proj.weight.copy_(block.output.weight * output_scale)
         if norm is not None:
-            norm.weight.copy_(block.attention_norm.weight)
+            norm.weight.copy_(block.attention_norm.weight / relative)
     if isinstance(block.mlp, FeedForward) and block.mlp.down.weight.shape == layer.mlp.down_proj.weight.shape:
         layer.mlp.gate_up_proj.weight.copy_(block.mlp.gate_up.weight)
-        layer.mlp.down_proj.weight.copy_(block.mlp.down.weight * OUTPUT_SCALE)
-        layer.post_attention_layernorm.weight.copy_(block.mlp_norm.weight)
+        layer.mlp.down_proj.weight.copy_(block.mlp.down.weight * output_scale)
+        layer.post_attention_layernorm.weight.copy_(block.mlp_norm.weight / relative)
 
 
-def init_output_norm(network: Eagle3, decoder: Decoder) -> None:
-    """Set the output norm to the target's final norm, or to its mean scale where the last state is normed."""
-    weight = decoder.norm.weight
-    normed = network.hidden_layers[-1] == network.target_info.layers + 1
-    network.norm.weight.copy_(weight.square().mean().sqrt() if normed else weight)
+def at_least(weights: Float[torch.Tensor, " d"], share: float) -> Float[torch.Tensor, " d"]:
+    """Weights moved away from 0, to this share of their root mean square or further, so that they can be divided by."""
+    return weights.abs().clamp_min(share * root_mean_square(weights)).copysign(weights)
+
+
+def root_mean_square(values: torch.Tensor) -> torch.Tensor:
+    """Over all elements."""
+    return values.square().mean().sqrt()
