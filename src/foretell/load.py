@@ -101,7 +101,7 @@ def load(
     policy = None if kv_cache_policy is None else parse_target_policy(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
-    _refuse_diffusion(reference, path)
+    _refuse_other_kinds(reference, path)
     if _is_foreign(path):
         options = rope_scaling, max_model_len, policy, sparsity
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
@@ -215,8 +215,8 @@ def _is_foreign(path: Path) -> bool:
     return path.is_dir() and not is_decoder_family(_read_config(path))
 
 
-def _refuse_diffusion(reference: str, path: Path) -> None:
-    """Refuse a masked diffusion model.
+def _refuse_other_kinds(reference: str, path: Path) -> None:
+    """Refuse a masked diffusion model, or a speculator.
 
     Raises:
         ValueError: it is one.
@@ -226,6 +226,11 @@ def _refuse_diffusion(reference: str, path: Path) -> None:
         raise ValueError(
             f"{reference}: an autoregressive model was asked for, and this is a masked diffusion model "
             f"({raw['model_type']}), which does not predict the next token; decode it with foretell diffusion generate"
+        )
+    if is_speculator(path):
+        raise ValueError(
+            f"{reference}: a model was asked for, and this is a speculator, which drafts for one; name it with "
+            "--draft-model, and its target with --model"
         )
 
 

@@ -194,3 +194,5 @@ def test_a_published_model_drafts_for_its_sibling(tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", vocab=261)
     text = expect_error(*command[:3], other, "--method", "masked_diffusion", "--draft-model", drafter)
     assert "trained for another model" in text
+    text = expect_error(*command, "--method", "masked_diffusion", "--draft-model", other)
+    assert "a speculator of kind masked_diffusion, and a language model was named with --draft-model" in text

@@ -223,6 +223,9 @@ def test_the_command_trains_and_distils(tmp_path: Path) -> None:
         ),
         (("data", "--task", "numbers_to_word", "--out", "y"), "did you mean 'number_to_words'"),
         (("data", "--from", "pairs.tsv", "--out", "y"), "so it needs --teacher"),
+        (("train", "cmlm", "--data", "pairs.tsv", "--steps", "1", "--hidden", "65", "--out", "x"),
+         "sizes of the model: 4 heads do not divide a width of 65"),
+        (("train", "cmlm", "--data", "pairs.tsv", "--steps", "1", "--out", "."), "there is something already"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_sentence(
@@ -239,3 +242,14 @@ def test_damaged_pairs_are_one_sentence(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_pairs(path)
+    path.write_bytes(b"a\t\xff\n")
+    with pytest.raises(ValueError, match=r"pairs\.tsv: not UTF-8 text \(byte 2\)"):
+        read_pairs(path)
+
+
+@pytest.mark.parametrize("task", ["number_to_words", "words_to_number"])
+def test_numbers_that_are_all_excluded_are_refused(task: str) -> None:
+    known = {pair.source for pair in generate_pairs(task, 300, 0, digits=1)}
+    with pytest.raises(ValueError, match="all numbers of at most 1 digits are excluded"):
+        next(generate_pairs(task, 1, 1, digits=1, exclude=known))
+    assert next(generate_pairs(task, 1, 1, digits=2, exclude=known)).source not in known

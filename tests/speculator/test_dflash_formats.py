@@ -131,7 +131,7 @@ def test_what_is_exported_reads_back(tmp_path: Path, dspark: bool) -> None:
     [
         ({"mask_token": None}, "no place for a learned mask vector"),
         ({"fc_norm": True}, "no place for norms of the fused states"),
-        ({"markov_rank": 2}, "no place for heads of DSpark"),
+        ({"markov_rank": 2}, "set predicts_from_anchor=true, or markov_rank=0"),
     ],
 )
 def test_what_the_format_has_no_place_for_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -150,6 +150,11 @@ def test_an_installed_one_may_be_begun_with(made: Path, tmp_path: Path, monkeypa
     assert f"## Started from `{made.name}`" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_speculator_is_no_target(made: Path) -> None:
+    text = expect_error("generate", "Hi", "--model", made)
+    assert "a model was asked for, and this is a speculator, which drafts for one; name it with --draft-model" in text
+
+
 def test_a_beginning_that_does_not_fit(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "a speculator of kind 'mlp_speculator', and medusa trains 'medusa'" in expect_error(

@@ -3,6 +3,7 @@
 import csv
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -193,6 +194,21 @@ def test_a_checkpoint_of_another_training_is_not_touched(tmp_path: Path) -> None
     for file in ("00000.safetensors", "settings.json"):
         (tmp_path / "again" / file).rename(data / file)
     with pytest.raises(ValueError, match=r"tensors-0.safetensors: damaged .*; delete"):
+        trained(wanted)
+
+
+def test_a_training_overwrites_nothing_that_it_cannot_resume(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ValueError, match="there is something already; name a directory that is new or empty"):
+        trained(settings(tmp_path, steps=2))
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+    wanted = settings(tmp_path / "out", steps=2, measure_every=0)
+    begun = checkpoint.CheckpointStore(tmp_path / "out", checkpoint.TrainState)
+    assert begun.load_state() is None
+    (tmp_path / "out" / "config.json").write_text("of the best weights so far")
+    assert trained(wanted).step == 2, "killed before its first checkpoint, it begins again"
+    shutil.rmtree(tmp_path / "out" / "checkpoint")
+    with pytest.raises(ValueError, match="there is something already"):
         trained(wanted)
 
 

@@ -26,6 +26,11 @@ def trained_speculator(context: BuildContext, kind: str) -> Speculator:
     card = target_card(context)
     folder = context.speculator or find_installed(kind, card.fingerprint)
     if folder is None:
+        if context.drafts:
+            raise ValueError(
+                f"this method drafts with a speculator of kind {kind}, and a language model was named with "
+                f"--draft-model; {install_hint(kind, card.fingerprint)}"
+            )
         raise ValueError(f"no {kind} speculator is installed for this target; {install_hint(kind, card.fingerprint)}")
     found = read_speculator(context, folder)
     if found.kind != kind:

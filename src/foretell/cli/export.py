@@ -10,8 +10,9 @@ from foretell.cli.setup import spinner
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.speculator.export import export as write
-from foretell.speculator.export import find_exports, require_empty
+from foretell.speculator.export import find_exports
 from foretell.speculator.formats.base import Verifier
+from foretell.utils.paths import require_empty
 
 app = typer.Typer(pretty_exceptions_enable=False)
 _ON_THE_HUB = {DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct"}

@@ -50,7 +50,7 @@ def require_autoregressive(model: NatModel, folder: Path, role: str) -> NatModel
     """
     if model.config.kind != "autoregressive":
         raise ValueError(
-            f"{folder}: a {role} is an autoregressive model, and this one is of the kind {model.config.kind}"
+            f"{folder}: the {role} must be an autoregressive model, and this one is of the kind {model.config.kind}"
         )
     return model
 

@@ -87,20 +87,32 @@ def generate_pairs(
     `exclude`: sources that are not drawn; lengths of which nothing else is left are not drawn either.
 
     Raises:
-        ValueError: an unknown task.
+        ValueError: an unknown task, or every source is excluded.
     """
     if task not in TASKS:
         raise unknown("task", task, TASKS)
+    if _all_excluded(task, digits, exclude):
+        raise ValueError(f"all numbers of at most {digits} digits are excluded; allow more digits, or exclude fewer")
     rng, drawn = np.random.default_rng(seed), 0
     while drawn < count:
         size = int(rng.integers(1, digits + 1))
         number = int(rng.integers(10 ** (size - 1) if size > 1 else 0, 10**size))
         style = STYLES[int(rng.integers(len(STYLES)))]
-        figures = " ".join(str(number))
+        source = _source(task, number, style)
+        if source in exclude:
+            continue
+        drawn += 1
         if task == "words_to_number":
-            pair = Pair(spell(number, style), (figures,))
+            yield Pair(source, (" ".join(str(number)),))
         else:
-            pair = Pair(figures, tuple(dict.fromkeys(spell(number, s) for s in (STYLES if all_styles else (style,)))))
-        if pair.source not in exclude:
-            drawn += 1
-            yield pair
+            yield Pair(source, tuple(dict.fromkeys(spell(number, s) for s in (STYLES if all_styles else (style,)))))
+
+
+def _source(task: str, number: int, style: Style) -> str:
+    return spell(number, style) if task == "words_to_number" else " ".join(str(number))
+
+
+def _all_excluded(task: str, digits: int, exclude: Collection[str]) -> bool:
+    """Whether nothing is left to draw; the numbers are looked at only where so few of them could all be excluded."""
+    count = 10**digits
+    return count <= len(exclude) and all(_source(task, n, s) in exclude for n in range(count) for s in STYLES)

@@ -25,10 +25,14 @@ def read_pairs(path: Path) -> list[Pair]:
     """Read a file of lines `source TAB reference [TAB reference …]`.
 
     Raises:
-        ValueError: there is no pair, or a line has no reference or an empty one.
+        ValueError: the file is not UTF-8, there is no pair, or a line has no reference or an empty one.
     """
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error
     out = list[Pair]()
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         source, *references = (" ".join(cell.split()) for cell in line.split("\t"))
         if not source or not references or not all(references):
             raise ValueError(

@@ -18,6 +18,7 @@ from foretell.nat.pairs import Pair, Vocabulary, pad, read_pairs
 from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.model_card import CARD
+from foretell.utils.validation import validate
 
 _SEED_FACTOR = 1_000_003
 """Distance between the seeds of two trainings: more than a training has steps."""
@@ -81,18 +82,19 @@ def config_for(settings: NatSettings, pairs: Sequence[Pair]) -> NatConfig:
         ValueError: sizes that do not fit together.
     """
     sources, targets = [p.source for p in pairs], [r for p in pairs for r in p.references]
-    return NatConfig(
-        kind=settings.kind,
-        source_words=Vocabulary.of(sources).words,
-        target_words=Vocabulary.of(targets).words,
-        hidden=settings.hidden,
-        heads=settings.heads,
-        layers=settings.layers,
-        ffn=settings.ffn,
-        dropout=settings.dropout,
-        max_source=max(len(s.split()) for s in sources),
-        max_target=max(len(t.split()) for t in targets),
-    )
+    values = {
+        "kind": settings.kind,
+        "source_words": Vocabulary.of(sources).words,
+        "target_words": Vocabulary.of(targets).words,
+        "hidden": settings.hidden,
+        "heads": settings.heads,
+        "layers": settings.layers,
+        "ffn": settings.ffn,
+        "dropout": settings.dropout,
+        "max_source": max(len(s.split()) for s in sources),
+        "max_target": max(len(t.split()) for t in targets),
+    }
+    return validate(NatConfig, values, "sizes of the model")
 
 
 class NatTrainer:

@@ -8,6 +8,7 @@ from foretell.speculator.formats import EXPORTS
 from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.network.base import Speculator
 from foretell.utils.names import unknown
+from foretell.utils.paths import require_empty
 
 
 def find_exports(name: str) -> tuple[ExportFormat, ...]:
@@ -46,13 +47,3 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
         part.replace(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def require_empty(out: Path) -> None:
-    """Refuse a path that is not a new or empty directory.
-
-    Raises:
-        ValueError: there is a file, or a directory that is not empty.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: there is something already; name a directory that is new or empty with --out")

@@ -157,8 +157,12 @@ def _check_exported(network: DFlash, format_name: str) -> None:
         ("the target's state after its final norm", c.target.layers + 1 in c.recorded_layers, ""),
         ("the target's embeddings as a hidden state", 0 in c.recorded_layers, ""),
         ("biases of queries, keys and values", c.qkv_bias, ""),
-        ("a convolution over slots", c.convolution, ""),
-        ("heads of DSpark", bool(c.markov_rank or c.confidence) and not c.predicts_from_anchor, ""),
+        ("a convolution over slots", c.convolution, " (--set convolution=false)"),
+        (
+            "heads of DSpark beside a first slot that predicts nothing",
+            bool(c.markov_rank or c.confidence) and not c.predicts_from_anchor,
+            " (--set predicts_from_anchor=true, or markov_rank=0 and confidence=false)",
+        ),
     )
     for what, present, how in unsupported:
         if present:

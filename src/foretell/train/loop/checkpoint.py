@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save
 from foretell.train.loop.curve import StepMetrics
 from foretell.train.loop.settings import TrainingSettings, option_name
 from foretell.train.recipe.base import TensorDict
+from foretell.utils.paths import require_empty
 from foretell.utils.store import write_synced
 from foretell.utils.validation import read_model
 
@@ -90,15 +91,22 @@ class CheckpointStore(Generic[S]):
         return found[-1] if found else None
 
     def load_state(self) -> S | None:
-        """The state of the latest checkpoint; None: there is none.
+        """The state of the latest checkpoint; None: there is none, and a training begins here.
 
         Raises:
-            ValueError: the checkpoint is damaged.
+            ValueError: the checkpoint is damaged, or the folder holds something that a training would overwrite.
         """
         folder = self.latest()
         if folder is None:
+            self._claim()
             return None
         return read_model(self.kind, folder / _STATE, f"delete {folder}")
+
+    def _claim(self) -> None:
+        """Mark a new or empty folder as that of a training, which may write there before its first checkpoint."""
+        if not self._folder.is_dir():
+            require_empty(self.out)
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def load_tensors(self) -> TensorDict:
         """Tensors of this process in the latest checkpoint: weights, optimizer, moving average.
