@@ -120,7 +120,7 @@ def test_thresholds_reveal_one_token_or_all(tmp_path: Path) -> None:
             model.predictor, PROMPT, DiffusionSettings(length=12, block_length=6, threshold=threshold)
         ).passes
 
-    assert passes(1.1) == 12 and passes(0.0) == 2 and 2 <= passes(0.3) <= 12
+    assert passes(1.0) == 12 and passes(0.0) == 2 and 2 <= passes(0.3) <= 12
 
 
 def test_which_predictions_are_revealed() -> None:
@@ -173,6 +173,9 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     assert "mask token 260 is outside the vocabulary, which has 260 tokens" in text
     old = save(tmp_path / "old", LLADA, layer_norm_type="default")
     assert "layer_norm_type" in expect_error("diffusion", "generate", "Hi", "--model", old)
+    assert "threshold: input should be less than or equal to 1" in expect_error(
+        "diffusion", "generate", "Hi", "--model", dream, "--threshold", "2"
+    )
     text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--length", "500")
     assert "exceed this model's context of 96" in text
     text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--cache", "all")

@@ -25,7 +25,7 @@ class DiffusionSettings(BaseModel):
     """Blocks are revealed from left to right; models of block diffusion have a length of their own."""
     steps: int | None = Field(None, ge=1)
     """Passes per block; None: one per token."""
-    threshold: float | None = Field(None, ge=0)
+    threshold: float | None = Field(None, ge=0, le=1)
     """Reveal every token of at least this probability, and the most probable one, in place of `steps` (Fast-dLLM, arXiv
     2505.22618).
     """

@@ -29,6 +29,7 @@ class NatReport:
     draft_passes: float
     """Decoder passes of the drafter per batch of sources."""
     tokens_per_pass: float
+    """Of one source: a pass over a batch counts once for each of its sources."""
     tokens_per_second: float
     milliseconds: float
     """Of a batch of sources: wall time, encoder included."""
@@ -65,11 +66,13 @@ def evaluate(
     sources = [model.config.source.encode(p.source) for p in pairs]
     run = _plain(model, options, teacher) if drafter is None else _verified(model, drafter, options)
     run(sources[:1])
-    outputs, passes, draft_passes, started = list[Sequence[int]](), 0, 0, time.perf_counter()
+    outputs, passes, draft_passes, source_passes = list[Sequence[int]](), 0, 0, 0
+    started = time.perf_counter()
     for begin in range(0, len(sources), batch):
         tokens, count, drafts = run(sources[begin : begin + batch])
         outputs += tokens
         passes, draft_passes = passes + count, draft_passes + drafts
+        source_passes += count * len(tokens)
     seconds, batches = time.perf_counter() - started, -(-len(sources) // batch)
     texts = [model.config.target.decode(tokens) for tokens in outputs]
     # The end token counts: an autoregressive model takes a pass for it.
@@ -80,7 +83,7 @@ def evaluate(
         edit_distance=float(np.mean([_relative_distance(t, p) for t, p in zip(texts, pairs, strict=True)])),
         passes=passes / batches,
         draft_passes=draft_passes / batches,
-        tokens_per_pass=tokens_out / passes,
+        tokens_per_pass=tokens_out / source_passes,
         tokens_per_second=tokens_out / seconds,
         milliseconds=1000 * seconds / batches,
         same_as_verifier=None if drafter is None else _same_share(model, sources, outputs),

@@ -62,6 +62,9 @@ class Maker(ABC):
             ValueError: it cannot be made for this model.
         """
 
+    def clean(self, folder: Path) -> None:
+        """Delete what only an interrupted `make` would read."""
+
     def drafts(self, folder: Path) -> tuple[Model | Path, ...]:
         """The draft models and speculators that the method gets."""
         return (folder,)

@@ -97,6 +97,7 @@ class Preparation:
         if not card.is_file():
             made = _Card(note=maker.make(folder))
             write_synced(card, made.model_dump_json(indent=1).encode())
+            maker.clean(folder)
         return read_model(_Card, card, f"delete {folder}").note
 
     def _maker(self, need: str) -> Maker | None:

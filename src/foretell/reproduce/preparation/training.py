@@ -81,7 +81,6 @@ class TrainedSpeculator(Maker):
         with self.settings.stoppable() as stop:
             trainer.run(lambda: stop.requested)
         write_card(trainer, self.settings.command)
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)
         tokens, start = trainer.curve[-1].tokens, f" from {settings.init_from}" if settings.init_from else ""
         note = (
             f"{self.name}{start}: {trainer.step:,} steps on {tokens:,} tokens (repeats and prompts included) of "
@@ -91,6 +90,10 @@ class TrainedSpeculator(Maker):
         del trainer, job
         gc.collect()
         return note
+
+    def clean(self, folder: Path) -> None:
+        """Delete the checkpoint."""
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
     def _training_settings(self, data: Path, out: Path) -> TrainingSettings:
         plan, options = self._plan, dict(self._plan.options)
