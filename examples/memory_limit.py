@@ -4,7 +4,7 @@
 Every configuration runs in its own process. Without `--draft-model`, the target's blocks that stay in memory are the
 draft model, which needs no further memory; a trained draft model drafts better.
 
-    python examples/memory_limit.py --limit-mb 120 --tokens 48
+    python examples/memory_limit.py --limit-mb 60 --tokens 48
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft-model")
-    parser.add_argument("--limit-mb", type=int, default=120)
+    parser.add_argument("--limit-mb", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--configuration", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()

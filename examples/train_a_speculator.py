@@ -36,7 +36,7 @@ run(
     "train", "mlp_speculator", "--data", str(work / "answers"), "--out", str(work / "mine"), "--steps", str(STEPS),
     "--measure-prompts", "2", "--measure-tokens", "32",
 )  # fmt: skip
-print((work / "mine" / "README.md").read_text()[:600])
+print((work / "mine" / "README.md").read_text().partition("## Command")[0])
 
 # %% [markdown]
 # What it drafts, beside the speculator that ships, which read millions of tokens. The text is the same with both.
