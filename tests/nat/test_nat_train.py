@@ -195,7 +195,7 @@ def test_commands_translate_and_evaluate(trained: Path) -> None:
     code, text = run("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--iterations", "2")
     assert code == 0 and "exact match" in text
     measured = ("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--iterations", "2", "--json")
-    alone, together = (json.loads(run(*measured, "--batch", n)[1])["tokens_per_pass"] for n in (1, 4))
+    alone, together = (json.loads(run(*measured, "--batch", n)[1])["tokens_per_pass"] for n in ("1", "4"))
     assert together == pytest.approx(alone, rel=0.1), "passes of a batch count for each of its sources"
 
 
