@@ -43,6 +43,10 @@ def test_verdicts_a_report_and_the_same_runs_again(tmp_path: Path) -> None:
     assert again.exit_code == 0 and "Jacobi iteration gives the greedy text" in again.stdout
     assert (tmp_path / "runs" / "records.jsonl").read_text() == runs
 
+    assert run_foretell("reproduce", "autoregressive", "gauss_seidel_jacobi", *own).exit_code == 0
+    index = (tmp_path / "index.html").read_text()
+    assert all(index.count(f'href="{m}.html"') == 1 for m in (*methods, "gauss_seidel_jacobi")), "earlier claims stay"
+
 
 def test_bad_input_gives_one_sentence(tmp_path: Path) -> None:
     assert "--all" in expect_error("reproduce", *QUICK)

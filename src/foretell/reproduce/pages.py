@@ -4,32 +4,46 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from foretell.bench.charts import canvas, png
 from foretell.bench.html_report import html_document, render_page
 from foretell.bench.text_table import TextTable
 from foretell.catalogue import find
 from foretell.reproduce.claim import Finding
+from foretell.reproduce.claims import CLAIMS
 from foretell.reproduce.reproduce import ClaimResult
+from foretell.utils.validation import read_json
 
 RESULTS = "claims.json"
 
 
 def write_report(folder: Path, results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> Path:
-    """Write pages and `claims.json` into a folder; returns the index.
+    """Write pages and `claims.json` into a folder; returns the index. Claims that an earlier command checked under the
+    same conditions stay in it.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or the folder's `claims.json` is damaged.
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for result in results:
         (folder / f"{result.claim.method}.html").write_text(_page(result, conditions), encoding="utf-8")
-    content = {"conditions": dict(conditions), "claims": [r.as_json() for r in results]}
+    found = _earlier(folder, conditions) | {r.claim.method: r.as_json() for r in results}
+    records = [found[c.method] for c in CLAIMS if c.method in found]
+    content = {"conditions": dict(conditions), "claims": records}
     (folder / RESULTS).write_text(json.dumps(content, indent=1), encoding="utf-8")
     index = folder / "index.html"
-    index.write_text(_index(results, conditions), encoding="utf-8")
+    index.write_text(_index(records, conditions), encoding="utf-8")
     return index
+
+
+def _earlier(folder: Path, conditions: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What the folder's report says of claims, by method; empty if there is none of these conditions."""
+    if not (folder / RESULTS).exists():
+        return {}
+    report = read_json(folder / RESULTS, "delete it")
+    return {r["method"]: r for r in report["claims"]} if report.get("conditions") == conditions else {}
 
 
 def _page(result: ClaimResult, conditions: Mapping[str, str]) -> str:
@@ -77,13 +91,12 @@ def draw(finding: Finding) -> bytes:
     return png(figure)
 
 
-def _index(results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> str:
-    counts = {v: sum(r.verdict == v for r in results) for v in ("holds", "does not hold", "not checked")}
+def _index(records: Sequence[Mapping[str, Any]], conditions: Mapping[str, str]) -> str:
+    counts = {v: sum(r["verdict"] == v for r in records) for v in ("holds", "does not hold", "not checked")}
     rows = "".join(
-        f'<tr><td><a href="{r.claim.method}.html">{escape(r.claim.method)}</a></td><td>{r.verdict}</td>'
-        f'<td class="text">{escape(r.claim.statement)}</td>'
-        f'<td class="text">{escape(r.finding.summary if r.finding else r.obstacle)}</td></tr>'
-        for r in results
+        f'<tr><td><a href="{r["method"]}.html">{escape(r["method"])}</a></td><td>{r["verdict"]}</td>'
+        f'<td class="text">{escape(r["claim"])}</td><td class="text">{escape(r["found"])}</td></tr>'
+        for r in records
     )
     return html_document(
         "Claims of papers, checked here",
