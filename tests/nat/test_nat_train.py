@@ -182,6 +182,7 @@ def test_commands_translate_and_evaluate(trained: Path) -> None:
     code, text = run("translate", trained / "autoregressive", "a b", "--drafter", trained / "cmlm", "--json")
     plain = run("translate", trained / "autoregressive", "a b", "--json")[1]
     assert code == 0 and json.loads(text)["target"] == json.loads(plain)["target"]
+    assert "read as <unk>: zebra" in run("translate", trained / "autoregressive", "a zebra")[1]
     code, text = run(
         "evaluate",
         trained / "autoregressive",

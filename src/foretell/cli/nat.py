@@ -211,6 +211,8 @@ def translate_command(
         tokens = model.config.source.encode(text)
         if not tokens:
             raise ValueError('a source has no words; write words with spaces between them, as "1 9 8 4"')
+        if unknown := model.config.source.unknown_words(text):
+            typer.echo(f"unknown to {folder}, so read as <unk>: {', '.join(unknown)}", err=True)
         if draft is None:
             plain = translate(model, [tokens], settings, chooser)
             out, passes, draft_passes = plain.tokens[0], plain.passes, 0

@@ -70,6 +70,10 @@ class Vocabulary:
         """Ids of the words; `UNKNOWN` for a word that is not known."""
         return [self._id.get(word, UNKNOWN) for word in text.split()]
 
+    def unknown_words(self, text: str) -> list[str]:
+        """The words of a text that are not known."""
+        return [word for word in dict.fromkeys(text.split()) if word not in self._id]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The words of ids; special tokens other than padding are shown by name."""
         names = (*_SPECIAL, *self.words)
