@@ -227,7 +227,7 @@ def _refuse_other_kinds(reference: str, path: Path) -> None:
             f"{reference}: an autoregressive model was asked for, and this is a masked diffusion model "
             f"({raw['model_type']}), which does not predict the next token; decode it with foretell diffusion generate"
         )
-    if raw and "model_type" not in raw and is_speculator(path):
+    if "model_type" not in raw and is_speculator(path):
         raise ValueError(
             f"{reference}: a model was asked for, and this is a speculator, which drafts for one; name it with "
             "--draft-model, and its target with --model"

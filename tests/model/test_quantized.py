@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from command import save_tiny_model
-from foretell.load import load
+from foretell.api import Model
+from foretell.load import load, load_draft
 from foretell.model.load.quantization_config import parse_quantization, quantization_method
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.quantized_formats import unpack_bits
@@ -362,6 +363,7 @@ def test_a_quantised_model_gives_the_logits_of_its_widened_copy(dtype: str, tmp_
     tree = chain_tree(random_tokens(9, 257))
     logits = [load(str(folder), dtype).runner().forward([0], tree).logits for folder in (plain, packed)]
     assert torch.equal(*logits)
+    assert isinstance(load_draft(str(packed), dtype), Model), "as a draft model, too"
 
 
 def test_one_word_per_row_is_unpacked_however_its_tensor_lies() -> None:

@@ -15,7 +15,7 @@ from foretell.speculator.formats import (
     redrafter,
 )
 from foretell.speculator.formats.base import CheckpointFormat, ExportFormat
-from foretell.speculator.formats.files import PublishedCheckpoint, open_checkpoint
+from foretell.speculator.formats.files import PublishedCheckpoint, open_checkpoint, refuse_quantized_checkpoint
 
 FORMATS: Sequence[CheckpointFormat] = (
     masked_diffusion.PUBLISHED,
@@ -52,8 +52,11 @@ def find_format(folder: Path) -> tuple[CheckpointFormat, PublishedCheckpoint] | 
     """The format of the checkpoint in a directory, and the checkpoint; None: no known format.
 
     Raises:
-        ValueError: there is no configuration, or a file is damaged.
+        ValueError: there is no configuration, a file is damaged, or a checkpoint of a known format is quantised.
     """
     found = open_checkpoint(folder)
     format_ = next((f for f in FORMATS if f.matches(found)), None)
-    return None if format_ is None else (format_, found)
+    if format_ is None:
+        return None
+    refuse_quantized_checkpoint(found)
+    return format_, found

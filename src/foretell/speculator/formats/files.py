@@ -1,6 +1,6 @@
 """The files of a published checkpoint: its configuration, and its tensors by name and shape."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,22 @@ def open_checkpoint(folder: Path) -> PublishedCheckpoint:
     """Open the checkpoint in a directory, reading the tensor headers only; a directory of pickles has no tensors.
 
     Raises:
-        ValueError: there is no configuration, a file is damaged, or the checkpoint is quantised.
+        ValueError: there is no configuration, or a file is damaged.
     """
     files, config = sorted(folder.glob("*.safetensors")), read_config(folder)
-    refuse_quantization(config, str(folder))
-    return PublishedCheckpoint(folder, config, {name: (file, name) for file in files for name in _names(file)})
+    return PublishedCheckpoint(folder, config, {name: (file, name) for file in files for name in _dtypes(file)})
+
+
+def refuse_quantized_checkpoint(found: PublishedCheckpoint) -> None:
+    """Refuse a checkpoint that is quantised by its configuration or its tensors.
+
+    Raises:
+        ValueError: it is.
+    """
+    refuse_quantization(found.config, str(found.folder))
+    for file in sorted({file for file, _ in found.names.values()}):
+        for name, dtype in _dtypes(file).items():
+            refuse_quantized(file, name, dtype)
 
 
 def check_shape(found: PublishedCheckpoint, name: str, tensor: torch.Tensor, *shape: int) -> None:
@@ -105,12 +116,11 @@ def missing_weights(folder: Path) -> str:
     )
 
 
-def _names(file: Path) -> Iterator[str]:
+def _dtypes(file: Path) -> dict[str, str]:
+    """The dtype of every tensor, as safetensors names it."""
     try:
         with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a dict)
-                refuse_quantized(file, name, handle.get_slice(name).get_dtype())
-                yield name
+            return {name: handle.get_slice(name).get_dtype() for name in handle.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: damaged safetensors file ({error}); download it again") from error
 
