@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,7 @@ from foretell.nat.objective import KINDS
 from foretell.nat.pairs import read_pairs, write_pairs
 from foretell.nat.train import NatSettings, NatTrainer, write_card
 from foretell.train.loop.curve import StepMetrics
-from foretell.utils.validation import explain, validate
+from foretell.utils.validation import validate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -132,24 +131,18 @@ def train(
 
     foretell nat train cmlm --data distilled.tsv --minutes 3 --out cmlm
     """
-    settings = _settings(
-        kind=kind, data=str(data), out=str(out), minutes=minutes, steps=steps, batch=batch, lr=lr, warmup=warmup,
-        smoothing=smoothing, hidden=hidden, heads=heads, layers=layers, ffn=ffn, dropout=dropout, aligner=aligner,
-        save_minutes=save_minutes, seed=seed,
-    )  # fmt: skip
+    values = {
+        "kind": kind, "data": str(data), "out": str(out), "minutes": minutes, "steps": steps, "batch": batch, "lr": lr,
+        "warmup": warmup, "smoothing": smoothing, "hidden": hidden, "heads": heads, "layers": layers, "ffn": ffn,
+        "dropout": dropout, "aligner": aligner, "save_minutes": save_minutes, "seed": seed,
+    }  # fmt: skip
+    settings = validate(NatSettings, values)
     with Interrupt() as interrupt:
         trainer = NatTrainer(settings, _Log(Console(stderr=True)))
         trainer.run(lambda: interrupt.requested)
     write_card(trainer, shlex.join(["foretell", *sys.argv[1:]]))
     last = trainer.curve[-1]
     typer.echo(f"{out}: {last.step:,} steps, {last.seconds / 60:.1f} min of CPU time, loss {last.loss:.4f}", err=True)
-
-
-def _settings(**values: object) -> NatSettings:
-    try:
-        return NatSettings.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(explain(error)) from error
 
 
 class _Log:

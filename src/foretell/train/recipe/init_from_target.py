@@ -130,11 +130,12 @@ def copy_block(
     if isinstance(block.qkv, Linear) and block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:
         # Columns for the token's embedding (first half of EAGLE-3's inputs) stay noise: the block reads states only.
         norm = layer.hidden_norm if isinstance(layer, Eagle3FirstLayer) else layer.input_layernorm
-        in_scale = block.attention_norm.weight / scales if norm is None else torch.ones(d)
-        attention.qkv_proj.weight[:, -d:] = block.qkv.weight * in_scale
-        attention.o_proj.weight.copy_(block.output.weight * output_scale)
-        if norm is not None:
+        attention.qkv_proj.weight[:, -d:] = block.qkv.weight
+        if norm is None:
+            attention.qkv_proj.weight[:, -d:] *= block.attention_norm.weight / scales
+        else:
             norm.weight.copy_(block.attention_norm.weight / relative)
+        attention.o_proj.weight.copy_(block.output.weight * output_scale)
     if isinstance(block.mlp, FeedForward) and block.mlp.down.weight.shape == layer.mlp.down_proj.weight.shape:
         layer.mlp.gate_up_proj.weight.copy_(block.mlp.gate_up.weight)
         layer.mlp.down_proj.weight.copy_(block.mlp.down.weight * output_scale)
