@@ -119,7 +119,8 @@ class Front:
             engines[-1].delay = delay
 
     def wait_until_idle(self) -> None:
-        wait_for(lambda: not any(service.jobs.live for service in self.services))
+        """Until the gateway's exchanges have ended too, which is after the replicas' jobs."""
+        wait_for(lambda: not self.gateway._exchanges and not any(service.jobs.live for service in self.services))
 
 
 @contextmanager
