@@ -288,6 +288,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     check_card(path, raw)
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
+    weights.check_layers(config.layers)
     require_tokenizer(path)
     return OpenCheckpoint(config, weights, partial(from_directory, path), _eos_tokens(path, config))
 
