@@ -27,7 +27,8 @@ _QUANTIZED = re.compile(
 MLX.
 """
 _LAYER = re.compile(
-    r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|backbone\.layers|model\.transformer\.blocks)\.(\d+)\.(.+)"
+    r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|backbone\.layers|model\.transformer\.blocks)"
+    r"\.(\d+)\.(.+)"
 )
 """Names of the tensors of a layer: its number, and the tensor in it."""
 _PREDICTION = "eh_proj."
