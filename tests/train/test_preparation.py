@@ -58,7 +58,7 @@ def test_a_claim_is_checked_with_what_was_made_and_the_page_says_how(tmp_path: P
     assert [c["verdict"] == "not checked" for c in claims] == [False] * 3
     assert "3 steps on" in claims[0]["prepared"][0] and "held-back prompts" in claims[0]["prepared"][0]
     assert "exits" in claims[1]["prepared"][0] and "thresholds" in claims[2]["prepared"][0]
-    assert "Made for this check" in (tmp_path / "report" / "redrafter.html").read_text()
+    assert "Named or made for this check" in (tmp_path / "report" / "redrafter.html").read_text()
     made = {p: p.stat().st_mtime_ns for p in (tmp_path / "report" / "made").rglob("made.json")}
     runs = (tmp_path / "report" / "runs" / "records.jsonl").read_text()
     assert len(made) == 3 and not list((tmp_path / "report" / "made").rglob("checkpoint"))
