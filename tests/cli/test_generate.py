@@ -85,6 +85,13 @@ def test_config_names_method_and_draft_model() -> None:
     assert record["method"] == "ngram"
 
 
+def test_a_draft_model_may_be_for_the_method_of_a_line(tmp_path: Path) -> None:
+    named = ("--method", "suffix", "--draft-model", tiny_draft(), "--max-new-tokens", "4", "--prompts")
+    found = records(*named, prompts(tmp_path, "hello", {"prompt": "hello", "method": "draft_model"}))
+    assert [r["method"] for r in found] == ["suffix", "draft_model"]
+    assert not records(*named, prompts(tmp_path, "hello", {"prompt": "hello", "method": "ngram"}), status=1)
+
+
 def test_a_lossy_method_is_labelled() -> None:
     result = run_foretell(
         "generate",

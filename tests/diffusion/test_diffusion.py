@@ -7,28 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_helpers import DREAM, LLADA, SDAR, Reference, load_double, save
+from diffusion_helpers import DREAM, FAST_DLLM, LLADA, SDAR, Reference, load_double, save
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.diffusion.generate import DiffusionSettings, generate
 from foretell.diffusion.reveal import Revealed, choose_to_reveal, choose_tokens, split_evenly
+from foretell.model.diffusion.config import read_diffusion
 
-FAMILIES = pytest.mark.parametrize("base", [LLADA, DREAM, SDAR], ids=lambda base: base["model_type"])
+FAMILIES = pytest.mark.parametrize("base", [LLADA, DREAM, SDAR, FAST_DLLM], ids=lambda base: base["model_type"])
 PROMPT = (72, 101, 108, 108, 111)
 
 
-def naive(reference: Reference, prompt: tuple[int, ...], length: int, block: int, steps: int) -> tuple[list[int], int]:
+def naive(
+    reference: Reference, prompt: tuple[int, ...], length: int, block: int | None, steps: int
+) -> tuple[list[int], int]:
     """Reference of the loop at temperature 0: everything is read in every pass; tokens, and passes."""
     x, passes = torch.tensor([*prompt, *[reference.mask] * length]), 0
     own = reference.block
     begin = len(prompt) // own * own if own else len(prompt)
     while begin < len(x):
-        end = min(begin + (own or block), len(x))
+        last = min(begin // own * own + own, len(x)) if own else len(x)
+        end = min(begin + (block or own), last)
         masks = int((x[begin:end] == reference.mask).sum())
         parts = min(steps, masks)
         for step in range(parts):
             count = masks // parts + (step < masks % parts)
-            chance = reference.logits(x[:end] if own else x).softmax(-1).max(-1)
+            chance = reference.logits(x[:last]).softmax(-1).max(-1)
             score = torch.where(x == reference.mask, 1.0, -1.0)[: len(chance.values)] * chance.values
             score[: max(begin, 0)], score[end:] = -2, -2
             shown = score.topk(count).indices
@@ -53,10 +57,31 @@ def test_an_answer_is_that_of_the_naive_loop(
     tmp_path: Path, base: Mapping[str, Any], length: int, block: int, steps: int
 ) -> None:
     model = load_double(save(tmp_path, base))
+    if model.config.block:
+        block = min(block, model.config.block)
     settings = DiffusionSettings(max_new_tokens=length, block_length=block, steps=steps)
     answer = generate(model.predictor, PROMPT, settings)
     expected, passes = naive(Reference(model, base), PROMPT, length, block, steps)
     assert list(answer.tokens) == expected and answer.passes == passes
+
+
+@pytest.mark.parametrize("base", [SDAR, FAST_DLLM], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize("block", [None, 1, 2, 3])
+def test_a_block_of_block_diffusion_is_revealed_in_parts(tmp_path: Path, base: Mapping[str, Any], block: int) -> None:
+    model = load_double(save(tmp_path, base))
+    answer = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=14, block_length=block, steps=2))
+    assert list(answer.tokens) == naive(Reference(model, base), PROMPT, 14, block, 2)[0]
+    with pytest.raises(ValueError, match=r"blocks of 5 tokens were asked for, and .* was trained with blocks of 4"):
+        generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=14, block_length=5))
+
+
+@pytest.mark.parametrize(("base", "mask"), [(SDAR, 151669), (FAST_DLLM, 151665)])
+def test_a_checkpoint_that_states_neither_mask_token_nor_block_length(base: Mapping[str, Any], mask: int) -> None:
+    raw = {key: value for key, value in base.items() if key not in ("block_size", "bd_size")} | {"vocab_size": 151936}
+    found = read_diffusion(raw)
+    assert (found.mask, found.block) == (mask, 4 if base is SDAR else 32)
+    with pytest.raises(ValueError, match=f"config.json: mask token {mask} is outside the vocabulary"):
+        read_diffusion(raw | {"vocab_size": 260})
 
 
 def test_block_diffusion_keeps_finished_blocks_without_loss(tmp_path: Path) -> None:
@@ -199,7 +224,7 @@ def test_a_published_model_drafts_for_its_sibling(tmp_path: Path) -> None:
     sibling = save_tiny_model(tmp_path / "sibling", vocab=260)
     command = ("generate", "Hi", "--model", sibling, "--max-new-tokens", "24", "--ignore-eos", "--dtype", "float32")
     plain = run_foretell(*command, "--method", "autoregressive").stdout
-    for base in (LLADA, DREAM, SDAR):
+    for base in (LLADA, DREAM, SDAR, FAST_DLLM):
         drafter = save(tmp_path / base["model_type"], base)
         drafted = run_foretell(*command, "--method", "masked_diffusion", "--draft-model", drafter)
         assert drafted.exit_code == 0 and drafted.stdout == plain

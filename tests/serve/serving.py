@@ -28,6 +28,8 @@ NAME = "tiny"
 SETTINGS = ServerSettings((NAME, "alias"), timeouts=Timeouts(restart=0.05, keep_alive_interval=5.0))
 SECONDS = 10.0
 """Longest wait of a test."""
+SLOW = 0.2
+"""Seconds of a step: an answer outlasts what a test does meanwhile, also on a busy machine."""
 
 
 class PacedEngine(Engine):

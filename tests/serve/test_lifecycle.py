@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from serving import SETTINGS, Server, read_until, running_server, wait_for
+from serving import SETTINGS, SLOW, Server, read_until, running_server, wait_for
 
 from foretell.serve.settings import Timeouts
 
@@ -55,7 +55,7 @@ def test_a_client_that_leaves_frees_its_row_in_every_phase(server: Server, strea
 
 def test_a_crash_ends_answers_with_an_error_and_the_engine_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL + 1, "foretell.serve.worker")  # A captured traceback would hold the old engine.
-    with running_server(settings(restart=0.3)) as server:
+    with running_server(settings(restart=1.0)) as server:
         wanted = server.chat().json()["choices"]
         server.engine.delay = DELAY
         stream = server.start(LONG | {"stream": True}, b'"content":"')
@@ -86,12 +86,13 @@ def test_a_step_that_hangs_turns_health_to_503() -> None:
 
 def test_a_signal_lets_answers_end() -> None:
     with running_server() as server:
-        server.engine.delay = DELAY
+        server.engine.delay = SLOW
         stream = server.start({"max_tokens": 30, "stream": True}, b'"content":"')
         server.signal()
         wait_for(lambda: server.health() == 503)
         refused = server.chat()
         assert refused.status_code == 503 and refused.headers["connection"] == "close"
+        server.engine.delay = 0.0
         assert b'"finish_reason":"length"' in read_until(stream, b"data: [DONE]\n\n")
         wait_for(lambda: not server.uvicorn.started or server.uvicorn.should_exit)
         stream.close()

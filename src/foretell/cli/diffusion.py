@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 _DEFAULTS = DiffusionSettings()
 
-Model = Annotated[str, typer.Option("--model", metavar="REF", help="Directory of a LLaDA, Dream or SDAR model.")]
+Model = Annotated[str, typer.Option("--model", metavar="REF", help="Directory or hub id of a masked diffusion model.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")]
 
@@ -44,7 +44,11 @@ def generate_command(
         int, typer.Option(metavar="N", help="Tokens of the answer at most.")
     ] = _DEFAULTS.max_new_tokens,
     block_length: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a block; blocks are revealed from left to right.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens of a block; blocks are revealed from left to right. Default: the model's own, or 32.",
+        ),
     ] = _DEFAULTS.block_length,
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Passes per block. Default: one per token.")

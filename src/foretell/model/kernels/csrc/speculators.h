@@ -211,8 +211,7 @@ int candidate_count(const DynamicTree& b, int outputs) {
   return std::min(b.noise ? std::max(least, b.candidates) : least, outputs);
 }
 
-// Reorders the k candidates after a node by probability given the target's noise; distributions/coupling.py does the
-// same.
+// Reorders the k candidates after a node by probability given the target's noise; `TargetNoise.rank` does the same.
 void couple(uint64_t key, double scale, int k, float* probabilities, int64_t* tokens) {
   struct Child {
     int64_t token;
