@@ -59,7 +59,7 @@ def test_an_answer_is_that_of_the_naive_loop(
     model = load_double(save(tmp_path, base))
     if model.config.block:
         block = min(block, model.config.block)
-    settings = DiffusionSettings(length=length, block_length=block, steps=steps)
+    settings = DiffusionSettings(max_new_tokens=length, block_length=block, steps=steps)
     answer = generate(model.predictor, PROMPT, settings)
     expected, passes = naive(Reference(model, base), PROMPT, length, block, steps)
     assert list(answer.tokens) == expected and answer.passes == passes
@@ -69,10 +69,10 @@ def test_an_answer_is_that_of_the_naive_loop(
 @pytest.mark.parametrize("block", [None, 1, 2, 3])
 def test_a_block_of_block_diffusion_is_revealed_in_parts(tmp_path: Path, base: Mapping[str, Any], block: int) -> None:
     model = load_double(save(tmp_path, base))
-    answer = generate(model.predictor, PROMPT, DiffusionSettings(length=14, block_length=block, steps=2))
+    answer = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=14, block_length=block, steps=2))
     assert list(answer.tokens) == naive(Reference(model, base), PROMPT, 14, block, 2)[0]
     with pytest.raises(ValueError, match=r"blocks of 5 tokens were asked for, and .* was trained with blocks of 4"):
-        generate(model.predictor, PROMPT, DiffusionSettings(length=14, block_length=5))
+        generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=14, block_length=5))
 
 
 @pytest.mark.parametrize(("base", "mask"), [(SDAR, 151669), (FAST_DLLM, 151665)])
@@ -86,7 +86,7 @@ def test_a_checkpoint_that_states_neither_mask_token_nor_block_length(base: Mapp
 
 def test_block_diffusion_keeps_finished_blocks_without_loss(tmp_path: Path) -> None:
     model = load_double(save(tmp_path, SDAR))
-    answer = generate(model.predictor, PROMPT, DiffusionSettings(length=15))
+    answer = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=15))
     # Prompt and first block once; then the block before, which has changed, and single blocks.
     assert answer.passes == 15 and answer.positions < 15 * 8 + 5
     whole = load_double(tmp_path)
@@ -94,7 +94,7 @@ def test_block_diffusion_keeps_finished_blocks_without_loss(tmp_path: Path) -> N
     whole.predictor.read = lambda store, token, begin, positions, end=None: everything(  # type: ignore[method-assign]
         store, _sequence(store, token, begin), 0, positions, end
     )
-    assert generate(whole.predictor, PROMPT, DiffusionSettings(length=15)).tokens == answer.tokens
+    assert generate(whole.predictor, PROMPT, DiffusionSettings(max_new_tokens=15)).tokens == answer.tokens
 
 
 def _sequence(store: Any, token: torch.Tensor, begin: int) -> torch.Tensor:
@@ -112,12 +112,12 @@ def test_a_window_is_the_whole_pass_while_nothing_outside_it_has_changed(
     model = load_double(save(tmp_path, base))
     # Two passes per block: the second one reads the window; with one layer's worth of difference only in the block.
     plain, kept = (
-        generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=8, steps=1, cache=name))
+        generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=8, steps=1, cache=name))
         for name in ("none", cache)
     )
     assert plain.tokens == kept.tokens and plain.positions == kept.positions
     shifted = int(model.config.shifted)
-    run = generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=8, steps=4, cache=cache))
+    run = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=8, steps=4, cache=cache))
     first, second = (8, 8) if cache == "dual" else (16, 8)
     assert run.positions == 2 * 21 + 3 * (first + second + 2 * shifted) and run.passes == 8
 
@@ -142,7 +142,7 @@ def test_thresholds_reveal_one_token_or_all(tmp_path: Path) -> None:
 
     def passes(threshold: float) -> int:
         return generate(
-            model.predictor, PROMPT, DiffusionSettings(length=12, block_length=6, threshold=threshold)
+            model.predictor, PROMPT, DiffusionSettings(max_new_tokens=12, block_length=6, threshold=threshold)
         ).passes
 
     assert passes(1.0) == 12 and passes(0.0) == 2 and 2 <= passes(0.3) <= 12
@@ -170,16 +170,27 @@ def test_draws_have_the_distribution_of_the_temperature() -> None:
 
 def test_an_answer_ends_at_its_first_end_token(tmp_path: Path) -> None:
     model = load_double(save(tmp_path, LLADA))
-    whole = generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=4))
+    whole = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=4))
     end = whole.tokens[5]
-    cut = generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=4), (end,))
+    cut = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=4), (end,))
     assert cut.ended and cut.tokens == whole.tokens[: whole.tokens.index(end)] and cut.passes <= 8
     assert not whole.ended and model.config.mask not in whole.tokens
 
 
 def test_commands(tmp_path: Path) -> None:
     folder = save(tmp_path / "dream", DREAM)
-    command = ("diffusion", "generate", "Hi", "--model", folder, "--length", "8", "--block-length", "4", "--json")
+    command = (
+        "diffusion",
+        "generate",
+        "Hi",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "8",
+        "--block-length",
+        "4",
+        "--json",
+    )
     found = json.loads(run_foretell(*command).stdout)
     assert len(found["tokens"]) <= 8 and found["prompt_tokens"] == 2
     sampled = (*command, "--temperature", "1", "--seed", "3", "--cache", "dual")
@@ -201,7 +212,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     assert "threshold: input should be less than or equal to 1" in expect_error(
         "diffusion", "generate", "Hi", "--model", dream, "--threshold", "2"
     )
-    text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--length", "500")
+    text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--max-new-tokens", "500")
     assert "exceed this model's context of 96" in text
     text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--cache", "all")
     assert "'none', 'prefix' or 'dual', found 'all'" in text

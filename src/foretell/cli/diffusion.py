@@ -40,7 +40,9 @@ def main() -> None:
 def generate_command(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt.")],
     model: Model,
-    length: Annotated[int, typer.Option(metavar="N", help="Tokens of the answer at most.")] = _DEFAULTS.length,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of the answer at most.")
+    ] = _DEFAULTS.max_new_tokens,
     block_length: Annotated[
         int | None,
         typer.Option(
@@ -76,7 +78,7 @@ def generate_command(
     """
     set_threads(threads)
     values = {
-        "length": length, "block_length": block_length, "steps": steps, "threshold": threshold,
+        "max_new_tokens": max_new_tokens, "block_length": block_length, "steps": steps, "threshold": threshold,
         "temperature": temperature, "remasking": remasking, "cache": cache, "seed": seed,
     }  # fmt: skip
     settings = validate(DiffusionSettings, values, "options")

@@ -19,7 +19,7 @@ class DiffusionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    length: int = Field(128, ge=1)
+    max_new_tokens: int = Field(128, ge=1)
     """Of the answer, before it is cut at its first end token."""
     block_length: int | None = Field(None, ge=1)
     """Blocks are revealed from left to right; models of block diffusion have a length of their own, and may be revealed
@@ -75,10 +75,10 @@ def generate(
         )
     if not prompt:
         raise ValueError("a masked diffusion model needs a prompt of at least one token")
-    if len(prompt) + settings.length > context:
+    if len(prompt) + settings.max_new_tokens > context:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and an answer of {settings.length} exceed this model's context of "
-            f"{context}; ask for a shorter --length"
+            f"a prompt of {len(prompt)} tokens and an answer of {settings.max_new_tokens} exceed this model's context "
+            f"of {context}; ask for fewer --max-new-tokens"
         )
     run = _Run(predictor, prompt, settings)
     for block in run.blocks():
@@ -105,7 +105,7 @@ class _Run:
 
     def __init__(self, predictor: MaskPredictor, prompt: Sequence[int], settings: DiffusionSettings) -> None:
         self._predictor, self._settings, self._prompt = predictor, settings, len(prompt)
-        masks = [predictor.mask] * settings.length
+        masks = [predictor.mask] * settings.max_new_tokens
         self.token = torch.tensor([*prompt, *masks], device=predictor.decoder.device)
         self._store = predictor.new_store(len(self.token))
         self._generator = torch.Generator().manual_seed(settings.seed)
