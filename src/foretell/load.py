@@ -322,9 +322,11 @@ def _load_with_transformers(reference: str, path: Path, dtype: str, device: torc
         )
     dtype = "bfloat16" if dtype == "auto" else dtype
     refuse_quantization(_read_config(path), str(path))
-    SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
+    # Damaged shards, quantised tensors and layers too many are errors, which transformers does not check.
+    weights = SafetensorsWeights(path)
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
+    weights.check_layers(config.layers)
     vision = VisionLanguage(model, path) if reads_images(model) else None
     runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
     return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)
