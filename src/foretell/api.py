@@ -9,6 +9,7 @@ from typing import Any
 
 from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
+from foretell.catalogue.inputs import NamedInputs
 from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
@@ -204,18 +205,23 @@ class Model:
         *,
         drafts: "Sequence[Model | Path]" = (),
         references: Sequence[str] = (),
+        shared: bool = False,
     ) -> AnyMethod:
         """Build a method of the catalogue for this model, with its initial state.
 
         `config`: the method's options by name; `foretell methods NAME` lists them. `drafts`: draft models, and
         directories of trained speculators; where none is named, methods use the one installed for this model.
-        `references`: documents to draft from.
+        `references`: documents to draft from. `shared`: they are for several methods, of which this one uses what it
+        can (`Method.inputs` says what that was).
 
         Raises:
-            ValueError: unknown name, an option that the method does not have, or something that it needs is missing or
-                does not fit.
+            ValueError: unknown name, an option that the method does not have, something that it needs is missing or
+                does not fit, or drafts or references that are not shared and that it does not use.
         """
-        return build(name, self._build_context(drafts, references), config)
+        method = build(name, self._build_context(drafts, references), config)
+        if not shared:
+            named_inputs(drafts, references).require_used({method.name: method.inputs})
+        return method
 
     def speculator(self, reference: str | Path) -> Speculator:
         """A trained speculator for this model, by its directory or by the kind of an installed one.
@@ -451,6 +457,15 @@ class Model:
         engine = self.engine(method, rows=rows)
         completions = engine.complete([self.request(p, sampling, **options) for p in prompts], raise_errors=False)
         return [Answer.from_completion(c, engine) for c in completions]
+
+
+def named_inputs(drafts: Sequence[Model | Path], references: Sequence[str] = ()) -> NamedInputs:
+    """What was named for methods to draft with, as error messages call it."""
+    return NamedInputs(
+        [d.name for d in drafts if isinstance(d, Model)],
+        [str(d) for d in drafts if isinstance(d, Path)],
+        [f"of {len(text):,} characters" for text in references],
+    )
 
 
 def _texts(name: str, values: str | Sequence[str]) -> tuple[str, ...]:

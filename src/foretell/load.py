@@ -43,6 +43,7 @@ from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.network import Network
 from foretell.model.sparsity_file import directory_of, read_sparsity
 from foretell.speculator import is_speculator
+from foretell.speculator.formats.files import missing_weights
 from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
@@ -189,10 +190,28 @@ def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Mode
     Raises:
         ValueError: it is neither.
     """
-    path = Path(reference).expanduser()
-    if is_speculator(path):
-        return path
+    path = resolve_reference(reference)
+    if path.is_dir():
+        if is_speculator(path):
+            return path
+        _refuse_no_draft(path)
     return load(reference, "auto" if dtype in _FOR_SOME_FILES else dtype, device)
+
+
+def _refuse_no_draft(path: Path) -> None:
+    """Refuse a directory that is no speculator by its files, and no language model either.
+
+    Raises:
+        ValueError: it has no safetensors, by which most speculators are recognised, or names no type of model.
+    """
+    raw = _read_config(path)
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(missing_weights(path))
+    if "model_type" not in raw:
+        raise ValueError(
+            f"{path}: a draft model or a speculator was asked for, and this is no speculator in a known format "
+            "(docs/formats.md lists them) and no language model, since config.json has no model_type"
+        )
 
 
 def resolve_dtype(reference: str, dtype: str, device: str) -> str:
@@ -227,7 +246,9 @@ def _refuse_other_kinds(reference: str, path: Path) -> None:
             f"{reference}: an autoregressive model was asked for, and this is a masked diffusion model "
             f"({raw['model_type']}), which does not predict the next token; decode it with foretell diffusion generate"
         )
-    if "model_type" not in raw and is_speculator(path):
+    # Most speculators name the type of a language model; some checkpoints of a model hold its speculator, too.
+    complete = "model_type" in raw and (path / "tokenizer.json").is_file()
+    if path.is_dir() and not complete and is_speculator(path):
         raise ValueError(
             f"{reference}: a model was asked for, and this is a speculator, which drafts for one; name it with "
             "--draft-model, and its target with --model"
@@ -288,6 +309,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     check_card(path, raw)
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
+    weights.check_layers(config.layers)
     require_tokenizer(path)
     return OpenCheckpoint(config, weights, partial(from_directory, path), _eos_tokens(path, config))
 
@@ -300,9 +322,11 @@ def _load_with_transformers(reference: str, path: Path, dtype: str, device: torc
         )
     dtype = "bfloat16" if dtype == "auto" else dtype
     refuse_quantization(_read_config(path), str(path))
-    SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
+    # Damaged shards, quantised tensors and layers too many are errors, which transformers does not check.
+    weights = SafetensorsWeights(path)
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
+    weights.check_layers(config.layers)
     vision = VisionLanguage(model, path) if reads_images(model) else None
     runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
     return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import bench, refused, target
+from bench_helpers import bench, draft, refused, target
 
 from foretell.bench.questions import load_questions
 from foretell.bench.run import BenchRun
@@ -101,6 +101,13 @@ def test_an_interruption_keeps_finished_work(questions: Path, tmp_path: Path, mo
     assert bench(*run(questions, tmp_path / "out")).exit_code == 0
 
 
+def test_the_draft_model_goes_to_the_methods_that_use_it(questions: Path, tmp_path: Path) -> None:
+    result = bench(*run(questions, tmp_path / "out", "--methods", "ngram,draft_model", "--draft-model", str(draft())))
+    assert result.exit_code == 0, result.output
+    found = f"the draft model {draft()}: used by draft_model; not used by autoregressive, ngram"
+    assert found in " ".join(result.stderr.split())
+
+
 def test_the_schema_is_printed() -> None:
     assert set(json.loads(bench("schema").stdout)["properties"]) == set(BenchResults.model_fields)
 
@@ -129,6 +136,15 @@ def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -
         (("--categories", "qaa"), "did you mean 'qa'"),
         (("--dtype", "floot32"), "did you mean 'float32'"),
         (("--methods", "draft_model"), "needs a draft model"),
+        (("--draft-model", str(draft())), "no effect: autoregressive, ngram, suffix@4 do not draft with it"),
+        (
+            ("--methods", "layer_skip", "--reference", __file__),
+            "would have no effect: autoregressive, layer_skip",
+        ),
+        (
+            ("--speculative-config", json.dumps({"method": "suffix", "model": str(draft())})),
+            "would have no effect: suffix{model=draft} does not draft with it",
+        ),
         (("--peers", "transformers", "--temperature", "1"), "temperature 0 only"),
         (("--peers", "transformers-assisted"), "needs a draft model"),
         (("--threads", "99999"), "threads must lie between 1 and"),

@@ -40,6 +40,13 @@ def test_draft_models(tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", vocab=300)
     assert "vocabulary has 300 tokens" in generate_hello("--method", "draft_model", "--draft-model", other)
     assert "needs a draft model" in generate_hello("--method", "draft_model")
+    for name in ("suffix", "layer_skip", "recycling"):
+        unused = generate_hello("--method", name, "--draft-model", tiny_draft())
+        assert f"would have no effect: {name} does not draft with it; leave it out" in unused
+    document = Path(__file__)
+    assert "the reference of" in generate_hello("--method", "recycling", "--reference", document)
+    chat = expect_error("chat", "--method", "suffix", "--model", tiny_target(), "--draft-model", tiny_draft())
+    assert "suffix does not draft with it" in chat
     assert "reference" in generate_hello("--method", "llma")
     assert "no-such-file" in generate_hello("--method", "llma", "--reference", tmp_path / "no-such-file")
     binary = tmp_path / "binary"

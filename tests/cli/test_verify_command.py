@@ -65,6 +65,14 @@ def test_a_missing_draft_model_is_named() -> None:
     assert "needs a draft model" in expect_error("verify", "draft_model", *QUICK)
 
 
+def test_the_draft_model_goes_to_the_methods_that_use_it() -> None:
+    draft = ("--draft-model", tiny_draft())
+    assert "suffix does not draft with it; leave it out" in expect_error("verify", "suffix", *QUICK, *draft)
+    result = run_foretell("verify", "suffix", "draft_model", *QUICK, *draft)
+    assert result.exit_code == 0, result.output
+    assert "used by draft_model; not used by suffix" in " ".join(result.stderr.split())
+
+
 def test_prompts_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "abab"}\n{"messages": [{"role": "user", "content": "one two"}]}\n')

@@ -129,6 +129,6 @@ def test_what_does_not_fit_is_refused(
 
 def test_an_output_folder_in_use_and_other_kinds_are_refused(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, data, folder = made
-    assert "not an empty folder" in expect_error("calibrate", "head", folder, "--model", target, "--out", folder)
+    assert "there is something already" in expect_error("calibrate", "head", folder, "--model", target, "--out", folder)
     unknown = expect_error("calibrate", "head", "medusa", "--model", target, "--data", data, "--out", tmp_path / "x")
     assert "medusa" in unknown

@@ -35,7 +35,7 @@ def check(found: Completion) -> set[str]:
 @pytest.mark.parametrize("method", ["autoregressive", "ngram", "sam_recycling", "hybrid_model"])
 def test_passes_tell_the_answer_and_change_nothing(method: str) -> None:
     model, drafts = foretell.load(str(tiny_target()), dtype="float32"), [foretell.load(str(tiny_draft()))]
-    engine = model.engine(model.method(method, drafts=drafts), rows=2)
+    engine = model.engine(model.method(method, drafts=drafts, shared=True), rows=2)
     asked, plain = engine.complete([REQUEST, replace(REQUEST, return_drafts=False)])
     assert asked.tokens == plain.tokens and not plain.passes
     names = {"ngram": {"prompt-lookup"}, "sam_recycling": {"suffix", "token-recycling"}, "autoregressive": set()}

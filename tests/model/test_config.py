@@ -214,6 +214,16 @@ def test_rotary_tables_are_those_of_transformers(name: str, key: str, context: i
     torch.testing.assert_close(sin[:40], (angle.sin() * factor).float(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_positions_of_images_change_nothing_for_text(kind: str) -> None:
+    """Published Qwen3.5 checkpoints share the rotary dimensions out among time, height and width."""
+    scaled = {"factor": 4.0, "original_max_position_embeddings": 64} if kind == "yarn" else {}
+    parameters = {"rope_type": kind, "rope_theta": 1e7, "partial_rotary_factor": 0.25, **scaled}
+    images = {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    raw = {"model_type": "qwen3", **SIZES, "head_dim": 64}
+    assert from_hf({**raw, "rope_parameters": parameters | images}) == from_hf({**raw, "rope_parameters": parameters})
+
+
 def test_longrope_opens_with_the_context_before_scaling() -> None:
     config = from_hf({"model_type": "llama", **SIZES, "head_dim": 64, "rope_scaling": LONGROPE})
     assert (config.context, config.longest_context) == (32, 2048)

@@ -196,6 +196,22 @@ def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
     one_sentence(error, str(checkpoint), "model.layers.1.mlp.up_proj.weight")
 
 
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_more_layers_than_the_configuration_says_are_refused(prefix: str, checkpoint: Path) -> None:
+    """The layer of multi-token prediction follows the model's own under their name (DeepSeek-V3, GLM)."""
+    file, config = checkpoint / "model.safetensors", json.loads((checkpoint / "config.json").read_text())
+    tensors = {name.replace("model.", prefix, 1): t for name, t in load_file(file).items()}
+    layer = f"{prefix}layers.2."
+    predicting = {layer + "eh_proj.weight": torch.ones(32, 64), layer + "mlp.up_proj.weight": torch.ones(64, 32)}
+    save_file(tensors | predicting, file)
+    letter_codec(64).tokenizer.save(str(checkpoint / "tokenizer.json"))
+    load(str(checkpoint))
+    (checkpoint / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError) as error:
+        load(str(checkpoint))
+    one_sentence(error, "config.json says that there are 1 layers, and the weights have a layer 1")
+
+
 def test_a_tensor_of_another_shape_is_named(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)

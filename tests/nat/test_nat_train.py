@@ -194,7 +194,11 @@ def test_commands_translate_and_evaluate(trained: Path) -> None:
     )
     assert code == 0 and json.loads(text)["same_as_verifier"] == 1.0
     code, text = run("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--iterations", "2")
-    assert code == 0 and "exact match" in text
+    assert code == 0 and "exact match" in text and "milliseconds per source" in text and "drafter" not in text
+    assert (
+        "passes per batch of 4 sources"
+        in run("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--batch", "4")[1]
+    )
     measured = ("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--iterations", "2", "--json")
     alone, together = (json.loads(run(*measured, "--batch", n)[1])["tokens_per_pass"] for n in ("1", "4"))
     assert together == pytest.approx(alone, rel=0.1), "passes of a batch count for each of its sources"
@@ -227,6 +231,17 @@ def test_the_command_trains_and_distils(tmp_path: Path) -> None:
         ),
         (("data", "--task", "numbers_to_word", "--out", "y"), "did you mean 'number_to_words'"),
         (("data", "--from", "pairs.tsv", "--out", "y"), "so it needs --teacher"),
+        (("data", "--from", "pairs.tsv", "--teacher", "x", "--pairs", "3", "--seed", "1", "--out", "y"),
+         "--pairs, --seed would have no effect: --from names the pairs to distil; leave them out"),
+        (("data", "--teacher", "x", "--all-references", "--out", "y"), "--all-references would have no effect"),
+        (("translate", "autoregressive", "a", "--iterations", "4"),
+         "--iterations would have no effect: a model of the kind autoregressive decodes here"),
+        (("translate", "cmlm", "a", "--temperature", "1"), "--temperature would have no effect"),
+        (("translate", "cmlm", "a", "--teacher", "autoregressive"), "--teacher would have no effect"),
+        (("translate", "fertility", "a", "--teacher", "autoregressive"), "several --fertility-samples, and there is"),
+        (("translate", "fertility", "a", "--length-candidates", "3"), "--length-candidates would have no effect"),
+        (("evaluate", "autoregressive", "--data", "pairs.tsv", "--drafter", "cmlm", "--iterations", "2"),
+         "a model of the kind cmlm drafts here"),
         (("train", "cmlm", "--data", "pairs.tsv", "--steps", "1", "--hidden", "65", "--out", "x"),
          "sizes of the model: 4 heads do not divide a width of 65"),
         (("train", "cmlm", "--data", "pairs.tsv", "--steps", "1", "--out", "."), "there is something already"),

@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from command import expect_error, run_foretell, tiny_target
+from command import expect_error, run_foretell, tiny_draft, tiny_target
+from foretell.catalogue import BUILT_IN, registry
 from helpers import unchecked
 
 QUICK = ("--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "8")
@@ -48,6 +51,28 @@ def test_verdicts_a_report_and_the_same_runs_again(tmp_path: Path) -> None:
     assert all(index.count(f'href="{m}.html"') == 1 for m in (*methods, "gauss_seidel_jacobi")), "earlier claims stay"
 
 
+def test_a_claim_says_that_the_named_draft_model_was_used(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    named = (*QUICK, "--draft-model", tiny_draft(), "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "out")
+    for _ in range(2):
+        result = run_foretell("reproduce", "draft_model", "autoregressive", *named, "--json")
+        assert result.exit_code == 0, result.output
+        drafted, plain = json.loads(result.stdout)
+        assert f"draft_model drafts with {tiny_draft()}, as named" in drafted["prepared"] and not plain["prepared"]
+    result = run_foretell("reproduce", "autoregressive", *named)
+    assert result.exit_code == 1 and "had no effect: no method of the claims that were checked drafts" in result.stderr
+
+
+def test_a_model_of_short_context_is_given_advice_that_helps() -> None:
+    result = run_foretell(
+        "reproduce", "draft_model", "sparse_kv_draft", *QUICK, "--draft-model", tiny_draft(), "--json"
+    )
+    assert result.exit_code == 0, result.output
+    mixed, own = (claim["found"] for claim in json.loads(result.stdout))
+    assert mixed.endswith("and the model reads at most 511; give shorter ones with --prompts FILE.jsonl")
+    assert own.endswith("the claim needs prompts of its own, so it cannot be checked on this model")
+
+
 def test_bad_input_gives_one_sentence(tmp_path: Path) -> None:
     assert "--all" in expect_error("reproduce", *QUICK)
     assert "--all" in expect_error("reproduce", "ngram", "--all", *QUICK)
@@ -63,6 +88,14 @@ def test_bad_input_gives_one_sentence(tmp_path: Path) -> None:
     run_foretell("reproduce", "autoregressive", *QUICK, "--out", tmp_path / "report")
     other = (*QUICK[:-1], "9")
     assert "another new_tokens" in expect_error("reproduce", "ngram", *other, "--out", tmp_path / "report")
+
+
+def test_a_method_of_another_package_has_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = replace(BUILT_IN[0], name="mine", aliases=())
+    points = [SimpleNamespace(name="mine", value="my.module:ENTRY", load=lambda: mine)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    assert "has no claim to check" in (error := expect_error("reproduce", "mine", *QUICK))
+    assert "foretell verify mine" in error and "unknown" not in error
 
 
 def test_a_full_disk_is_told_before_anything_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,8 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    with pytest.raises(ValueError, match="exists already"):
+    (tmp_path / "there" / "mine").touch()
+    with pytest.raises(ValueError, match="there is something already"):
         write_datastore(tmp_path / "there", arrays([1]), word_codec("a"), "m")
     with pytest.raises(ValueError, match="nothing to index"):
         write_datastore(tmp_path / "store", arrays([], []), word_codec("a"), "m")

@@ -60,7 +60,7 @@ def test_an_engine_begins_with_what_is_expected(model: Model) -> None:
     try:
         controller = Controller()
         model.engine("hybrid", controller=controller)
-        assert controller.cost.seconds(64, 64)[0] == 64.0
+        assert controller.cost.seconds_of([64])[0] == 64.0
         dear = [a.text for a in model.generate("Say hello.", max_new_tokens=8, method="hybrid")]
         model.expected_pass = {1: 1.0, 64: 1.0}
         assert [a.text for a in model.generate("Say hello.", max_new_tokens=8, method="hybrid")] == dear

@@ -60,7 +60,7 @@ def test_a_check_makes_way_for_requests_and_goes_on_later() -> None:
 )
 def test_only_what_promises_the_same_text_is_checked(method: str, temperature: float, promised: bool) -> None:
     model = foretell.load(str(tiny_target()), dtype="float32")
-    found = model.method(method, drafts=[foretell.load(str(tiny_target()), dtype="float32")])
+    found = model.method(method, drafts=[foretell.load(str(tiny_target()), dtype="float32")], shared=True)
     request = Request([1, 2], SamplingParams(temperature=temperature))
     assert promises_the_same_text(found, request) is promised
     assert not promises_the_same_text(found, replace(request, max_drafts=0))

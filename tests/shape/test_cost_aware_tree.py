@@ -100,6 +100,6 @@ def test_a_machine_that_becomes_slower_changes_no_size() -> None:
         cost.update((1, 8)[i % 2], (0.01, 0.012)[i % 2])
     for _ in range(40):
         cost.update(8, 0.036)
-    one, eight = cost.seconds(1, 8)[[0, -1]]
+    one, eight = cost.seconds_of([1, 8])
     assert eight / one == pytest.approx(1.2, rel=0.06)
     assert eight == pytest.approx(0.036, rel=0.1)

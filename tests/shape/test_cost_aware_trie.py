@@ -182,7 +182,7 @@ def test_costs_are_learned() -> None:
     assert not cost.needs_measurement(1)
     for i in range(200):
         cost.update((1, 4, 8, 12)[i % 4], truth((1, 4, 8, 12)[i % 4]))
-    found = cost.seconds(1, 12)
+    found = cost.seconds_of(range(1, 13))
     for n in (1, 4, 8, 12):
         assert found[n - 1] == pytest.approx(truth(n), rel=0.1)
     assert (np.diff(found) >= 0).all()
@@ -193,7 +193,7 @@ def test_one_outlier_hardly_counts() -> None:
     for _ in range(10):
         cost.update(1, 0.01)
     cost.update(1, 10.0)
-    assert cost.seconds(1, 1)[0] < 0.0115
+    assert cost.seconds_of([1])[0] < 0.0115
 
 
 def test_a_size_not_seen_for_long_is_measured() -> None:
@@ -211,7 +211,7 @@ def test_a_size_not_seen_for_long_is_measured() -> None:
 
 def test_a_large_pass_costs_in_proportion() -> None:
     cost = PassCost({1: 1.0, 128: 2.0})
-    assert cost.seconds(256, 256)[0] == pytest.approx(4.0)
+    assert cost.seconds_of([256])[0] == pytest.approx(4.0)
 
 
 def test_the_model_drafts_where_retrieval_finds_nothing() -> None:
@@ -307,15 +307,17 @@ def test_bad_parts_are_refused(make, words: str) -> None:  # type: ignore[no-unt
 def test_expected_seconds_are_where_learning_begins() -> None:
     cost, table = PassCost(), {1: 1.0, 64: 1.3}
     cost.expect(table)
-    assert cost.seconds(1, 128) == pytest.approx(CHEAP.seconds(1, 128)) and not cost.fixed
+    sizes = range(1, 129)
+    assert cost.seconds_of(sizes) == pytest.approx(CHEAP.seconds_of(sizes)) and not cost.fixed
     for _ in range(40):
         cost.update(1, 2.0)
         cost.update(64, 6.0)
-    assert cost.seconds(64, 64)[0] / cost.seconds(1, 1)[0] == pytest.approx(3.0, rel=0.05)
-    learned = cost.seconds(1, 64)
+    one, many = cost.seconds_of([1, 64])
+    assert many / one == pytest.approx(3.0, rel=0.05)
+    learned = cost.seconds_of(sizes)
     cost.expect(table)
-    assert (cost.seconds(1, 64) == learned).all(), "what was observed stays"
+    assert cost.seconds_of(sizes) == learned, "what was observed stays"
     EXPENSIVE.expect(table)
-    assert EXPENSIVE.seconds(64, 64)[0] == 64.0, "what was given stays"
+    assert EXPENSIVE.seconds_of([64])[0] == 64.0, "what was given stays"
     with pytest.raises(ValueError, match="positive seconds"):
         PassCost().expect({1: 0.0})

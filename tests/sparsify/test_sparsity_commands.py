@@ -55,6 +55,8 @@ def test_a_calibration_says_its_price_and_runs(method: str, tmp_path: Path) -> N
     drafted = run_foretell(*arguments, "--method", "sparse_mlp_draft", "--speculative-config", config)
     plain = run_foretell(*arguments, "--method", "autoregressive")
     assert drafted.exit_code == 0 and "lossless" in drafted.stderr and drafted.stdout == plain.stdout
+    again = expect_error("calibrate", "sparsity", model(), "--out", tmp_path / "out", "--method", method)
+    assert "there is something already" in again
 
 
 def test_thresholds_leave_out_the_share_that_was_asked_for() -> None:

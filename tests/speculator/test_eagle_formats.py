@@ -235,3 +235,9 @@ def test_unknown_types_and_forms_are_refused(tmp_path: Path) -> None:
         load(put(tmp_path / "c", config | {"transformer_layer_config": layer}, tensors))
     with pytest.raises(ValueError, match="transformer_layer_config should describe the layer"):
         load(put(tmp_path / "d", config | {"transformer_layer_config": None}, tensors))
+
+
+def test_a_draft_of_the_last_state_alone_is_refused_by_name(tmp_path: Path) -> None:
+    config, tensors = eagle3()
+    with pytest.raises(ValueError, match=r"eagle_config.use_aux_hidden_state should be true: .*, found False"):
+        load(put(tmp_path, config | {"eagle_config": {"use_aux_hidden_state": False}}, tensors))

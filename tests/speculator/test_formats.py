@@ -1,6 +1,9 @@
 """Published checkpoints: detected, read, with the logits of their own projects; and what is refused."""
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,10 @@ from published import (
     speculators_eagle3,
     vllm_medusa,
 )
+from safetensors.torch import load_file
 
+from foretell.load import load as load_model
+from foretell.load import load_draft
 from foretell.speculator import is_speculator
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator
@@ -53,6 +59,17 @@ def test_medusa_of_its_authors(tmp_path: Path, file: str, prefix: str) -> None:
         for i in range(2):
             x = x + F.silu(F.linear(x, tensors[f"{h}.{i}.linear.weight"], tensors[f"{h}.{i}.linear.bias"]))
         torch.testing.assert_close(logits[:, h], x @ tensors[f"{h}.2.weight"].T)
+
+
+def test_medusa_of_text_generation_inference_ends_in_the_output_matrix_of_its_target(tmp_path: Path) -> None:
+    config, tensors = authors_medusa(blocks=1)
+    blocks = {n: t for n, t in tensors.items() if ".linear." in n}
+    network = load(put(tmp_path, config, blocks, "medusa_lm_head.safetensors"))
+    assert isinstance(network, Medusa) and not network.config.own_head
+    logits = network(H)
+    for h in range(3):
+        x = H + F.silu(F.linear(H, tensors[f"{h}.0.linear.weight"], tensors[f"{h}.0.linear.bias"]))
+        torch.testing.assert_close(logits[:, h], x @ embedding_and_head().head.T)
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
@@ -170,6 +187,51 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.pt").unlink()
     with pytest.raises(ValueError, match="no weights here"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("make", [eagle1, lambda: eagle3(kept=V)])
+def test_the_line_that_converts_a_pickle_makes_a_speculator_of_it(
+    make: Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]], tmp_path: Path
+) -> None:
+    """SafeAILab's directories hold a pickle under the name of a language model, and no tensor to recognise them by."""
+    folder, (config, tensors) = tmp_path / "it's a $folder", make()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    torch.save(tensors | {"again": tensors["fc.weight"]}, folder / "pytorch_model.bin")
+    torch.save({}, folder / "training_args.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin: a pickle, and unpickling can run code; convert") as error:
+        load_draft(str(folder))
+    line = str(error.value).split(": ", 2)[2]
+    assert line.startswith("python -c ")
+    subprocess.run(line.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
+    assert load_draft(str(folder)) == folder and is_speculator(folder)
+    converted = load_file(folder / "model.safetensors")
+    assert converted.keys() == {*tensors, "again"} and all(torch.equal(converted[n], t) for n, t in tensors.items())
+
+
+def test_a_hub_id_of_a_speculator_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, commit = tmp_path / "models--owner--name", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    put(folder, *eagle3())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    assert load_draft("owner/name") == folder
+
+
+def test_a_draft_that_is_neither_speculator_nor_language_model(tmp_path: Path) -> None:
+    """As Hydra's checkpoints, which name no type."""
+    put(tmp_path, {"hydra_num_heads": 4, "hydra_num_layers": 1}, {"0.0.linear.weight": matrix(D, D, seed=1)})
+    with pytest.raises(ValueError, match=r"no speculator in a known format .* and no language model"):
+        load_draft(str(tmp_path))
+
+
+def test_a_speculator_under_the_name_of_a_language_model_is_no_target(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a model was asked for, and this is a speculator, which drafts for one"):
+        load_model(str(put(tmp_path, *eagle3())))
 
 
 def test_language_models_and_other_directories_are_no_speculators(tmp_path: Path) -> None:

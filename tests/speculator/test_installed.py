@@ -10,8 +10,14 @@ import torch
 from toy import TARGET, TinySource, Toy, ToyConfig, card_of
 
 from command import run_foretell
-from foretell.catalogue import BuildContext
+from foretell.accept import Match
+from foretell.catalogue import BuildContext, find
+from foretell.catalogue.inputs import NamedInputs
 from foretell.catalogue.speculators import trained_speculator
+from foretell.draft import NoDrafter
+from foretell.engine.method import AnyMethod, Method
+from foretell.model.runner import DecoderRunner
+from foretell.shape import RootOnly
 from foretell.speculator import is_speculator, network
 from foretell.speculator.checkpoint import save
 from foretell.speculator.installed import (
@@ -22,6 +28,7 @@ from foretell.speculator.installed import (
     find_installed,
     install_hint,
 )
+from foretell.speculator.network.base import Speculator
 from foretell.testing import TINY
 
 
@@ -87,6 +94,23 @@ def test_an_installed_one_is_found_by_kind_and_fingerprint(site: Path) -> None:
     assert find_installed("medusa", source.fingerprint()) is None
     assert [s.target for s in find_all_installed().speculators if s.kind == "toy"] == ["other", "tiny"]
     assert trained_speculator(parts(source), "toy").target_info.fingerprint == source.fingerprint()
+
+
+def test_an_installed_one_does_not_take_the_place_of_a_language_model_silently(site: Path) -> None:
+    source = TinySource()
+    write(install(site, "a_package", "tiny") / "toy", source)
+    entry = replace(
+        find("medusa"), name="toys", builder=lambda context, options: _toy_method(trained_speculator(context, "toy"))
+    )
+    context = replace(parts(source), drafts=(DecoderRunner(TARGET),))
+    assert entry.build(context).inputs == {"speculators"}
+    with pytest.raises(ValueError, match="the draft model small would have no effect: toys does not draft with it"):
+        NamedInputs(drafts=["small"]).require_used({"toys": entry.build(context).inputs})
+
+
+def _toy_method(found: Speculator) -> AnyMethod:
+    assert found.kind == "toy"
+    return Method(NoDrafter(), RootOnly(), Match())
 
 
 def test_broken_packages_become_sentences_and_harm_no_others(site: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_command_writes_a_speculator_whose_text_is_the_same(tmp_path: Path) 
     torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=0.02, atol=0)
     checked = run_foretell("verify", "dynamic_tree", "--model", model, "--draft-model", out)
     assert checked.exit_code == 0, checked.output
-    assert "not an empty folder" in expect_error("calibrate", "temperature", draft, *given, "--out", out)
+    assert "there is something already" in expect_error("calibrate", "temperature", draft, *given, "--out", out)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "mlp_speculator", "eagle"])

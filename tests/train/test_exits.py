@@ -149,6 +149,9 @@ def test_the_command_fits_exits_of_a_model_on_disk(tmp_path: Path) -> None:
     assert fitted.stdout.startswith("| layers | same token |") and "\n| 1 | " in fitted.stdout
     config = read_config(out)
     assert config["kind"] == "exits" and config["layers"] == [1] and config["target"]["fingerprint"]
+    card = (out / "README.md").read_text()
+    again = expect_error("train", "exits", tiny_target(), "--out", out, "--data", shared(), "--draft-vocab", "64")
+    assert "there is something already" in again and (out / "README.md").read_text() == card
     assert "measured on" in (out / "README.md").read_text()
     assert "| 1 | " in (out / "README.md").read_text()
 

@@ -56,6 +56,6 @@ def test_the_command_prints_the_cosines(tmp_path: object) -> None:
     text = expect_error("train", "exits", tiny_target(), "--out", out, "--data", shared(), "--joint")
     assert "--joint trains a feed-forward network that all exits share; give its width with --inner" in text
     text = expect_error(
-        "train", "exits", tiny_target(), "--out", out, "--data", shared(), *options, "--exit-weights", "1,2"
+        "train", "exits", tiny_target(), "--out", f"{out}2", "--data", shared(), *options, "--exit-weights", "1,2"
     )
     assert "a number above 0 for each of the 1 exits" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from training_helpers import shared, target
+from training_helpers import settings, shared, target, trained
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.catalogue import BUILT_IN
@@ -19,6 +19,8 @@ from foretell.reproduce.preparation.preparation import need_of
 from foretell.reproduce.preparation.texts import Texts
 from foretell.reproduce.preparation.training import PLANS
 from foretell.reproduce.preparation.vocabulary import halve_merges
+from foretell.speculator import installed
+from foretell.speculator.installed import InstalledSpeculator, InstalledSpeculators
 from foretell.train.data.dataset import Dataset
 from foretell.train.loop.trainer import TrainingCallback
 from foretell.train.recipe import RECIPES
@@ -58,7 +60,7 @@ def test_a_claim_is_checked_with_what_was_made_and_the_page_says_how(tmp_path: P
     assert [c["verdict"] == "not checked" for c in claims] == [False] * 3
     assert "3 steps on" in claims[0]["prepared"][0] and "held-back prompts" in claims[0]["prepared"][0]
     assert "exits" in claims[1]["prepared"][0] and "thresholds" in claims[2]["prepared"][0]
-    assert "Made for this check" in (tmp_path / "report" / "redrafter.html").read_text()
+    assert "Named or made for this check" in (tmp_path / "report" / "redrafter.html").read_text()
     made = {p: p.stat().st_mtime_ns for p in (tmp_path / "report" / "made").rglob("made.json")}
     runs = (tmp_path / "report" / "runs" / "records.jsonl").read_text()
     assert len(made) == 3 and not list((tmp_path / "report" / "made").rglob("checkpoint"))
@@ -67,6 +69,25 @@ def test_a_claim_is_checked_with_what_was_made_and_the_page_says_how(tmp_path: P
     assert [c["prepared"] for c in json.loads(again.stdout)] == [c["prepared"] for c in claims]
     assert {p: p.stat().st_mtime_ns for p in made} == made
     assert (tmp_path / "report" / "runs" / "records.jsonl").read_text() == runs
+
+
+@pytest.mark.parametrize("option", [{"hidden_layers": "0,1,2"}, {"own_head": "true"}])
+def test_a_training_begins_from_nothing_where_the_installed_speculator_does_not_fit(
+    option: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    wanted = settings(tmp_path / "eagle3", recipe="eagle3", options={"steps": "1", **option}, steps=1, measure_every=0)
+    trained(wanted)
+    card = target(str(tiny_target())).checkpoint.fingerprint()
+    found = InstalledSpeculator("tiny", "eagle3", card, tmp_path / "eagle3")
+    monkeypatch.setattr(installed, "find_all_installed", lambda: InstalledSpeculators((found,), ()))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    training = ("--train", "--train-data", shared(), "--train-steps", "2", "--out", tmp_path / "report")
+    made = run_foretell(*asked("p_eagle", "redrafter", "--prompts", tmp_path / "prompts.jsonl", *training, "--json"))
+    assert made.exit_code == 0, (made.output, made.exception)
+    assert [claim["verdict"] == "not checked" for claim in json.loads(made.stdout)] == [False, False], made.stdout
+    page = (tmp_path / "report" / "p_eagle.html").read_text()
+    assert "p_eagle from nothing, because the installed eagle3 does not fit: 2 steps" in page
 
 
 @dataclass

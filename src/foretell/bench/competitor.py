@@ -3,10 +3,10 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foretell.api import Model
+from foretell.api import Model, named_inputs
 from foretell.bench.peers.base import Peer
 from foretell.bench.questions import Question
 from foretell.bench.schema import Answer, MeanFidelityLoss, QuestionResult
@@ -14,6 +14,7 @@ from foretell.bench.timestamps import TokenTimer, TokenTimestamps
 from foretell.bench.tracing import TracingRunner
 from foretell.catalogue import find
 from foretell.catalogue.config import SpeculativeConfig
+from foretell.catalogue.inputs import NamedInputs
 from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
@@ -141,7 +142,14 @@ class Conversation:
 
 
 class MethodCompetitor(Competitor):
-    """A method of the catalogue. The turns of a conversation share one engine."""
+    """A method of the catalogue. The turns of a conversation share one engine.
+
+    `drafts` and `references` are for all methods of a run, of which this one uses what it can; with `own_drafts` the
+    drafts are for it alone.
+
+    Raises:
+        ValueError: the method cannot be built, or does not use its own drafts.
+    """
 
     def __init__(
         self,
@@ -150,17 +158,22 @@ class MethodCompetitor(Competitor):
         settings: GenerationSettings,
         drafts: Sequence[Model | Path] = (),
         references: Sequence[str] = (),
+        own_drafts: bool = False,
     ) -> None:
-        self.name = f"{spec.label}/{model.precision}"
+        self.name, self.label = f"{spec.label}/{model.precision}", spec.label
         self._model, self._spec, self._settings = model, spec, settings
         self._drafts, self._references = tuple(drafts), tuple(references)
         self._runner = model.runner()
         self._engines: dict[int, Engine] = {}
-        self.lossless = self._build_engine().method.lossless
+        method = self._build_engine().method
+        self.lossless, self.inputs = method.lossless, method.inputs
+        self.shared = named_inputs(() if own_drafts else self._drafts, self._references)
+        if own_drafts:
+            named_inputs(self._drafts).require_used({spec.label: method.inputs})
 
     def _build_engine(self) -> Engine:
         method = self._model.method(
-            self._spec.method, self._spec.config, drafts=self._drafts, references=self._references
+            self._spec.method, self._spec.config, drafts=self._drafts, references=self._references, shared=True
         )
         return Engine(TracingRunner(self._runner), method, rows=self._settings.batch)
 
@@ -254,6 +267,20 @@ class _RequestTrace:
     def requests_per_pass(self) -> float:
         """Mean requests in a pass."""
         return self._requests / self._passes if self._passes else 1.0
+
+
+def use_of_inputs(competitors: Sequence[MethodCompetitor], peers: Sequence[str] = ()) -> list[str]:
+    """Which methods use the drafts that were named for all of them, in a sentence where some do not. `peers`: those
+    that draft with the draft model.
+
+    Raises:
+        ValueError: no method uses the drafts, or the references.
+    """
+    most = max(competitors, key=lambda c: len(c.shared.drafts) + len(c.shared.speculators)).shared
+    NamedInputs(references=most.references).require_used({c.label: c.inputs for c in competitors})
+    sharing = {c.label: c.inputs for c in competitors if c.shared.drafts or c.shared.speculators}
+    sharing |= {name: frozenset({"drafts"}) for name in peers}
+    return replace(most, references=()).use(sharing)
 
 
 class PeerCompetitor(Competitor):

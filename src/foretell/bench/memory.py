@@ -68,7 +68,8 @@ def main(text: str) -> None:
         model, spec = s.target.load(s.model, precision, s.device, s.memory_limit), MethodSpec.parse(task.method)
         drafts = load_drafts(spec.config.model or s.draft_model, precision, s.device)
         references = [Path(r).read_text("utf-8") for r in s.references]
-        engine = model.engine(model.method(spec.method, spec.config, drafts=drafts, references=references), rows=1)
+        method = model.method(spec.method, spec.config, drafts=drafts, references=references, shared=True)
+        engine = model.engine(method, rows=1)
         _reset_peak()
         engine.complete([Request(task.prompt, max_new_tokens=s.max_new_tokens)])
     print(torch.cuda.max_memory_allocated(s.device) if s.device.startswith("cuda") else _read_peak())

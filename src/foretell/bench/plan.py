@@ -13,6 +13,7 @@ from foretell.bench.competitor import (
     MethodSpec,
     PeerCompetitor,
     load_drafts,
+    use_of_inputs,
 )
 from foretell.bench.memory import MemoryTask, measure_peak_memory
 from foretell.bench.peers import registry
@@ -70,19 +71,25 @@ class BenchPlan:
         return models
 
     def create_run(self, models: dict[str, Model], repeats: int) -> BenchRun:
-        """Build all competitors."""
+        """Build all competitors.
+
+        Raises:
+            ValueError: a method cannot be built, or none uses the draft model or the references.
+        """
         s = self.settings
         generation = GenerationSettings(s.max_new_tokens, s.temperature, s.seed, s.remember, s.batch)
         references = [Path(r).read_text("utf-8") for r in s.references]
-        competitors: list[Competitor] = []
+        methods = list[MethodCompetitor]()
         for precision, model in models.items():
             for spec in self.methods:
-                drafts = load_drafts(spec.config.model or s.draft_model, precision, s.device)
-                competitors.append(MethodCompetitor(model, spec, generation, drafts, references))
+                own = spec.config.model
+                drafts = load_drafts(own or s.draft_model, precision, s.device)
+                methods.append(MethodCompetitor(model, spec, generation, drafts, references, own_drafts=bool(own)))
         first = next(iter(models.values()))
         peers = registry.load_peers(self.peers, self._peer_settings(first))
-        competitors += [PeerCompetitor(p, first) for p in peers.values()]
-        return BenchRun(competitors, models, repeats, s.batch)
+        assisted = [name for name in self.peers if name.startswith("transformers-assisted")]
+        competitors: list[Competitor] = [*methods, *(PeerCompetitor(p, first) for p in peers.values())]
+        return BenchRun(competitors, models, repeats, s.batch, tuple(use_of_inputs(methods, assisted)))
 
     def _peer_settings(self, model: Model) -> registry.PeerSettings:
         s, context = self.settings, min(model.config.context, _PEER_CONTEXT)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
+from foretell.api import named_inputs
 from foretell.bench.competitor import MethodSpec
 from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings
 from foretell.bench.schema import Answer, QuestionResult
@@ -109,10 +110,11 @@ class MethodReplay:
         self.settings, self.spec, self._context = settings, spec, context
         self.name = f"{spec.label}/{settings.dtype}"
         try:
-            lossless = self._build_engine(ReplayRunner(settings.vocab, settings.context)).method.lossless
+            method = self._build_engine(ReplayRunner(settings.vocab, settings.context)).method
         except ValueError as error:
             raise ValueError(f"{spec.label} cannot be replayed: {error}") from error
-        if not lossless:
+        self.inputs = method.inputs
+        if not method.lossless:
             raise ValueError(
                 f"{spec.label} cannot be replayed: it is lossy, and the target's logits after a token that it did not "
                 "choose were not recorded; measure it with `foretell bench run`"
@@ -169,7 +171,8 @@ def method_replays(
     """Plain decoding and these methods; models are loaded only where drafting needs them.
 
     Raises:
-        ValueError: an unknown or lossy method, or one that needs what is not there.
+        ValueError: an unknown or lossy method, one that needs what is not there, or none uses the draft model or the
+            references.
     """
     specs = MethodSpec.parse_all(methods)
     drafts = [load(r, settings.dtype) for r in (draft_model or "").split(",") if r]
@@ -191,7 +194,9 @@ def method_replays(
             draft_codecs=tuple(d.codec for d in drafts),
         )
 
-    return [MethodReplay(settings, spec, context) for spec in specs]
+    replays = [MethodReplay(settings, spec, context) for spec in specs]
+    named_inputs(drafts, list(map(str, references))).require_used({r.spec.label: r.inputs for r in replays})
+    return replays
 
 
 def replay_all(

@@ -19,13 +19,15 @@ _SHIFT = 3
 class BenchRun:
     """Competitors, number of repeats, and the target by precision, which scores divergences.
 
-    The first competitor is plain decoding. `batch`: questions answered at a time; the last ones may be fewer.
+    The first competitor is plain decoding. `batch`: questions answered at a time; the last ones may be fewer. `notes`:
+    which methods use what was named for all of them.
     """
 
     competitors: Sequence[Competitor]
     models: Mapping[str, Model]
     repeats: int
     batch: int = 1
+    notes: tuple[str, ...] = ()
 
     @property
     def answers_per_question(self) -> int:

@@ -134,8 +134,10 @@ class Entry:
         Raises:
             ValueError: an invalid option, or something that the method needs is missing or does not fit.
         """
-        method = self.builder(context, self.parse_options(config or {}))
-        return replace(method, name=self.name, drafter_label=method.drafter_label or self.draft)
+        own = replace(context)
+        method = self.builder(own, self.parse_options(config or {}))
+        label = method.drafter_label or self.draft
+        return replace(method, name=self.name, drafter_label=label, inputs=frozenset(own.read))
 
 
 def _describe_schema(schema: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 submitted when the one before it is answered.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +78,15 @@ class Batch:
                 yield from self._in_order()
         self._active.clear()
         yield from self._in_order()
+
+    def inputs(self, prompts: Iterable[PromptSpec]) -> dict[str, frozenset[str]]:
+        """What the methods of these prompts are built from, by their names; those that cannot be built are left out."""
+        found = {self._engine.method.name: self._engine.method.inputs}
+        for prompt in prompts:
+            with suppress(ValueError):
+                method = self._method(prompt)
+                found[method.name] = method.inputs
+        return found
 
     def _submit(self, line: int, prompt: PromptSpec) -> None:
         model, asked = (

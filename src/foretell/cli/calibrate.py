@@ -20,6 +20,7 @@ from foretell.train.data.dataset import Dataset
 from foretell.train.exits.calibrate import CalibrationSettings, Loss, calibrate
 from foretell.train.loop.job import check_data
 from foretell.utils.names import unknown
+from foretell.utils.paths import require_empty
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,6 +79,7 @@ def sparsity(
     if method not in methods:
         raise unknown("method", method, methods)
     check_share(share)
+    require_empty(out)
     console, source = Console(stderr=True), open_source(model, "calibrated")
     found = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
     config = source.config

@@ -18,6 +18,7 @@ from foretell.train.data.dataset import Dataset, Document
 from foretell.train.draft_temperature import fit_temperature, temperature_network
 from foretell.train.loop.job import check_data
 from foretell.train.loop.model_card import CARD
+from foretell.utils.paths import require_empty
 
 Fitted = Annotated[
     str, typer.Argument(metavar="SPECULATOR", help="Directory of a speculator, or the kind of an installed one.")
@@ -27,6 +28,8 @@ DataSet = Annotated[
     Path | None,
     typer.Option("--data", metavar="SET", help="Data set with the model's answers. Default: it writes one in DIR."),
 ]
+_DATA = "calibration-data"
+"""Data set that is written in the folder of the speculator where none is named."""
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the data set to fit on and to compare on.")]
 
 
@@ -100,12 +103,11 @@ def _fit(
     fit: Callable[[Model, Speculator, list[Document]], str],
 ) -> None:
     """Load a speculator, let `fit` change it and say what it found, and write it with its card."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there and not an empty folder; name another --out")
+    require_empty(out, besides=_DATA if data_folder is None else "")
     console, target = Console(stderr=True), load(model, dtype)
     network = target.speculator(speculator)
     if data_folder is None:
-        data_folder = out / "calibration-data"
+        data_folder = out / _DATA
         data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype)
     dataset = Dataset.open(data_folder)
     check_data(dataset, target)

@@ -34,7 +34,7 @@ def build(
     tokenizer: Annotated[
         str, typer.Option(help="Model whose tokenizer is used: alias, directory, .gguf file or hub id.")
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
+    out: Annotated[Path, typer.Option(help="Directory to write, which is new or empty.")],
     depth: Annotated[int, typer.Option(min=1, max=64, help="Longest n-gram that is found, in tokens.")] = DEFAULT_DEPTH,
 ) -> None:
     """Index files for targets with one tokenizer.

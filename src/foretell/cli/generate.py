@@ -231,9 +231,10 @@ def run(
     rows = rows if plan is not None else min(rows, len(specs))
     # A method decodes a single request with its own estimates.
     controller = Controller() if rows > 1 else None
-    engine = setup.model.engine(setup.method(method), rows, plan is not None, controller=controller)
+    engine = setup.model.engine(setup.shared_method(method), rows, plan is not None, controller=controller)
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
     batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs, plan)
+    setup.inputs.require_used(batch.inputs(prompt for _, prompt in specs))
     answers = list["Answer"]()
     started = time.perf_counter()
     with Interrupt() as interrupt:

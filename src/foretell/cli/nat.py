@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.nat.checkpoint import load_model, require_autoregressive, require_same_words
-from foretell.nat.decode import DecodeOptions, translate
+from foretell.nat.decode import DecodeOptions, options_read, translate
 from foretell.nat.distill import distilled
 from foretell.nat.evaluate import NatReport, evaluate
 from foretell.nat.lossless import translate_verified
@@ -61,6 +62,7 @@ def main() -> None:
 
 @app.command()
 def data(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Tab-separated file to write: source, reference, …")],
     task: Annotated[str, typer.Option(metavar="NAME", help="number_to_words or words_to_number.")] = "number_to_words",
     pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs to write.")] = 20_000,
@@ -88,6 +90,12 @@ def data(
     """
     if source is not None and teacher is None:
         raise ValueError("--from names pairs to distil, so it needs --teacher DIR")
+    if source is not None:
+        refuse_unused(
+            ctx, ("task", "pairs", "digits", "all_references", "exclude", "seed"), "--from names the pairs to distil"
+        )
+    if teacher is not None:
+        refuse_unused(ctx, ("all_references",), "--teacher replaces the references of a source by one")
     if source is None:
         known = set() if exclude is None else {p.source for p in read_pairs(exclude)}
         found = list(generate_pairs(task, pairs, seed, digits, all_references, known))
@@ -179,6 +187,7 @@ def _load(
 
 @app.command("translate")
 def translate_command(
+    ctx: typer.Context,
     folder: Folder,
     source: Annotated[
         list[str] | None, typer.Argument(metavar="SOURCE", help="Sources; none: lines of standard input.")
@@ -199,6 +208,7 @@ def translate_command(
     foretell nat translate ar "1 9 8 4" --drafter cmlm --json
     """
     model, draft, chooser = _load(folder, drafter, teacher)
+    _refuse_unused(ctx, model if draft is None else draft, drafts=draft is not None)
     settings = _decode_options(iterations, length_candidates, fertility_samples, temperature, seed)
     for text in source or (line.strip() for line in sys.stdin):
         tokens = model.config.source.encode(text)
@@ -219,6 +229,7 @@ def translate_command(
 
 @app.command("evaluate")
 def evaluate_command(
+    ctx: typer.Context,
     folder: Folder,
     data: Annotated[Path, typer.Option(metavar="FILE", help="Pairs with one reference or several.")],
     drafter: Drafter = None,
@@ -238,12 +249,28 @@ def evaluate_command(
     foretell nat evaluate ar --data test.tsv --drafter cmlm
     """
     model, draft, chooser = _load(folder, drafter, teacher)
+    _refuse_unused(ctx, model if draft is None else draft, drafts=draft is not None)
     settings = _decode_options(iterations, length_candidates, fertility_samples, temperature, seed)
     report = evaluate(model, read_pairs(data), settings, batch, chooser, draft)
     if as_json:
         typer.echo(json.dumps({"model": str(folder), "kind": model.config.kind, **asdict(report)}, indent=1))
     else:
-        Console().print(_table(report))
+        Console().print(_table(report, batch))
+
+
+def _refuse_unused(ctx: typer.Context, model: NatModel, drafts: bool) -> None:
+    """Refuse options of decoding that this model does not read when it translates, or drafts.
+
+    Raises:
+        ValueError: one was given.
+    """
+    kind, does = model.config.kind, "drafts" if drafts else "decodes"
+    unread = DecodeOptions.model_fields.keys() - options_read(kind, drafts)
+    if "fertility_samples" in unread:
+        unread |= {"teacher"}
+    refuse_unused(ctx, unread, f"a model of the kind {kind} {does} here, which does not read that")
+    if ctx.params["fertility_samples"] == 1:
+        refuse_unused(ctx, ("teacher",), "it chooses among several --fertility-samples, and there is one")
 
 
 def _decode_options(
@@ -259,19 +286,20 @@ def _decode_options(
     return validate(DecodeOptions, values, "options of decoding")
 
 
-def _table(report: NatReport) -> Table:
+def _table(report: NatReport, batch: int) -> Table:
+    of = "per source" if batch == 1 else f"per batch of {batch} sources"
     table = Table(box=None, show_header=False)
     rows = {
         "pairs": f"{report.pairs:,}",
         "exact match": f"{report.exact_match:.1%}",
-        "edit distance": f"{report.edit_distance:.4f}",
-        "decoder passes": f"{report.passes:.2f}",
-        "passes of the drafter": f"{report.draft_passes:.2f}",
+        "edit distance, per word of the reference": f"{report.edit_distance:.4f}",
+        f"decoder passes {of}": f"{report.passes:.2f}",
         "tokens per pass": f"{report.tokens_per_pass:.2f}",
         "tokens per second": f"{report.tokens_per_second:,.0f}",
-        "milliseconds": f"{report.milliseconds:.2f}",
+        f"milliseconds {of}": f"{report.milliseconds:.2f}",
     }
     if report.same_as_verifier is not None:
+        rows[f"passes of the drafter {of}"] = f"{report.draft_passes:.2f}"
         rows["same as greedy decoding"] = f"{report.same_as_verifier:.1%}"
     for name, value in rows.items():
         table.add_row(name, value)

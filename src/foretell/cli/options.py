@@ -18,7 +18,7 @@ Method = Annotated[
 ]
 DraftModel = Annotated[
     list[str] | None,
-    typer.Option("--draft-model", metavar="REF", help="Draft model, or directory of a trained speculator; repeatable."),
+    typer.Option("--draft-model", metavar="REF", help="Draft model, or a trained speculator, by REF; repeatable."),
 ]
 Reference = Annotated[
     list[Path] | None, typer.Option("--reference", metavar="FILE", help="Reference document to draft from; repeatable.")

@@ -107,6 +107,12 @@ def reproduce(
             Console(stderr=True, highlight=False).print(f"{index}: the report")
     if as_json:
         typer.echo(json.dumps([r.as_json() for r in results]))
+    checked = [r for r in results if r.finding is not None]
+    if draft_model and checked and not any(r.prepared for r in checked):
+        raise ValueError(
+            f"the draft model {', '.join(draft_model)} had no effect: no method of the claims that were checked drafts "
+            "with it; leave --draft-model out, or name methods that do"
+        )
 
 
 def _writable(folder: Path, least: int) -> Path:

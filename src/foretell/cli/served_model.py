@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foretell.catalogue import catalogue, find
-from foretell.catalogue.config import SpeculativeConfig
 from foretell.cli.setup import MethodSelection, load_models, set_threads
 from foretell.load import TargetOptions
 from foretell.model.load.memory import available_memory
@@ -51,16 +50,18 @@ class ServedModel:
         setup = load_models(
             self.model, self.dtype, self.device, self.selection, self.references, target_options=self.target_options
         )
-        # The options of the command line are for the method that it named.
-        others = replace(setup, config=SpeculativeConfig())
         cheap = {entry.name for entry in catalogue().values() if entry.family in CHEAP_FAMILIES}
         default = self.selection.name
         methods = Methods(
-            lambda name: (setup if name == default else others).method(name),
+            # The options of the command line are for the method that it named.
+            lambda name: setup.shared_method(name) if name == default else setup.other_method(name),
             default,
             cheap | {find(name).name for name in self.allowed},
         )
-        methods.get(default)
+        first = methods.get(default)
+        if not self.allowed:
+            # References are for the retrieval methods that requests may ask for.
+            replace(setup.inputs, references=()).require_used({first.name: first.inputs})
         runner, memory, engine = setup.model.runner(), available_memory(), self.engine
         if engine.cache_bytes is None and runner.shares_prefixes and memory is not None:
             engine = replace(engine, cache_bytes=int(memory * CACHE_SHARE / self.sharing))

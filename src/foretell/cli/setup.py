@@ -4,15 +4,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from foretell.api import Model
+from foretell.api import Model, named_inputs
 from foretell.catalogue import DEFAULT_METHOD, find
 from foretell.catalogue.config import SpeculativeConfig
+from foretell.catalogue.inputs import NamedInputs
 from foretell.cli.expected_pass import expected_pass
 from foretell.engine.method import AnyMethod
 from foretell.load import PLAIN_TARGET, TargetOptions, load_draft
@@ -64,9 +65,18 @@ class ModelSetup:
         """Build the method of this name."""
         return self.model.method(name, self.config, drafts=self.drafts, references=self.references)
 
+    def shared_method(self, name: str) -> AnyMethod:
+        """Build one of several methods, which uses what it can of the draft models and references."""
+        return self.model.method(name, self.config, drafts=self.drafts, references=self.references, shared=True)
+
     def other_method(self, name: str) -> AnyMethod:
-        """Build a method that the command line did not name: the options given there are not for it."""
-        return self.model.method(name, drafts=self.drafts, references=self.references)
+        """The same for a method that the command line did not name: the options given there are not for it."""
+        return replace(self, config=SpeculativeConfig()).shared_method(name)
+
+    @property
+    def inputs(self) -> NamedInputs:
+        """What the command line names for methods to draft with."""
+        return named_inputs(self.drafts, self.references)
 
 
 def parse_method(

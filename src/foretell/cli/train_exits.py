@@ -21,8 +21,11 @@ from foretell.train.exits.halting import Oracle
 from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, result_lines, save_exits
 from foretell.train.exits.joint import JointSettings, parse_weights
 from foretell.train.loop.job import check_data
+from foretell.utils.paths import require_empty
 
 _DEFAULTS, _HALTING = ExitSettings(), HaltingSettings()
+_DATA = "data"
+"""Data set that is written in the folder of the exits where none is named."""
 
 
 def exits(
@@ -122,6 +125,7 @@ def exits(
             f"--blocks {blocks}: decoder blocks are trained by gradient, with a linear map; give --steps, and neither "
             "--inner nor --kind shared"
         )
+    require_empty(out, besides=_DATA if data_folder is None else "")
     console = Console(stderr=True)
     target = load(model, dtype)
     chosen = parse_hidden_layers(layers, target.config.layers, "--layers") if layers else ()
@@ -130,7 +134,7 @@ def exits(
     if blocks and len(chosen) != 1:
         raise ValueError(f"--blocks {blocks}: one exit may have decoder blocks; name its layer, as --layers 6")
     if data_folder is None:
-        data_folder = out / "data"
+        data_folder = out / _DATA
         data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype, seed=seed)
     dataset = Dataset.open(data_folder)
     check_data(dataset, target)

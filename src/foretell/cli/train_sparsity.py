@@ -19,6 +19,7 @@ from foretell.sparsify.predictors import (
     fit_predictors,
     save_predictors,
 )
+from foretell.utils.paths import require_empty
 
 _DEFAULTS = PredictorSettings()
 
@@ -68,6 +69,7 @@ def sparsity(
 
     foretell generate "Why is the sky blue?" --sparsity predicted
     """
+    require_empty(out)
     settings = PredictorSettings(share, head_sparsity, block, look_ahead, rank, steps, lr, seed=seed)
     console, source = Console(stderr=True), open_source(model, "made sparse")
     check_settings(source.config, settings)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,10 +73,14 @@ def verify(
     target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype)
     ready = load_models(model, dtype, device, wish, reference, target_options=target_options)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
-    names = [ready.method(n).name for n in chosen] or buildable_methods(ready.model, ready.drafts, ready.references)
-    for i, name in enumerate(names):
-        with spinner(f"checking {name}, {i + 1} of {len(names)}"):
-            reports.append(verifier.check(lambda: ready.method(name)))  # noqa: B023 (called before the loop goes on)
+    inputs = {m.name: m.inputs for m in map(ready.shared_method, chosen)} or buildable_methods(
+        ready.model, ready.drafts, ready.references
+    )
+    for note in ready.inputs.use(inputs):
+        typer.echo(note, err=True)
+    for i, name in enumerate(inputs):
+        with spinner(f"checking {name}, {i + 1} of {len(inputs)}"):
+            reports.append(verifier.check(partial(ready.shared_method, name)))
         if not as_json:
             print_report(reports[-1])
     if as_json:

@@ -166,7 +166,7 @@ class Controller:
         self._probed_nodes = self._drafted_nodes = 0
         self._measures_plain = load.is_decode and self.cost.needs_measurement(load.tokens)
         self._expected_tokens = float(self._decoding)
-        self._expected_seconds = float(self.cost.seconds(load.tokens, load.tokens)[0])
+        self._expected_seconds = self.cost.seconds_of([load.tokens])[0]
 
     def depths(self, bound: BoundMethod, count: int) -> list[int]:
         """Greatest depth of the drafts of each of `count` requests of a method; 0: the method is not asked."""
@@ -197,12 +197,12 @@ class Controller:
         load, plain = self._load, self._decoding
         nodes = count * np.cumsum(estimate.nodes)
         sizes = np.ceil(nodes).astype(np.int64)
-        pass_seconds = self.cost.seconds(load.tokens, load.tokens + int(sizes[-1]))
+        undrafted, *drafted = self.cost.seconds_of([load.tokens, *(load.tokens + sizes).tolist()])
         levels = np.arange(1, len(nodes) + 1) if _counts_levels(bound, estimate) else np.ones(len(nodes))
         tokens = plain + count * np.cumsum(estimate.chance * estimate.nodes)
-        rate = tokens / (pass_seconds[sizes] + estimate.seconds(count) * levels)
+        rate = tokens / (np.array(drafted) + estimate.seconds(count) * levels)
         best = int(np.argmax(rate))
-        return float(rate[best] * pass_seconds[0] / plain), best + 1
+        return float(rate[best] * undrafted / plain), best + 1
 
     def _switch(self, state: _MethodState, speedup: float) -> None:
         state.speedup += _SPEEDUP_SHARE * (speedup - state.speedup)
@@ -227,7 +227,7 @@ class Controller:
     def _interval(self, state: _MethodState) -> int:
         """Steps from this probe to the next, so that probes take `_PROBE_SHARE` of the time."""
         first = self._load.tokens
-        plain, larger = self.cost.seconds(first, first + _PROBE_NODES)[[0, -1]].tolist()
+        plain, larger = self.cost.seconds_of((first, first + _PROBE_NODES))
         draft = 0.0 if state.active else state.estimate.seconds(_PROBE_ROWS)
         return max(self._probe_interval, int(state.probe_left * (larger - plain + draft) / (_PROBE_SHARE * plain)))
 
@@ -256,7 +256,7 @@ class Controller:
                 part.own = part.own or part.tree
                 part.tree = replace(part.tree, valid=left)
         size = first + int(np.count_nonzero(chosen))
-        self._expected_seconds = float(self.cost.seconds(size, size)[0]) + draft_seconds
+        self._expected_seconds = self.cost.seconds_of([size])[0] + draft_seconds
 
     def _chances(self, part: DraftedTrees) -> Float[np.ndarray, "b n"]:
         """Probability of acceptance of every node."""
@@ -280,7 +280,8 @@ class Controller:
         # Stable: of equals the earlier ones stay, so that a node's parent is kept.
         order = np.argsort(-value, kind="stable")[:candidates]
         gained = np.concatenate([[0.0], np.cumsum(value[order])])
-        rate = (worth + gained) / (self.cost.seconds(first, first + candidates) + draft_seconds)
+        pass_seconds = np.array(self.cost.seconds_of(range(first, first + candidates + 1)))
+        rate = (worth + gained) / (pass_seconds + draft_seconds)
         chosen[order[int(np.argmax(rate)) + self._probed_nodes :]] = False
         return chosen
 
@@ -314,7 +315,7 @@ class Controller:
     def _count(self, step: StepResult) -> None:
         s, requests = self.statistics, range(len(step.paths))
         verified, tokens = sum(map(step.num_drafted, requests)), sum(map(len, step.new_tokens))
-        plain = float(self.cost.seconds(self._load.tokens, self._load.tokens)[0]) / len(step.paths)
+        plain = self.cost.seconds_of([self._load.tokens])[0] / len(step.paths)
         s.steps += 1
         s.drafting_steps += verified > 0
         s.nodes_drafted += self._drafted_nodes

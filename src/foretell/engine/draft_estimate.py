@@ -94,7 +94,7 @@ class DraftEstimate:
 
     def seconds(self, rows: int) -> float:
         """Expected seconds of drafting for so many requests; per level, where levels are counted."""
-        return float(self._cost.seconds(rows, rows)[0])
+        return self._cost.seconds_of([rows])[0]
 
     def count_time(self, rows: int, seconds: float, levels: int) -> None:
         """Count the time of drafting `levels` levels for so many requests."""

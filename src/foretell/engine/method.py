@@ -29,6 +29,8 @@ class Method(Generic[D]):
     name: str = field(default="custom", kw_only=True)
     drafter_label: str = field(default="", kw_only=True)
     """What drafts, in a few words; empty: the drafter's own label."""
+    inputs: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """What it was built from besides the target: `drafts`, `speculators`, `references`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, self.tree.drafter_type):

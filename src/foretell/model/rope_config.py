@@ -60,7 +60,9 @@ class RopeConfig:
         return trained
 
 
-_COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned")
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Which dimensions rotate by time, height and width of an image, which for text are all the same position."""
+_COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned", *_OF_IMAGES)
 _KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "default": ("factor",),
     "linear": ("factor",),

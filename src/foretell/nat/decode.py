@@ -15,7 +15,7 @@ from foretell.train.objective.masking import lowest
 
 
 class DecodeOptions(BaseModel):
-    """How a model decodes; each option is for the kinds that it names."""
+    """How a model decodes; each option is for the kinds that it names, and the others do not read it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,6 +34,25 @@ class DecodeOptions(BaseModel):
     def iterations_of(self, kind: Kind) -> int:
         """Passes for a kind."""
         return self.iterations or {"cmlm": 4, "sundae": 8}.get(kind, 1)
+
+
+def options_read(kind: Kind, drafts: bool = False) -> frozenset[str]:
+    """The options that a model of this kind reads when it translates, or when it drafts for an autoregressive one."""
+    return _READ_BY_DRAFTERS.get(kind, frozenset()) if drafts else _READ[kind]
+
+
+_ITERATIVE = frozenset({"iterations", "length_candidates"})
+_READ: Mapping[Kind, frozenset[str]] = {
+    "autoregressive": frozenset(),
+    "cmlm": _ITERATIVE,
+    "glat": _ITERATIVE,
+    "fertility": frozenset({"fertility_samples", "seed"}),
+    "sundae": _ITERATIVE | {"update_share", "temperature", "seed"},
+}
+_READ_BY_DRAFTERS: Mapping[Kind, frozenset[str]] = {
+    # The others draft in one pass, with the most probable length.
+    "sundae": frozenset({"iterations", "update_share", "temperature", "seed"}),
+}
 
 
 @dataclass(frozen=True)

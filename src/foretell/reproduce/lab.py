@@ -6,11 +6,12 @@ from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
-from foretell.api import Model
+from foretell.api import Model, named_inputs
 from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.schema import FileModel, FrozenModel
 from foretell.core.sampling import SamplingParams
-from foretell.engine.request import Completion
+from foretell.engine.method import AnyMethod
+from foretell.engine.request import Completion, Request
 from foretell.reproduce.preparation.preparation import Preparation
 from foretell.utils.store import RunStore
 
@@ -72,7 +73,7 @@ class LabRun(FrozenModel):
     """Share of tokens that a lossy method changed."""
     tokens: tuple[tuple[int, ...], ...]
     prepared: str = ""
-    """How what it drafted with was made for the check; empty: nothing was made."""
+    """What it drafted with and how that was made for the check, or that it was named; empty: neither."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -98,6 +99,10 @@ class LabRun(FrozenModel):
         """Share of the passes that accepted a draft at `depth` - 1 that accept one at `depth`; depths begin with 1."""
         reached = (self.drafting_passes, *self.accepted_per_position)
         return self.accepted_per_position[depth - 1] / reached[depth - 1] if depth < len(reached) else 0.0
+
+
+class PromptTooLongError(ValueError):
+    """A prompt of a check is longer than the model's context."""
 
 
 class Lab:
@@ -127,7 +132,7 @@ class Lab:
         self._notes: dict[str, None] = {}
 
     def take_notes(self) -> tuple[str, ...]:
-        """How the things were made that methods drafted with since the last call."""
+        """What methods drafted with since the last call that was named, or made for the check and how."""
         found, self._notes = tuple(self._notes), {}
         return found
 
@@ -157,6 +162,7 @@ class Lab:
         """Decode `prompts` (default: `mixed`) with a method, `repeat` times with other seeds; once per folder.
 
         Raises:
+            PromptTooLongError: the model reads no prompt of this length.
             ValueError: the method cannot be built for this model.
         """
         prompts = tuple(prompts or self.mixed)
@@ -189,18 +195,40 @@ class Lab:
         drafts, wanted = self._drafts, dict(options or {})
         if made is not None:
             drafts, wanted = made.drafts, wanted | dict(made.options)
-        built = self.model.method(method, wanted or None, drafts=drafts, references=references)
+        built = self.model.method(method, wanted or None, drafts=drafts, references=references, shared=made is None)
         engine, longest = self.model.engine(built, rows=self._rows), self._settings.new_tokens
         requests = [
             self.model.request(text, SamplingParams(temperature=temperature, seed=seed), max_new_tokens=longest)
             for seed in range(repeat)
             for text in prompts
         ]
+        self._check_length(requests, prompts)
         done = engine.complete(requests)
         plain: Sequence[Sequence[int]] = [c.tokens for c in done]
         if method != PLAIN:
             plain = self.run(PLAIN, prompts=prompts, temperature=temperature, repeat=repeat).tokens
-        return _summarise(key, done, plain, "" if made is None else made.note)
+        return _summarise(key, done, plain, self._named(built) if made is None else made.note)
+
+    def _check_length(self, requests: Sequence[Request], prompts: Sequence[str]) -> None:
+        """Check that the model reads prompts of this length.
+
+        Raises:
+            PromptTooLongError: it does not.
+        """
+        longest, most = max(len(r.prompt) for r in requests), self.model.config.context - 1
+        if longest > most:
+            remedy = (
+                "give shorter ones with --prompts FILE.jsonl"
+                if tuple(prompts) == self.mixed
+                else "the claim needs prompts of its own, so it cannot be checked on this model"
+            )
+            raise PromptTooLongError(f"a prompt has {longest} tokens, and the model reads at most {most}; {remedy}")
+
+    def _named(self, method: AnyMethod) -> str:
+        """Which of the draft models that were named a method drafts with."""
+        named = named_inputs(self._drafts)
+        used = [name for kind, names in vars(named).items() if kind in method.inputs for name in names]
+        return f"{method.name} drafts with {', '.join(used)}, as named" if used else ""
 
 
 def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[int]], prepared: str) -> LabRun:

@@ -59,7 +59,7 @@ def _page(result: ClaimResult, conditions: Mapping[str, str]) -> str:
     if not finding.holds and finding.reason:
         terms["Why not"] = finding.reason
     if result.prepared:
-        terms["Made for this check"] = "; ".join(result.prepared)
+        terms["Named or made for this check"] = "; ".join(result.prepared)
     return render_page(
         title,
         f"{claim.statement} Measured here: {finding.summary}.",

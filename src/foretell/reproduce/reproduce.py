@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foretell.catalogue import find
 from foretell.reproduce.claim import Claim, Finding, Verdict
-from foretell.reproduce.lab import Lab
+from foretell.reproduce.lab import Lab, PromptTooLongError
 from foretell.reproduce.preparation.preparation import need_of
 
 
@@ -21,7 +21,7 @@ class ClaimResult:
     """Why it was not checked."""
     seconds: float = 0.0
     prepared: tuple[str, ...] = ()
-    """How the things were made that it was checked with and that do not ship."""
+    """What it was checked with that does not ship: what was named, and what was made here and how."""
 
     def as_json(self) -> dict[str, object]:
         """For `--json`."""
@@ -54,7 +54,7 @@ def _check(lab: Lab, claim: Claim) -> ClaimResult:
         finding = claim.check(lab)
     except ValueError as error:
         obstacle = str(error)
-        if lab.preparation is None and need_of(claim.method):
+        if lab.preparation is None and need_of(claim.method) and not isinstance(error, PromptTooLongError):
             obstacle = f"{obstacle}; --train with --out DIR makes what it needs here"
         return ClaimResult(claim, "not checked", None, obstacle, time.monotonic() - begin)
     verdict: Verdict = "holds" if finding.holds else "does not hold"

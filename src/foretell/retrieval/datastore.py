@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from foretell.retrieval.suffix_array import SEPARATOR, build_suffix_array
 from foretell.tokenizer.codec import TextCodec
+from foretell.utils.paths import require_empty
 from foretell.utils.validation import read_model
 
 DEFAULT_DEPTH = 16
@@ -131,10 +132,9 @@ def write_datastore(
     """Index documents and write the datastore to the directory `out`, which is created only when it is complete.
 
     Raises:
-        ValueError: `out` exists, or there is nothing to index.
+        ValueError: `out` is not new or empty, or there is nothing to index.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists already: remove it or name another directory")
+    require_empty(out)
     count = 0
 
     def counted() -> Iterable[UInt32[np.ndarray, " _"]]:

@@ -46,8 +46,7 @@ class PassCost:
         self._ratio, self._weight = [0.0] * _MAX_TOKENS, [0.0] * _MAX_TOKENS
         """Observed over prior seconds of each size, and the weight of the observations."""
         self._interpolated_ratio = np.ones(_MAX_TOKENS)
-        self._estimate, self._estimates = self._prior, self._prior.tolist()
-        """The same as an array, and as a list for single sizes."""
+        self._estimates: list[float] = self._prior.tolist()
         self._deviations = deque[float](maxlen=_DRIFT_PASSES)
         """Observed over estimated seconds of the last passes."""
         self._speed = 1.0
@@ -73,14 +72,6 @@ class PassCost:
         """Whether the seconds were given."""
         return self._fixed
 
-    def seconds(self, first: int, last: int) -> Float[np.ndarray, " n"]:
-        """Seconds of passes over `first`, `first + 1`, …, `last` tokens."""
-        if last <= _MAX_TOKENS:
-            return self._estimate[first - 1 : last] * self._speed
-        sizes = np.arange(first, last + 1)
-        inside = self._estimate[np.minimum(sizes, _MAX_TOKENS) - 1] * self._speed
-        return np.asarray(inside * np.maximum(sizes / _MAX_TOKENS, 1))
-
     def seconds_of(self, sizes: Iterable[int]) -> list[float]:
         """Seconds of passes over these numbers of tokens."""
         return [self._estimates[min(n, _MAX_TOKENS) - 1] * self._speed * max(n / _MAX_TOKENS, 1.0) for n in sizes]
@@ -88,7 +79,7 @@ class PassCost:
     def least_increase(self, first: int, last: int) -> float:
         """Least seconds per further token, over all passes of `first + 1` to `last` tokens."""
         if (first, last) not in self._increases:
-            seconds = self.seconds(first, last) / self._speed
+            seconds = np.array(self.seconds_of(range(first, last + 1))) / self._speed
             further = (seconds[1:] - seconds[0]) / np.arange(1, len(seconds))
             self._increases[first, last] = float(further.min())
         return self._increases[first, last] * self._speed
@@ -133,7 +124,7 @@ class PassCost:
         self._set_estimate(np.maximum.accumulate(self._prior * self._interpolated_ratio))
 
     def _set_estimate(self, seconds: Float[np.ndarray, " n"]) -> None:
-        self._estimate, self._estimates = seconds, seconds.tolist()
+        self._estimates = seconds.tolist()
         self._increases.clear()
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -138,17 +139,15 @@ class Verifier:
         return mean_total_variation(*self._classifier.logits_both_ways(tokens))
 
 
-def buildable_methods(model: Model, drafts: Sequence[Model | Path] = (), references: Sequence[str] = ()) -> list[str]:
-    """Methods of the catalogue that can be built with this target, `drafts` and `references`."""
-
-    def is_buildable(name: str) -> bool:
-        try:
-            model.method(name, drafts=drafts, references=references)
-        except ValueError:
-            return False
-        return True
-
-    return [name for name in catalogue() if is_buildable(name)]
+def buildable_methods(
+    model: Model, drafts: Sequence[Model | Path] = (), references: Sequence[str] = ()
+) -> dict[str, frozenset[str]]:
+    """Methods of the catalogue that can be built with this target, `drafts` and `references`, and their inputs."""
+    found = dict[str, frozenset[str]]()
+    for name in catalogue():
+        with suppress(ValueError):
+            found[name] = model.method(name, drafts=drafts, references=references, shared=True).inputs
+    return found
 
 
 def verify(
@@ -170,6 +169,6 @@ def verify(
     verifier = Verifier(model, settings)
 
     def factory(name: str) -> MethodFactory:
-        return lambda: model.method(name, config, drafts=drafts, references=references)
+        return lambda: model.method(name, config, drafts=drafts, references=references, shared=len(names) != 1)
 
     return [verifier.check(factory(name)) for name in names or buildable_methods(model, drafts, references)]

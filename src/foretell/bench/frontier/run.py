@@ -12,6 +12,7 @@ from foretell.bench.competitor import (
     MethodCompetitor,
     MethodSpec,
     load_drafts,
+    use_of_inputs,
 )
 from foretell.bench.frontier.predict import DTYPE_FORMATS, Predictor
 from foretell.bench.frontier.price import WayPrice, bytes_gain, price_of_method, price_of_model
@@ -54,6 +55,8 @@ class Frontier:
     competitors: list[Competitor]
     models: dict[str, Model]
     unavailable: dict[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    """Which methods use the draft model that was named for all of them."""
 
 
 def open_ways(ways: Sequence[Way], exact: ModelOptions, device: str, max_new_tokens: int) -> Frontier:
@@ -76,7 +79,7 @@ def open_ways(ways: Sequence[Way], exact: ModelOptions, device: str, max_new_tok
         try:
             model = model_of(way.options)
             drafts = load_drafts(",".join(way.drafts), model.precision, device)
-            competitor = MethodCompetitor(model, way.spec, settings, drafts)
+            competitor = MethodCompetitor(model, way.spec, settings, drafts, own_drafts=way.family == "exits")
         except ValueError as error:
             found.unavailable[way.name] = " ".join(str(error).split())
             continue
@@ -84,6 +87,7 @@ def open_ways(ways: Sequence[Way], exact: ModelOptions, device: str, max_new_tok
         found.ways.append(way)
         found.competitors.append(competitor)
         found.models[way.competitor] = model
+    found.notes = use_of_inputs([c for c in found.competitors if isinstance(c, MethodCompetitor)])
     return found
 
 

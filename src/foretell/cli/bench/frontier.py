@@ -100,6 +100,8 @@ def frontier(
     ways = [way for way in all_ways(inputs) if way.family in _families(families)]
     with resumable(out):
         opened = open_ways(ways, exact, device, max_new_tokens)
+        for note in opened.notes:
+            typer.echo(note, err=True)
         total = len(questions) * repeats * len(opened.competitors) + len(opened.ways)
         with progress_bar(total) as report:
             context = sum(len(opened.exact.tokens(q.turns[0])) for q in questions) // len(questions)

@@ -110,6 +110,8 @@ def run(
     plan = BenchPlan.from_settings(settings, named, split_commas(peers), gguf_cache or default_folder())
     with resumable(out), RunStore(out, settings, QuestionResult) as store:
         bench_run = plan.create_run(plan.load_models(), repeats)
+        for note in bench_run.notes:
+            typer.echo(note, err=True)
         with progress_bar(len(selected.questions) * bench_run.answers_per_question) as progress:
             bench_run.run(selected.questions, store, progress)
         peaks = plan.measure_memory(bench_run, selected.questions) if memory else {}

@@ -59,7 +59,9 @@ def read_decoder(folder: Path, config: DiffusionConfig, dtype: torch.dtype, devi
     Raises:
         ValueError: a file is missing or damaged, or a tensor is missing or has another shape.
     """
-    weights: Weights = SafetensorsWeights(folder)
+    stored = SafetensorsWeights(folder)
+    stored.check_layers(config.model.layers)
+    weights: Weights = stored
     if weights.get("model.transformer.wte.weight") is not None:
         weights = _LladaWeights(weights)
     decoder = build_decoder(config.model, weights, dtype, device)

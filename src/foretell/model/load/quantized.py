@@ -124,6 +124,10 @@ class QuantizedWeights(Weights):
         """Whether it is not quantised."""
         return all(candidate not in self._modules for candidate in candidate_names(name.removesuffix(_WEIGHT)))
 
+    def check_layers(self, count: int) -> None:
+        """See `SafetensorsWeights`."""
+        self._inner.check_layers(count)
+
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix:
         """The output matrix in the nearest storage type."""
         return self.matrix("lm_head.weight", vocab, hidden)

@@ -26,6 +26,13 @@ _QUANTIZED = re.compile(
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
 MLX.
 """
+_LAYER = re.compile(
+    r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|backbone\.layers|model\.transformer\.blocks)"
+    r"\.(\d+)\.(.+)"
+)
+"""Names of the tensors of a layer: its number, and the tensor in it."""
+_PREDICTION = "eh_proj."
+"""A matrix that, of all layers, those of multi-token prediction have, which follow the model's own (DeepSeek-V3)."""
 HEAD = "lm_head.weight"
 """Name of the output matrix."""
 _AGAIN = "download it again"
@@ -170,6 +177,21 @@ class SafetensorsWeights(Weights):
         for file in self._mapped:
             for name, dtype in file.dtypes.items():
                 check(file.path, name, dtype)
+
+    def check_layers(self, count: int) -> None:
+        """Check that there are no layers but the `count` of the configuration and those of multi-token prediction.
+
+        Raises:
+            ValueError: there is one, so the model would not be the one that was trained.
+        """
+        found = [match for match in map(_LAYER.fullmatch, self._file_of) if match is not None]
+        predicting = {match[1] for match in found if match[2].startswith(_PREDICTION)}
+        own = {int(match[1]) for match in found if match[1] not in predicting}
+        if own and max(own) >= count:
+            raise ValueError(
+                f"{self.source}: config.json says that there are {count} layers, and the weights have a layer "
+                f"{max(own)}, counted from 0; they are of different models, or config.json was changed: {_AGAIN}"
+            )
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""

@@ -14,7 +14,7 @@ from foretell.speculator.checkpoint import read_config
 from foretell.speculator.installed import find_installed
 from foretell.train.loop.accelerator import create_accelerator
 from foretell.train.loop.checkpoint import FOLDER
-from foretell.train.loop.job import feature_source, find_recipe, prepare
+from foretell.train.loop.job import TrainingJob, feature_source, find_recipe, prepare
 from foretell.train.loop.model_card import write_card
 from foretell.train.loop.settings import DatasetWeight, TrainingSettings
 from foretell.train.loop.trainer import Trainer
@@ -76,12 +76,12 @@ class TrainedSpeculator(Maker):
         """Train, from the latest checkpoint on if there is one."""
         settings = self._training_settings(self.texts.folder(), folder)
         self.settings.report(f"training {self.name}: {settings.steps:,} steps of {settings.batch_tokens:,} tokens")
-        job = prepare(settings, self.model, find_recipe(settings))
+        job, start = self._job(settings)
         trainer = Trainer(job, create_accelerator(), feature_source(job), self.settings.callback())
         with self.settings.stoppable() as stop:
             trainer.run(lambda: stop.requested)
         write_card(trainer, self.settings.command)
-        tokens, start = trainer.curve[-1].tokens, f" from {settings.init_from}" if settings.init_from else ""
+        tokens = trainer.curve[-1].tokens
         note = (
             f"{self.name}{start}: {trainer.step:,} steps on {tokens:,} tokens (repeats and prompts included) of "
             f"{self.texts.describe()}; {trainer.best:.2f} tokens per pass on {len(job.prompts)} held-back prompts of "
@@ -90,6 +90,20 @@ class TrainedSpeculator(Maker):
         del trainer, job
         gc.collect()
         return note
+
+    def _job(self, settings: TrainingSettings) -> tuple[TrainingJob, str]:
+        """The training, and what it starts from, for the note; from nothing where the installed speculator that it
+        should start from does not fit.
+        """
+        recipe, name = find_recipe(settings), settings.init_from
+        try:
+            return prepare(settings, self.model, recipe), f" from {name}" if name else ""
+        except ValueError as error:
+            if not name:
+                raise
+            self.settings.report(f"{self.name} does not start from the installed {name}: {error}")
+            job = prepare(settings.model_copy(update={"init_from": ""}), self.model, recipe)
+            return job, f" from nothing, because the installed {name} does not fit"
 
     def clean(self, folder: Path) -> None:
         """Delete the checkpoint."""

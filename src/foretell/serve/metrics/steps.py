@@ -96,9 +96,9 @@ class StepMetrics:
     def _count_gain(self, time: StepTime, counts: StepCounts) -> None:
         passed, cost = time.verify + time.sample, self._cost
         if self._learned >= _MIN_STEPS and counts.requests:
-            per_token = float(cost.seconds(counts.requests, counts.requests)[0]) / counts.requests
+            per_token = cost.seconds_of([counts.requests])[0] / counts.requests
             expected = counts.new if counts.expected is None else counts.expected
-            pass_seconds = float(cost.seconds(counts.read, counts.read)[0])
+            pass_seconds = cost.seconds_of([counts.read])[0]
             drafting = self._draft_seconds if counts.drafted else 0.0
             gain = _StepGain(counts.new * per_token, time.draft + passed, expected * per_token, drafting + pass_seconds)
             self._recent.append(gain)

@@ -35,6 +35,7 @@ from foretell.speculator.formats.layers import (
 )
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.dflash import DFlash, DFlashConfig
+from foretell.utils.validation import Fields
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
 _TYPES = ("dflash", "dspark")
@@ -97,7 +98,9 @@ def _read_speculators(
         "hidden_layers": found.fields.integers("aux_hidden_state_layer_ids"),
         "mask_token": found.fields.integer("mask_token_id"),
         "block_size": found.fields.integer("block_size"),
-        "predicts_from_anchor": found.config.get("speculators_model_type") == "dspark",
+        "predicts_from_anchor": found.fields.flag(
+            "sample_from_anchor", default=found.config.get("speculators_model_type") == "dspark"
+        ),
     }
     return _read(found, library_layer(found), values, target, embedding_and_head)
 
@@ -109,8 +112,9 @@ def _read(
     target: TargetInfo,
     embedding_and_head: EmbeddingAndHead,
 ) -> ConvertedCheckpoint:
+    _check_options(found, raw, values, embedding_and_head)
     shape = layer_shape(found, raw, target.vocab)
-    _check(found, shape, values, target)
+    _check(found, raw, shape, values, target)
     markov = found.find(_MARKOV_IN)
     trained_for = target_info(found, target, shape.hidden, target.vocab if markov is None else len(markov))
     own = OwnTensors.find(found, target, embedding_and_head)
@@ -124,7 +128,51 @@ def _read(
     return convert(found, config, tensor_sources(config), own)
 
 
-def _check(found: PublishedCheckpoint, shape: ModelConfig, values: Mapping[str, Any], target: TargetInfo) -> None:
+def _check_options(
+    found: PublishedCheckpoint,
+    raw: Mapping[str, Any],
+    values: Mapping[str, Any],
+    embedding_and_head: EmbeddingAndHead,
+) -> None:
+    """Refuse options of other drafters of this family, which their authors' code reads.
+
+    `raw`: the layers' configuration.
+
+    Raises:
+        ValueError: one is set.
+    """
+    own = {**raw, **found.config, **found.fields.fields("dflash_config").raw}
+    markov = found.has(_MARKOV_IN)
+    supported: dict[str, tuple[object, ...]] = {
+        "is_causal": (False,),
+        "causal": (False,),
+        "use_swa": (False,),
+        "attention_sink_bias": (False,),
+        "add_swa_attention_sink_bias": (False,),
+        "is_neox_style": (True,),
+        "projector_type": _TYPES,
+        "shift_label": (values["predicts_from_anchor"],),
+        "selector_rank": (0,),
+        "conv_kernel_size": (0,),
+        "output_multiplier": (1,),
+        "input_embedding_scale": (embedding_and_head.embedding_scale,),
+        "final_logit_softcapping": (embedding_and_head.softcap,),
+        "markov_head_type": ("vanilla",) if markov else (own.get("markov_head_type"),),
+        "confidence_head_with_markov": (markov,) if found.has(f"{_CONFIDENCE}.weight") else (False, True),
+    }
+    for name, known in supported.items():
+        if own.get(name) not in (None, *known):
+            wanted = " or ".join(map(str, known))
+            raise found.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
+
+
+def _check(
+    found: PublishedCheckpoint,
+    raw: Mapping[str, Any],
+    shape: ModelConfig,
+    values: Mapping[str, Any],
+    target: TargetInfo,
+) -> None:
     """Refuse what would draft wrongly.
 
     Raises:
@@ -136,10 +184,8 @@ def _check(found: PublishedCheckpoint, shape: ModelConfig, values: Mapping[str, 
         raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
     check_layers_read(found, values["hidden_layers"], target)
     check_mask_token_read(found, values["mask_token"], target)
-    kind = found.config.get("markov_head_type", "vanilla")
-    if found.has(_MARKOV_IN) and kind != "vanilla":
-        raise ValueError(f"{place}: markov_head_type is {kind!r}, and only 'vanilla' is supported")
-    if shape.window and shape.window_layers:
+    # The authors' code goes by the types alone, and transformers by `use_sliding_window`, too.
+    if shape.window_layers or "sliding_attention" in Fields(raw, str(place)).texts("layer_types"):
         raise ValueError(f"{place}: its layers attend to a sliding window, which is not supported for DFlash")
 
 

@@ -78,8 +78,11 @@ def _read_eagle3(
 
 def read_flat(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
     """A checkpoint of EAGLE-3's authors or SpecForge with plain names of its tensors, and its options."""
+    own = found.fields.fields("eagle_config")
+    if not own.flag("use_aux_hidden_state", default=True):
+        raise own.wrong("use_aux_hidden_state", "true: a draft of the last hidden state alone is not supported", False)
     # `eagle_config` counts a layer's output; Foretell and vLLM count the input of the next layer.
-    hidden_layers = [i + 1 for i in found.fields.fields("eagle_config").integers("eagle_aux_hidden_state_layer_ids")]
+    hidden_layers = [i + 1 for i in own.integers("eagle_aux_hidden_state_layer_ids")]
     return _midlayer(found.strip_prefixes("model.")), _flags(found, hidden_layers)
 
 

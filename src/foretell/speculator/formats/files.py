@@ -1,5 +1,7 @@
 """The files of a published checkpoint: its configuration, and its tensors by name and shape."""
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +16,8 @@ from foretell.speculator.checkpoint import CONFIG, read_config
 from foretell.utils.validation import Fields
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_OF_TRAINING = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+"""Pickles beside weights that hold none."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +108,22 @@ def check_shape(found: PublishedCheckpoint, name: str, tensor: torch.Tensor, *sh
 
 
 def missing_weights(folder: Path) -> str:
-    """Error message for a directory without safetensors: how to convert the pickle in it, if there is one."""
-    pickles = [f.name for f in sorted(folder.iterdir()) if f.suffix in _PICKLES]
+    """Error message for a directory without safetensors: how to convert the pickles in it, if there are any."""
+    pickles = [f.name for f in sorted(folder.iterdir()) if f.suffix in _PICKLES and f.name not in _OF_TRAINING]
     if not pickles:
-        return f"{folder}: no weights here (*.safetensors); is the download complete?"
-    name = pickles[0]
+        return (
+            f"{folder}: no weights here (*.safetensors); is the download complete? (Of a hub id, pickles are not "
+            "downloaded.)"
+        )
+    # One file for a speculator and for a language model; clones, since safetensors refuses tensors that share memory.
+    code = (
+        f"import pathlib, torch, safetensors.torch as s; d = pathlib.Path({json.dumps(str(folder.absolute()))}); "
+        f"s.save_file({{k: t.clone() for f in {json.dumps(pickles)} "
+        'for k, t in torch.load(d / f, map_location="cpu", weights_only=True).items()}, d / "model.safetensors")'
+    )
     return (
-        f"{folder / name}: a pickle, and unpickling can run code; convert it once where you trust it: "
-        f'python -c "import torch, safetensors.torch as s; '
-        f"s.save_file(torch.load('{name}', map_location='cpu', weights_only=True), '{Path(name).stem}.safetensors')\""
+        f"{folder / pickles[0]}: a pickle, and unpickling can run code; convert it once where you trust it: "
+        f"python -c {shlex.quote(code)}"
     )
 
 

@@ -62,10 +62,12 @@ def _read_authors(
 ) -> ConvertedCheckpoint:
     found = found.strip_prefixes(*_PREFIXES)
     heads, blocks = found.fields.integer("medusa_num_heads"), found.fields.integer("medusa_num_layers", default=1)
-    first = found.require(f"0.{blocks}.weight")
-    vocab, hidden = first.shape if first.ndim == 2 else (target.vocab, target.hidden)
-    config = MedusaConfig(target=target_info(found, target, hidden, vocab), heads=heads, blocks=blocks, own_head=True)
-    names = author_names(heads, blocks)
+    # Heads of text-generation-inference end in the target's output matrix.
+    own = not found.has("0.0.linear.weight") or any(found.has(f"{h}.{blocks}.weight") for h in range(heads))
+    first = found.require(f"0.{blocks}.weight" if own else "0.0.linear.weight")
+    vocab, hidden = first.shape if own and first.ndim == 2 else (target.vocab, first.shape[-1])
+    config = MedusaConfig(target=target_info(found, target, hidden, vocab), heads=heads, blocks=blocks, own_head=own)
+    names = {o: t for o, t in author_names(heads, blocks).items() if own or not o.startswith("own_heads")}
     return ConvertedCheckpoint(
         config, {ours: _tensor(found, ours, theirs, hidden, vocab) for ours, theirs in names.items()}
     )
