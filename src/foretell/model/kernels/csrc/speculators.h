@@ -234,7 +234,8 @@ class ChildRanking {
       const int request = requests[(size_t)(item / parts)], first = item % parts * kPart;
       const uint64_t key = options_.noise[(size_t)request * (size_t)options_.depth + (size_t)level];
       const float temperature = (float)(1 / options_.sampling[request].inverse_temperature);
-      gumbel_noise(key, temperature, token_of_, first, std::min(kPart, outputs_ - first), noise_of(request) + first);
+      float* out = noise_of(request) + first;
+      gumbel_noise(key, temperature, token_of_, first, std::min(kPart, outputs_ - first), out);
     }
   }
 

@@ -97,8 +97,8 @@ __attribute__((always_inline)) inline Float exponential(Float x) {
   return select(x < splat(-87.0f), Float{}, (Float)((Int)p + exponent));
 }
 
-// ln x of positive normal numbers, to about 2 units in the last place; `from_one`: 1 - x, which for an x near 1 may hold
-// digits that x does not.
+// ln x of positive normal numbers, to about 2 units in the last place; `from_one`: 1 - x, which for an x near 1 may
+// hold digits that x does not.
 inline Float logarithm(Float x, Float from_one) {
   constexpr int32_t kHalfRoot = 0x3F3504F3;  // sqrt(1/2)
   const Int steps = ((Int)x - splat(kHalfRoot)) >> 23;  // x = m 2^steps with m in sqrt(1/2) to sqrt(2)
