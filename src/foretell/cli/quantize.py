@@ -67,7 +67,6 @@ def quantize(
     console, started = Console(file=sys.stderr), time.perf_counter()
     quantizer = _quantizer(method, act_order)
     refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
-    refuse_unused(ctx, ("calibration_tokens",), f"{method} needs no calibration", not quantizer.calibrated)
     check_output(out, force)
     source = Source.open(model, resolve_reference(model))
     target = plan(source, out, kind, group_size)
