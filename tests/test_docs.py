@@ -13,11 +13,15 @@ import pytest
 import typer
 from typer.main import get_command
 
+from foretell.accept import Match
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, find
 from foretell.cli.app import COMMANDS
+from foretell.draft import Predictor
 from foretell.engine.engine import Engine
-from foretell.engine.request import Request
+from foretell.engine.method import AnyMethod, Method
+from foretell.engine.request import Completion, Request
 from foretell.model.runner import DecoderRunner
+from foretell.shape import Chain, DynamicTree, Shape
 from foretell.testing import TINY, tiny_decoder
 
 ROOT = Path(__file__).parent.parent
@@ -33,19 +37,19 @@ def _files(*suffixes: str) -> Iterator[Path]:
     yield from (p for p in sorted(ROOT.iterdir()) if p.suffix in suffixes)
 
 
-def _example() -> Entry:
+def _example(name: str) -> dict[str, Any]:
+    """The names that an example of the page on drafters defines."""
     text = (ROOT / "docs" / "howto" / "add-a-drafter.md").read_text(encoding="utf-8")
-    code = re.search(r"<!-- example: drafter -->\n```python\n(.*?)```", text, re.DOTALL)
+    code = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", text, re.DOTALL)
     assert code is not None
-    space: dict[str, object] = {}
+    space: dict[str, Any] = {}
     exec(code[1], space)
-    entry = space["ENTRY"]
-    assert isinstance(entry, Entry)
-    return entry
+    return space
 
 
 def test_the_drafter_of_the_documents_is_lossless() -> None:
-    decoder, entry = tiny_decoder(), _example()
+    decoder, entry = tiny_decoder(), _example("drafter")["ENTRY"]
+    assert isinstance(entry, Entry)
 
     def generate(method: str) -> tuple[list[int], float]:
         made = (entry if method == entry.name else plain).build(BuildContext(TINY.vocab, decoder))
@@ -58,6 +62,19 @@ def test_the_drafter_of_the_documents_is_lossless() -> None:
     found, tokens_per_pass = generate(entry.name)
     assert found == expected
     assert tokens_per_pass > 1
+
+
+@pytest.mark.parametrize("shape", [Chain(3), DynamicTree(depth=4, width=2, budget=8)], ids=["chain", "tree"])
+def test_the_predictor_of_the_documents_is_lossless(shape: Shape[Predictor]) -> None:
+    requests = [Request(prompt, max_new_tokens=40) for prompt in ([1, 2, 3, 1, 2], [6], [4, 4, 4])]
+
+    def generate(method: AnyMethod) -> list[Completion]:
+        return Engine(DecoderRunner(tiny_decoder()), method, rows=2).complete(requests)
+
+    plain = find("autoregressive").build(BuildContext(TINY.vocab, tiny_decoder()))
+    found = generate(Method(_example("predictor")["PairCounts"](TINY.vocab), shape, Match()))
+    assert [done.tokens for done in found] == [done.tokens for done in generate(plain)]
+    assert sum(done.statistics.tokens_per_pass for done in found) > len(found)
 
 
 def _tool(name: str) -> ModuleType:

@@ -246,7 +246,7 @@ def _refuse_other_kinds(reference: str, path: Path, raw: Mapping[str, Any] | Non
         )
     # Most speculators name the type of a language model; some checkpoints of a model hold its speculator, too.
     complete = "model_type" in raw and (path / "tokenizer.json").is_file()
-    if path.is_dir() and not complete and is_speculator(path):
+    if not complete and is_speculator(path):
         raise ValueError(
             f"{reference}: a model was asked for, and this is a speculator, which drafts for one; name it with "
             "--draft-model, and its target with --model"
@@ -322,9 +322,11 @@ def _load_with_transformers(
         )
     dtype = "bfloat16" if dtype == "auto" else dtype
     refuse_quantization(raw, str(path))
-    SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
+    # Damaged shards, quantised tensors and layers too many are errors, which transformers does not check.
+    weights = SafetensorsWeights(path)
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
+    weights.check_layers(config.layers)
     vision = VisionLanguage(model, path) if reads_images(model) else None
     runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
     return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)

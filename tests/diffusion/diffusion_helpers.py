@@ -27,6 +27,8 @@ DREAM: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 SDAR: Mapping[str, Any] = {**DREAM, "model_type": "sdar", "head_dim": HEAD_DIM, "block_size": 4}
+FAST_DLLM: Mapping[str, Any] = {**DREAM, "model_type": "Fast_dLLM_Qwen", "bd_size": 4}
+_SHIFTED = ("Dream", "Fast_dLLM_Qwen")
 _LLADA_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm", "self_attn.q_proj": "q_proj",
     "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj", "self_attn.o_proj": "attn_out",
@@ -52,7 +54,7 @@ def tensors(kind: str, vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
             ("mlp.down_proj", HIDDEN, FFN),
         ):  # fmt: skip
             out[f"{at}{name}.weight"] = random(rows, columns)
-            if kind == "Dream" and name[-6] in "qkv" and "self_attn" in name:
+            if kind in _SHIFTED and name[-6] in "qkv" and "self_attn" in name:
                 out[f"{at}{name}.bias"] = random(rows)
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{at}{name}.weight"] = 1 + random(HIDDEN)
@@ -113,7 +115,7 @@ class Reference:
             gate, up = (h @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
             x = x + (F.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T
         out: torch.Tensor = self._norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
-        if self.kind == "Dream":
+        if self.kind in _SHIFTED:
             out = torch.cat((out[:1], out[:-1]))
         out[:, self.mask] = float("-inf")
         return out

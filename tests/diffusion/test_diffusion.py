@@ -7,28 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_helpers import DREAM, LLADA, SDAR, Reference, load_double, save
+from diffusion_helpers import DREAM, FAST_DLLM, LLADA, SDAR, Reference, load_double, save
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.diffusion.generate import DiffusionSettings, generate
 from foretell.diffusion.reveal import Revealed, choose_to_reveal, choose_tokens, split_evenly
+from foretell.model.diffusion.config import read_diffusion
 
-FAMILIES = pytest.mark.parametrize("base", [LLADA, DREAM, SDAR], ids=lambda base: base["model_type"])
+FAMILIES = pytest.mark.parametrize("base", [LLADA, DREAM, SDAR, FAST_DLLM], ids=lambda base: base["model_type"])
 PROMPT = (72, 101, 108, 108, 111)
 
 
-def naive(reference: Reference, prompt: tuple[int, ...], length: int, block: int, steps: int) -> tuple[list[int], int]:
+def naive(
+    reference: Reference, prompt: tuple[int, ...], length: int, block: int | None, steps: int
+) -> tuple[list[int], int]:
     """Reference of the loop at temperature 0: everything is read in every pass; tokens, and passes."""
     x, passes = torch.tensor([*prompt, *[reference.mask] * length]), 0
     own = reference.block
     begin = len(prompt) // own * own if own else len(prompt)
     while begin < len(x):
-        end = min(begin + (own or block), len(x))
+        last = min(begin // own * own + own, len(x)) if own else len(x)
+        end = min(begin + (block or own), last)
         masks = int((x[begin:end] == reference.mask).sum())
         parts = min(steps, masks)
         for step in range(parts):
             count = masks // parts + (step < masks % parts)
-            chance = reference.logits(x[:end] if own else x).softmax(-1).max(-1)
+            chance = reference.logits(x[:last]).softmax(-1).max(-1)
             score = torch.where(x == reference.mask, 1.0, -1.0)[: len(chance.values)] * chance.values
             score[: max(begin, 0)], score[end:] = -2, -2
             shown = score.topk(count).indices
@@ -53,15 +57,36 @@ def test_an_answer_is_that_of_the_naive_loop(
     tmp_path: Path, base: Mapping[str, Any], length: int, block: int, steps: int
 ) -> None:
     model = load_double(save(tmp_path, base))
-    settings = DiffusionSettings(length=length, block_length=block, steps=steps)
+    if model.config.block:
+        block = min(block, model.config.block)
+    settings = DiffusionSettings(max_new_tokens=length, block_length=block, steps=steps)
     answer = generate(model.predictor, PROMPT, settings)
     expected, passes = naive(Reference(model, base), PROMPT, length, block, steps)
     assert list(answer.tokens) == expected and answer.passes == passes
 
 
+@pytest.mark.parametrize("base", [SDAR, FAST_DLLM], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize("block", [None, 1, 2, 3])
+def test_a_block_of_block_diffusion_is_revealed_in_parts(tmp_path: Path, base: Mapping[str, Any], block: int) -> None:
+    model = load_double(save(tmp_path, base))
+    answer = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=14, block_length=block, steps=2))
+    assert list(answer.tokens) == naive(Reference(model, base), PROMPT, 14, block, 2)[0]
+    with pytest.raises(ValueError, match=r"blocks of 5 tokens were asked for, and .* was trained with blocks of 4"):
+        generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=14, block_length=5))
+
+
+@pytest.mark.parametrize(("base", "mask"), [(SDAR, 151669), (FAST_DLLM, 151665)])
+def test_a_checkpoint_that_states_neither_mask_token_nor_block_length(base: Mapping[str, Any], mask: int) -> None:
+    raw = {key: value for key, value in base.items() if key not in ("block_size", "bd_size")} | {"vocab_size": 151936}
+    found = read_diffusion(raw)
+    assert (found.mask, found.block) == (mask, 4 if base is SDAR else 32)
+    with pytest.raises(ValueError, match=f"config.json: mask token {mask} is outside the vocabulary"):
+        read_diffusion(raw | {"vocab_size": 260})
+
+
 def test_block_diffusion_keeps_finished_blocks_without_loss(tmp_path: Path) -> None:
     model = load_double(save(tmp_path, SDAR))
-    answer = generate(model.predictor, PROMPT, DiffusionSettings(length=15))
+    answer = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=15))
     # Prompt and first block once; then the block before, which has changed, and single blocks.
     assert answer.passes == 15 and answer.positions < 15 * 8 + 5
     whole = load_double(tmp_path)
@@ -69,7 +94,7 @@ def test_block_diffusion_keeps_finished_blocks_without_loss(tmp_path: Path) -> N
     whole.predictor.read = lambda store, token, begin, positions, end=None: everything(  # type: ignore[method-assign]
         store, _sequence(store, token, begin), 0, positions, end
     )
-    assert generate(whole.predictor, PROMPT, DiffusionSettings(length=15)).tokens == answer.tokens
+    assert generate(whole.predictor, PROMPT, DiffusionSettings(max_new_tokens=15)).tokens == answer.tokens
 
 
 def _sequence(store: Any, token: torch.Tensor, begin: int) -> torch.Tensor:
@@ -87,12 +112,12 @@ def test_a_window_is_the_whole_pass_while_nothing_outside_it_has_changed(
     model = load_double(save(tmp_path, base))
     # Two passes per block: the second one reads the window; with one layer's worth of difference only in the block.
     plain, kept = (
-        generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=8, steps=1, cache=name))
+        generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=8, steps=1, cache=name))
         for name in ("none", cache)
     )
     assert plain.tokens == kept.tokens and plain.positions == kept.positions
     shifted = int(model.config.shifted)
-    run = generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=8, steps=4, cache=cache))
+    run = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=8, steps=4, cache=cache))
     first, second = (8, 8) if cache == "dual" else (16, 8)
     assert run.positions == 2 * 21 + 3 * (first + second + 2 * shifted) and run.passes == 8
 
@@ -117,7 +142,7 @@ def test_thresholds_reveal_one_token_or_all(tmp_path: Path) -> None:
 
     def passes(threshold: float) -> int:
         return generate(
-            model.predictor, PROMPT, DiffusionSettings(length=12, block_length=6, threshold=threshold)
+            model.predictor, PROMPT, DiffusionSettings(max_new_tokens=12, block_length=6, threshold=threshold)
         ).passes
 
     assert passes(1.0) == 12 and passes(0.0) == 2 and 2 <= passes(0.3) <= 12
@@ -145,16 +170,27 @@ def test_draws_have_the_distribution_of_the_temperature() -> None:
 
 def test_an_answer_ends_at_its_first_end_token(tmp_path: Path) -> None:
     model = load_double(save(tmp_path, LLADA))
-    whole = generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=4))
+    whole = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=4))
     end = whole.tokens[5]
-    cut = generate(model.predictor, PROMPT, DiffusionSettings(length=16, block_length=4), (end,))
+    cut = generate(model.predictor, PROMPT, DiffusionSettings(max_new_tokens=16, block_length=4), (end,))
     assert cut.ended and cut.tokens == whole.tokens[: whole.tokens.index(end)] and cut.passes <= 8
     assert not whole.ended and model.config.mask not in whole.tokens
 
 
 def test_commands(tmp_path: Path) -> None:
     folder = save(tmp_path / "dream", DREAM)
-    command = ("diffusion", "generate", "Hi", "--model", folder, "--length", "8", "--block-length", "4", "--json")
+    command = (
+        "diffusion",
+        "generate",
+        "Hi",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "8",
+        "--block-length",
+        "4",
+        "--json",
+    )
     found = json.loads(run_foretell(*command).stdout)
     assert len(found["tokens"]) <= 8 and found["prompt_tokens"] == 2
     sampled = (*command, "--temperature", "1", "--seed", "3", "--cache", "dual")
@@ -176,7 +212,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     assert "threshold: input should be less than or equal to 1" in expect_error(
         "diffusion", "generate", "Hi", "--model", dream, "--threshold", "2"
     )
-    text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--length", "500")
+    text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--max-new-tokens", "500")
     assert "exceed this model's context of 96" in text
     text = expect_error("diffusion", "generate", "Hi", "--model", dream, "--cache", "all")
     assert "'none', 'prefix' or 'dual', found 'all'" in text
@@ -188,7 +224,7 @@ def test_a_published_model_drafts_for_its_sibling(tmp_path: Path) -> None:
     sibling = save_tiny_model(tmp_path / "sibling", vocab=260)
     command = ("generate", "Hi", "--model", sibling, "--max-new-tokens", "24", "--ignore-eos", "--dtype", "float32")
     plain = run_foretell(*command, "--method", "autoregressive").stdout
-    for base in (LLADA, DREAM, SDAR):
+    for base in (LLADA, DREAM, SDAR, FAST_DLLM):
         drafter = save(tmp_path / base["model_type"], base)
         drafted = run_foretell(*command, "--method", "masked_diffusion", "--draft-model", drafter)
         assert drafted.exit_code == 0 and drafted.stdout == plain

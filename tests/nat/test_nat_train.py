@@ -194,7 +194,11 @@ def test_commands_translate_and_evaluate(trained: Path) -> None:
     )
     assert code == 0 and json.loads(text)["same_as_verifier"] == 1.0
     code, text = run("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--iterations", "2")
-    assert code == 0 and "exact match" in text
+    assert code == 0 and "exact match" in text and "milliseconds per source" in text and "drafter" not in text
+    assert (
+        "passes per batch of 4 sources"
+        in run("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--batch", "4")[1]
+    )
     measured = ("evaluate", trained / "cmlm", "--data", trained / "pairs.tsv", "--iterations", "2", "--json")
     alone, together = (json.loads(run(*measured, "--batch", n)[1])["tokens_per_pass"] for n in ("1", "4"))
     assert together == pytest.approx(alone, rel=0.1), "passes of a batch count for each of its sources"

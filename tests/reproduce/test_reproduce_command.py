@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from command import expect_error, run_foretell, tiny_draft, tiny_target
+from foretell.catalogue import BUILT_IN, registry
 from helpers import unchecked
 
 QUICK = ("--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "8")
@@ -85,6 +88,14 @@ def test_bad_input_gives_one_sentence(tmp_path: Path) -> None:
     run_foretell("reproduce", "autoregressive", *QUICK, "--out", tmp_path / "report")
     other = (*QUICK[:-1], "9")
     assert "another new_tokens" in expect_error("reproduce", "ngram", *other, "--out", tmp_path / "report")
+
+
+def test_a_method_of_another_package_has_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = replace(BUILT_IN[0], name="mine", aliases=())
+    points = [SimpleNamespace(name="mine", value="my.module:ENTRY", load=lambda: mine)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    assert "has no claim to check" in (error := expect_error("reproduce", "mine", *QUICK))
+    assert "foretell verify mine" in error and "unknown" not in error
 
 
 def test_a_full_disk_is_told_before_anything_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,14 +132,19 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "needed"),
     [
-        (["hardware"], ["name", "bandwidth", "capacity", "fp16", "fp8", "h100-sxm", "3.35 T"]),
-        (["models"], ["name", "parameters", "layers", "deepseek-v3", "671 G"]),
+        (["hardware"], ["name", "bandwidth in bytes/s", "capacity", "fp16", "fp8", "h100-sxm", "3.35 T"]),
+        (["models"], ["numbers in the keys and values", "name", "parameters", "layers", "deepseek-v3", "671 G"]),
         (["table1"], ["stage", "layer", "bound", "gate_proj"]),
         (
             ["analyze", "llama-3-8b", "--runtime", "datasheet"],
-            ["operation", "time", "gate_proj", "43.71 µs", "tokens/s"],
+            ["operation", "time", "gate_proj", "43.71 µs", "share", "tokens/s"],
         ),
-        (["plan", "llama-3-8b"], ["method", "tokens/pass", "needs", "speed-up", "quantised_draft", "eagle3"]),
+        (
+            ["plan", "llama-3-8b"],
+            ["method", "tokens/pass", "needs", "speed-up", "quantised_draft", "eagle3", "plain decoding"],
+        ),
+        (["load", "llama-3-8b", "--rate", "1", "--requests", "5"], ["times in seconds", "speedup", "mean_latency"]),
+        (["published"], ["model", "measure", "speedup", "published", "predicted"]),
         (["plan", "llama-3-8b", "--curve"], ["method", "profitable at batch", "256"]),
     ],
     ids=lambda x: " ".join(x),

@@ -1,9 +1,11 @@
 """Predicted gains: limits that must hold, and the cases in which the answer is not to speculate."""
 
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from foretell.roofline.acceptance import geometric_acceptance
 from foretell.roofline.analysis import Analysis, AnalyzedModel, analyse, predict_seconds
@@ -16,6 +18,8 @@ from foretell.roofline.model_configs import find_model
 from foretell.roofline.model_variants import expected_exit_depth, model_variants
 from foretell.roofline.offload import Offload, OffloadResult, apply_offload, place_offload
 from foretell.roofline.plan import profiles_for, profitable_batches, rank_methods
+from foretell.roofline.report import plan_table
+from foretell.roofline.runtime import known_runtimes
 from foretell.roofline.speculation import cached_best_trees, estimate_method, verification_cost
 from foretell.roofline.sweep import parse_axis, sweep
 from foretell.roofline.workload import Stage, Workload
@@ -31,6 +35,20 @@ def test_zero_acceptance_advises_against_speculation() -> None:
     result = rank_methods(LLAMA, A100, Workload(), never)
     assert all(g.nodes == 1 and g.speedup == 1 for g in result.estimates)
     assert result.advice.startswith("Do not speculate")
+
+
+def test_a_method_without_drafts_is_ranked_by_what_it_is_predicted_to_gain() -> None:
+    skips = {"skip_decode_lossy": method_profiles()["skip_decode_lossy"]}
+    plan = rank_methods(LLAMA, A100, Workload(), skips)
+    (top,) = plan.estimates
+    assert top.nodes == 1 and top.is_used and top.range[0] > 1
+    assert plan.advice.startswith("Use skip_decode_lossy: ")
+    shown = Console(width=200, record=True, file=StringIO())
+    shown.print(plan_table(plan))
+    assert f"{top.speedup:.2f}×" in shown.export_text()
+    close = rank_methods(LLAMA, replace(A100, runtime=known_runtimes()["graphs"]), Workload(), skips)
+    assert close.estimates[0].range[0] <= 1 < close.estimates[0].speedup
+    assert close.advice.startswith("Measure first: skip_decode_lossy")
 
 
 def test_free_drafts_that_are_always_accepted_gain_every_token() -> None:

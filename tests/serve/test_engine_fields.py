@@ -28,9 +28,14 @@ def test_a_method_and_a_cap_per_request(server: Server) -> None:
         found = server.chat("abcabc", max_tokens=30, speculative=speculative, priority=1, deadline_ms=1e4).json()
         assert found["choices"] == wanted and found["foretell"]["method"] == name
         assert (found["timings"]["draft_n"] == 0) is (name == "autoregressive")
-    for refused in ("layer_skip", "nothing"):
+    for refused, reason in (
+        ("layer_skip", "start it with --request-method layer_skip"),
+        ("sufix", "'suffix'? Known: "),
+    ):
         response = server.chat(speculative={"method": refused})
-        assert response.status_code == 400 and response.json()["error"]["param"] == "speculative.method"
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == "speculative.method" and reason in error["message"]
+        assert "eagle" not in error["message"], "the methods of this server alone are named"
 
 
 def test_log_probabilities_of_the_prompt_as_lm_evaluation_harness_reads_them(server: Server) -> None:

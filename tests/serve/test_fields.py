@@ -67,6 +67,18 @@ def test_log_probabilities_of_given_tokens_are_those_of_the_likeliest_ones(serve
 def test_unknown_fields_are_named_in_a_header(server: Server) -> None:
     response = server.chat("hello", foo=1, **{"b\nad": 2})
     assert response.headers["x-foretell-warning"] == "unknown fields were ignored: foo, b?ad"
+    response = server.chat(
+        "hello", speculative={"tokens": 3}, stream_options={"include_usage": True, "x": 1}, stream=True
+    )
+    assert sorted(response.headers["x-foretell-warning"].split(": ")[1].split(", ")) == [
+        "speculative.tokens",
+        "stream_options.x",
+    ]
+
+
+def test_a_value_that_is_no_object_is_refused_without_names_of_classes(server: Server) -> None:
+    error = server.chat("hello", speculative="ngram").json()["error"]
+    assert error["message"] == "speculative: input should be an object, found 'ngram'"
 
 
 def test_an_error_never_echoes_the_body(server: Server) -> None:

@@ -37,7 +37,7 @@ COMMANDS: Sequence[Command] = (
     Command("bench", "foretell.cli.bench", "Measure methods against plain decoding and other runtimes."),
     Command("data", "foretell.cli.data", "Generate training data: the model answers its own prompts, or given ones."),
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),
-    Command("diffusion", "foretell.cli.diffusion", "Decode and measure masked diffusion models: LLaDA, Dream, SDAR."),
+    Command("diffusion", "foretell.cli.diffusion", "Decode and measure masked diffusion models, such as LLaDA."),
     Command("nat", "foretell.cli.nat", "Sequence-to-sequence models that do not decode from left to right."),
     Command("export", "foretell.cli.export", "Write a trained speculator in the format of another engine."),
     Command("quantize", "foretell.cli.quantize", "Write a model with few bits per weight (RTN, GPTQ, AWQ, HQQ)."),

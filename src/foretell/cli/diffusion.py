@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 _DEFAULTS = DiffusionSettings()
 
-Model = Annotated[str, typer.Option("--model", metavar="REF", help="Directory of a LLaDA, Dream or SDAR model.")]
+Model = Annotated[str, typer.Option("--model", metavar="REF", help="Directory or hub id of a masked diffusion model.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16.")]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")]
 
@@ -42,9 +42,15 @@ def generate_command(
     ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt.")],
     model: Model,
-    length: Annotated[int, typer.Option(metavar="N", help="Tokens of the answer at most.")] = _DEFAULTS.length,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of the answer at most.")
+    ] = _DEFAULTS.max_new_tokens,
     block_length: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a block; blocks are revealed from left to right.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens of a block; blocks are revealed from left to right. Default: the model's own, or 32.",
+        ),
     ] = _DEFAULTS.block_length,
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Passes per block. Default: one per token.")
@@ -75,7 +81,7 @@ def generate_command(
     refuse_unused(ctx, ("steps",), "--threshold reveals tokens by their probability", threshold is not None)
     set_threads(threads)
     values = {
-        "length": length, "block_length": block_length, "steps": steps, "threshold": threshold,
+        "max_new_tokens": max_new_tokens, "block_length": block_length, "steps": steps, "threshold": threshold,
         "temperature": temperature, "remasking": remasking, "cache": cache, "seed": seed,
     }  # fmt: skip
     settings = validate(DiffusionSettings, values, "options")

@@ -255,7 +255,7 @@ def evaluate_command(
     if as_json:
         typer.echo(json.dumps({"model": str(folder), "kind": model.config.kind, **asdict(report)}, indent=1))
     else:
-        Console().print(_table(report))
+        Console().print(_table(report, batch))
 
 
 def _refuse_unused(ctx: typer.Context, model: NatModel, drafts: bool) -> None:
@@ -286,19 +286,20 @@ def _decode_options(
     return validate(DecodeOptions, values, "options of decoding")
 
 
-def _table(report: NatReport) -> Table:
+def _table(report: NatReport, batch: int) -> Table:
+    of = "per source" if batch == 1 else f"per batch of {batch} sources"
     table = Table(box=None, show_header=False)
     rows = {
         "pairs": f"{report.pairs:,}",
         "exact match": f"{report.exact_match:.1%}",
-        "edit distance": f"{report.edit_distance:.4f}",
-        "decoder passes": f"{report.passes:.2f}",
-        "passes of the drafter": f"{report.draft_passes:.2f}",
+        "edit distance, per word of the reference": f"{report.edit_distance:.4f}",
+        f"decoder passes {of}": f"{report.passes:.2f}",
         "tokens per pass": f"{report.tokens_per_pass:.2f}",
         "tokens per second": f"{report.tokens_per_second:,.0f}",
-        "milliseconds": f"{report.milliseconds:.2f}",
+        f"milliseconds {of}": f"{report.milliseconds:.2f}",
     }
     if report.same_as_verifier is not None:
+        rows[f"passes of the drafter {of}"] = f"{report.draft_passes:.2f}"
         rows["same as greedy decoding"] = f"{report.same_as_verifier:.1%}"
     for name, value in rows.items():
         table.add_row(name, value)

@@ -134,5 +134,6 @@ def load_command(
     if not as_json and not as_csv:
         typer.echo(advice(compared))
     drafts = f"{profile.name}, {shape.nodes - 1} drafted, {shape.tokens:.2f} tokens per pass"
-    title = f"{target.name} on {device.title}: {drafts}"
+    units = "rates and goodput in requests/s, times in seconds, speedup: of the mean latency"
+    title = f"{target.name} on {device.title}: {drafts}; {units}"
     print_records([records.load_record(c) for c in compared], as_json, as_csv, title)

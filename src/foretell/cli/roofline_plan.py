@@ -107,7 +107,13 @@ def analyze_command(
     else:
         out = console()
         operations = report.fit_width(report.operations_table(analysis), out.width, report.OPERATIONS_OPTIONAL)
-        out.print(operations, "", report.totals_table(analysis), *([report.offload_text(result)] if result else []))
+        out.print(
+            operations,
+            f"[dim]{report.OPERATIONS_LEGEND}[/]",
+            "",
+            report.totals_table(analysis),
+            *([report.offload_text(result)] if result else []),
+        )
     exit_with_error(report.memory_warning(analysis, result))
 
 
@@ -190,7 +196,8 @@ def plan_command(
         out = console()
         ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
         cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
-        out.print(f"[bold]{plan.advice}[/]", "", ranking, *(["", cheaper] if variants else []))
+        legend = f"[dim]{report.PLAN_LEGEND}[/]"
+        out.print(f"[bold]{plan.advice}[/]", "", ranking, legend, *(["", cheaper] if variants else []))
         for name, reason in plan.unavailable.items():
             typer.echo(f"unavailable: {name}: {reason}")
     exit_with_error(report.memory_warning(analysis, apply_offload(analysis, placed) if placed else None))

@@ -46,9 +46,11 @@ def models_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
         ],
         as_json,
         as_csv,
+        "cache_per_token: numbers in the keys and values of all layers; in 16 bits twice as many bytes",
     )
 
 
 def hardware_command(hardware_file: DeviceFile = None, as_json: AsJson = False, as_csv: AsCsv = False) -> None:
     """List the known devices and the sources of their figures."""
-    print_records([records.hardware_record(h) for h in known_hardware(hardware_file).values()], as_json, as_csv)
+    rows = [records.hardware_record(h) for h in known_hardware(hardware_file).values()]
+    print_records(rows, as_json, as_csv, "bandwidth in bytes/s, capacity in bytes, peaks in OPs/s by format")

@@ -1,1 +1,1 @@
-"""Decoding with masked diffusion language models: LLaDA, Dream, SDAR, and models adapted by `foretell train`."""
+"""Decoding with masked diffusion language models: published ones, and models adapted by `foretell train`."""

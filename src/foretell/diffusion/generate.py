@@ -4,7 +4,7 @@ a window.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,10 +19,12 @@ class DiffusionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    length: int = Field(128, ge=1)
+    max_new_tokens: int = Field(128, ge=1)
     """Of the answer, before it is cut at its first end token."""
-    block_length: int = Field(32, ge=1)
-    """Blocks are revealed from left to right; models of block diffusion have a length of their own."""
+    block_length: int | None = Field(None, ge=1)
+    """Blocks are revealed from left to right; models of block diffusion have a length of their own, and may be revealed
+    in shorter ones. None: the model's own, or 32.
+    """
     steps: int | None = Field(None, ge=1)
     """Passes per block; None: one per token."""
     threshold: float | None = Field(None, ge=0, le=1)
@@ -51,6 +53,10 @@ class DiffusionAnswer:
     """An end token was revealed."""
 
 
+_BLOCK_LENGTH = 32
+"""Of a model without blocks of its own."""
+
+
 @torch.inference_mode()
 def generate(
     predictor: MaskPredictor, prompt: Sequence[int], settings: DiffusionSettings, eos: Sequence[int] = ()
@@ -58,24 +64,40 @@ def generate(
     """Answer a prompt.
 
     Raises:
-        ValueError: the prompt is empty, or prompt and answer are longer than the model's context.
+        ValueError: the prompt is empty, prompt and answer are longer than the model's context, or a block is longer
+            than the model was trained for.
     """
     context = predictor.decoder.config.context
+    if predictor.block and (settings.block_length or 0) > predictor.block:
+        raise ValueError(
+            f"blocks of {settings.block_length} tokens were asked for, and this model was trained with blocks of "
+            f"{predictor.block}; ask for a --block-length of at most {predictor.block}, or for none"
+        )
     if not prompt:
         raise ValueError("a masked diffusion model needs a prompt of at least one token")
-    if len(prompt) + settings.length > context:
+    if len(prompt) + settings.max_new_tokens > context:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and an answer of {settings.length} exceed this model's context of "
-            f"{context}; ask for a shorter --length"
+            f"a prompt of {len(prompt)} tokens and an answer of {settings.max_new_tokens} exceed this model's context "
+            f"of {context}; ask for fewer --max-new-tokens"
         )
     run = _Run(predictor, prompt, settings)
     for block in run.blocks():
-        run.reveal_block(*block)
-        if any(t in eos for t in run.token[len(prompt) : block[1]].tolist()):
+        run.reveal_block(block)
+        if any(t in eos for t in run.token[len(prompt) : block.end].tolist()):
             break
     answer: list[int] = run.token[len(prompt) :].tolist()
     end = next((i for i, t in enumerate(answer) if t in eos), None)
     return DiffusionAnswer(tuple(answer[:end]), run.passes, run.positions, end is not None)
+
+
+class _Block(NamedTuple):
+    """Positions that are revealed together, from `begin` to `end`."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+    """First position, and end, of what attends to each other in block diffusion; else as `begin` and `end`."""
 
 
 class _Run:
@@ -83,7 +105,7 @@ class _Run:
 
     def __init__(self, predictor: MaskPredictor, prompt: Sequence[int], settings: DiffusionSettings) -> None:
         self._predictor, self._settings, self._prompt = predictor, settings, len(prompt)
-        masks = [predictor.mask] * settings.length
+        masks = [predictor.mask] * settings.max_new_tokens
         self.token = torch.tensor([*prompt, *masks], device=predictor.decoder.device)
         self._store = predictor.new_store(len(self.token))
         self._generator = torch.Generator().manual_seed(settings.seed)
@@ -91,43 +113,48 @@ class _Run:
         """Leading positions whose keys and values are final: in block diffusion those of finished blocks."""
         self.passes, self.positions = 0, 0
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of every block of the answer; blocks of block diffusion begin at multiples of their length."""
-        own, end = self._predictor.block, len(self.token)
-        size = own or self._settings.block_length
-        begin = self._prompt // own * own if own else self._prompt
-        for at in range(begin, end, size):
-            yield at, min(at + size, end)
+    def blocks(self) -> Iterator[_Block]:
+        """The blocks of the answer; those of block diffusion begin at multiples of their length."""
+        own, end, size = self._predictor.block, len(self.token), self._settings.block_length
+        if not own:
+            for at in range(self._prompt, end, size := size or _BLOCK_LENGTH):
+                yield _Block(at, min(at + size, end), at, min(at + size, end))
+            return
+        for first in range(self._prompt // own * own, end, own):
+            last = min(first + own, end)
+            for at in range(first, last, size or own):
+                yield _Block(at, min(at + (size or own), last), first, last)
 
-    def reveal_block(self, begin: int, end: int) -> None:
+    def reveal_block(self, block: _Block) -> None:
         """Reveal all tokens of a block."""
+        begin, end = block.begin, block.end
         masks = int((self.token[begin:end] == self._predictor.mask).sum())
         counts, step = split_evenly(masks, min(self._settings.steps or masks, masks)), 0
         while masked := [i for i in range(begin, end) if self.token[i] == self._predictor.mask]:
-            logits = self._read(begin, end, masked, fresh=step == 0)
+            logits = self._read(block, masked, fresh=step == 0)
             found = choose_tokens(logits, self._settings.temperature, self._settings.remasking, self._generator)
             shown = choose_to_reveal(found, counts[min(step, len(counts) - 1)], self._settings.threshold)
             self.token[torch.tensor(masked)[shown]] = found.token[shown].to(self.token.device)
             step += 1
 
-    def _read(self, begin: int, end: int, masked: Sequence[int], fresh: bool) -> Float[torch.Tensor, "k v"]:
+    def _read(self, block: _Block, masked: Sequence[int], fresh: bool) -> Float[torch.Tensor, "k v"]:
         """Logits at the masked positions, from a pass over as much of the sequence as the cache leaves."""
-        first, last, until = self._window(begin, end, fresh)
+        first, last, until = self._window(block, fresh)
         self.passes += 1
         self.positions += last - first
         return self._predictor.read(self._store, self.token[first:last], first, masked, until)
 
-    def _window(self, begin: int, end: int, fresh: bool) -> tuple[int, int, int]:
+    def _window(self, block: _Block, fresh: bool) -> tuple[int, int, int]:
         """First and last position that are read, and the end of what they attend to.
 
         Where predictions are shifted, the output before a block predicts its first token.
         """
-        before, whole = max(begin - int(self._predictor.shifted), 0), len(self.token)
+        before, whole = max(block.first - int(self._predictor.shifted), 0), len(self.token)
         if self._predictor.block:
             # What later blocks do not change is kept without loss.
             first = self._kept if fresh else before
-            self._kept = begin
-            return min(first, before), end, end
+            self._kept = block.first
+            return min(first, before), block.last, block.last
         if fresh or self._settings.cache == "none":
             return 0, whole, whole
-        return before, whole if self._settings.cache == "prefix" else end, whole
+        return before, whole if self._settings.cache == "prefix" else block.end, whole

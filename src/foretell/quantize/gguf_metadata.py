@@ -9,8 +9,8 @@ import torch
 from foretell.model.config import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.rope_config import RopeConfig
+from foretell.tokenizer.byte_level import split_pattern
 from foretell.tokenizer.codec import TextCodec
-from foretell.tokenizer.gguf import split_pattern
 
 _WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
 _REPLACED = ("general.architecture", "general.file_type", "general.quantization_version")

@@ -315,6 +315,7 @@ def advice(comparisons: Sequence[LoadComparison]) -> str:
         return "Do not speculate: at every rate answers take longer with drafts."
     if len(helped) == len(comparisons):
         return (
-            f"Speculate: answers are shorter at every rate, {min(helped):.3g} to {max(helped):.3g} requests a second."
+            f"Speculate: answers take less time at every rate, {min(helped):.3g} to {max(helped):.3g} requests a "
+            "second."
         )
     return f"Speculate up to {max(helped):.3g} requests a second; at higher rates answers take longer with drafts."

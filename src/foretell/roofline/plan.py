@@ -37,7 +37,7 @@ class SpeculationPlan:
         """One sentence: the method to use, of those that fit in memory, or not to speculate."""
         fitting = [e for e in self.estimates if self.fits.get(e.profile.name) is not False]
         top = (fitting or [*self.estimates, self.baseline])[0]
-        if top.nodes == 1:
+        if not top.is_used:
             return f"Do not speculate: at batch {self.baseline.batch} every method is slower than plain decoding."
         if top.range[0] <= 1:
             low, high = top.range
@@ -46,12 +46,13 @@ class SpeculationPlan:
                 "within the spread of acceptance and of the runtime."
             )
         drafted = top.nodes - 1
-        shape = {"chain": f"a chain of {drafted}", "fixed": f"its fixed {drafted} nodes"}.get(
-            top.profile.shape, f"a tree of {drafted} nodes, depth {top.depth}"
+        shape = {"chain": f" with a chain of {drafted}", "fixed": f" with its fixed {drafted} nodes"}.get(
+            top.profile.shape, f" with a tree of {drafted} nodes, depth {top.depth}"
         )
+        shape = shape if drafted else ""
         low, high = top.range
         gain = f"{top.speedup:.2f}× predicted, {low:.2f} to {high:.2f} ({top.tokens_per_pass:.2f} tokens per pass)"
-        return f"Use {top.profile.name} with {shape}: {gain}."
+        return f"Use {top.profile.name}{shape}: {gain}."
 
 
 def cost_of_profile(

@@ -174,9 +174,9 @@ def published_record(c: ComparedRow) -> dict[str, Any]:
     workload = {"batch": r.batch, "weights": r.weights, "devices": r.devices}
     drafted = {"drafted": r.nodes - 1 if r.nodes else None, "tau": r.tau or None}
     return {
-        "model": r.model, "hardware": r.hardware, "method": r.method or "plain",
+        "model": r.model, "hardware": r.hardware, "method": r.method or "plain", "measure": r.measure,
         "published": r.published, "predicted": c.predicted, "error_percent": round(100 * c.error, 1),
-        "group": r.group, "used": "fitted" if r.fit else "checked", "measure": r.measure, **workload, **drafted,
+        "group": r.group, "used": "fitted" if r.fit else "checked", **workload, **drafted,
         "runtime": r.runtime, "tau_basis": r.tau_basis, "source": r.source,
     }  # fmt: skip
 

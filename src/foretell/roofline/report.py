@@ -88,7 +88,7 @@ def operations_table(a: Analysis) -> Table:
     table = new_table(f"{a.model.name} on {a.hardware.title}, {a.workload.stage}")
     for name in ("group", "×", "operation", "shape"):
         table.add_column(name, justify="right" if name == "×" else "left", no_wrap=True)
-    for name in ("OPs", "bytes", "OPs/byte", "attainable", "time"):
+    for name in ("OPs", "bytes", "OPs/byte", "attainable", "time", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound", no_wrap=True)
     colour = {"memory": "cyan", "compute": "yellow", "link": "magenta"}
@@ -98,11 +98,16 @@ def operations_table(a: Analysis) -> Table:
         table.add_row(
             each.group, f"{each.count:g}", each.op.name, each.op.shape, format_number(scalar(cost.ops)),
             format_number(moved, "B"), f"{each.intensity:.3g}", format_number(each.attainable, "OP/s"),
-            format_seconds(scalar(cost.seconds)), f"[{colour[each.bound]}]{each.bound}[/]",
+            format_seconds(scalar(cost.seconds)), f"{each.count * scalar(cost.seconds) / a.seconds:.1%}",
+            f"[{colour[each.bound]}]{each.bound}[/]",
         )  # fmt: skip
     return table
 
 
+OPERATIONS_LEGEND = (
+    "time: of one of the × operations, that of the embedding with what the runtime adds to a pass; share: of all × in "
+    "the whole time"
+)
 OPERATIONS_OPTIONAL = ("attainable", "OPs/byte", "shape", "OPs", "bytes")
 """Columns that a narrow terminal omits, first to last."""
 
@@ -162,14 +167,15 @@ def plan_table(plan: SpeculationPlan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("acceptance", no_wrap=True)
     for g in (*plan.estimates, plan.baseline):
-        used = g.nodes > 1
+        used = g.is_used
         speedup = f"[{'green' if g.speedup > 1 else 'dim'}]{g.speedup:.2f}×[/]"
         if not used and g is not plan.baseline:
-            speedup = "[dim]do not[/]"
+            speedup = "[dim]no gain[/]"
         fits = "" if plan.fits.get(g.profile.name) is not False else " (does not fit)"
         table.add_row(
             g.profile.name + fits,
-            f"{g.nodes - 1} × {g.depth}" if used else "-", f"{g.tokens_per_pass:.2f}", format_seconds(g.pass_seconds),
+            f"{g.nodes - 1} × {g.depth}" if g.nodes > 1 else "-",
+            f"{g.tokens_per_pass:.2f}", format_seconds(g.pass_seconds),
             format_seconds(g.draft_seconds) if g.draft_seconds else "-", f"{g.break_even_tokens:.2f}" if used else "-",
             speedup, f"{g.range[0]:.2f}-{g.range[1]:.2f}" if used else "-",
             f"{g.goodput:.4g}", format_number(g.bytes_per_token, "B"), format_number(g.ops_per_token), g.profile.basis,
@@ -179,6 +185,11 @@ def plan_table(plan: SpeculationPlan) -> Table:
 
 PLAN_OPTIONAL = ("acceptance", "OPs/token", "bytes/token", "draft", "range", "tree", "pass", "tokens/s")
 """Columns that a narrow terminal omits, first to last."""
+PLAN_LEGEND = (
+    "tree: drafted nodes × depth; pass: time of the target's pass over the tree; draft: time of drafting, a step; "
+    "needs: tokens per pass from which the method is faster than plain decoding (autoregressive); range: of the "
+    "speed-up; acceptance: where it comes from"
+)
 
 
 def variants_table(variants: Sequence[ModelVariant]) -> Table:

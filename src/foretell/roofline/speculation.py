@@ -56,9 +56,9 @@ class DraftShape:
 class MethodEstimate:
     """Predicted performance of a method on one workload.
 
-    nodes: tokens verified per sequence, root included (1: do not speculate). tokens_per_pass: expected, per sequence.
-    Times are in seconds per pass; draft_seconds: of drafting, with the runtime's own work per speculative step;
-    plain_seconds: of a pass without speculation.
+    nodes: tokens verified per sequence, root included (1: none are drafted). depth 0: do not use it. tokens_per_pass:
+    expected, per sequence. Times are in seconds per pass; draft_seconds: of drafting, with the runtime's own work per
+    speculative step; plain_seconds: of a pass without speculation.
     """
 
     profile: MethodProfile
@@ -75,6 +75,13 @@ class MethodEstimate:
     runtime_error: float = 0.0
 
     @property
+    def is_used(self) -> bool:
+        """Whether using the method is predicted to gain, or a shape of it was given; else the figures are those of
+        plain decoding.
+        """
+        return self.depth > 0
+
+    @property
     def shape(self) -> DraftShape:
         """The chain or tree with its tokens per pass."""
         return DraftShape(self.nodes, self.depth, self.tokens_per_pass)
@@ -82,7 +89,7 @@ class MethodEstimate:
     @property
     def range(self) -> tuple[float, float]:
         """Likely limits of the speed-up, from the spread of acceptance and the error of the runtime's profile."""
-        if self.depth == 0:
+        if not self.is_used:
             return 1.0, 1.0
         of_tokens = self.accepted_spread * (self.tokens_per_pass - 1) / self.tokens_per_pass
         relative = math.hypot(of_tokens, self.runtime_error)

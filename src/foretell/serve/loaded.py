@@ -41,11 +41,22 @@ class Methods:
             ValueError: requests may not ask for it, or something that it needs is missing.
         """
         built = self._built.get(name)
-        return self._build_once(find(name).name) if built is None else built
+        return self._build_once(self._allowed_name(name)) if built is None else built
+
+    def _allowed_name(self, name: str) -> str:
+        allowed = sorted(self.allowed)
+        try:
+            found = find(name).name
+        except ValueError:
+            raise unknown("method", name, allowed) from None
+        if found not in self.allowed:
+            raise ValueError(
+                f"requests to this server may not ask for the method {found!r}, but for {', '.join(allowed)}; start it "
+                f"with --request-method {found} to change that"
+            )
+        return found
 
     def _build_once(self, name: str) -> AnyMethod:
-        if name not in self.allowed:
-            raise unknown("method", name, sorted(self.allowed))
         with self._lock:
             if name not in self._built:
                 self._built[name] = self._build(name)

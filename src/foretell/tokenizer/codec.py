@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from foretell.tokenizer.byte_level import is_qwen2, read_qwen2
 from foretell.tokenizer.chat_template import ChatTemplate
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.json_values import map_texts, texts
@@ -22,6 +23,7 @@ template reads, as `tool_calls`.
 """
 
 _CONTENT_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+_TOKENIZER = "tokenizer.json"
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 """Code points that Unicode reserves for the internal use of programs."""
 
@@ -241,28 +243,27 @@ def _up_to_final_message(text: str, messages: Sequence[Message]) -> str:
     return text[: start + len(content)]
 
 
-def require_tokenizer(path: Path) -> Path:
-    """The `tokenizer.json` of a model directory.
+def require_tokenizer(path: Path) -> None:
+    """Check that a model directory has a tokenizer that `from_directory` reads.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it has none.
     """
-    file = path / "tokenizer.json"
-    if not file.is_file():
+    if not (path / _TOKENIZER).is_file() and not is_qwen2(path, _read_tokenizer_config(path)):
         raise ValueError(
-            f"{path}: no tokenizer.json here; convert the tokenizer with transformers' `save_pretrained` first"
+            f"{path}: no {_TOKENIZER} here; convert the tokenizer with transformers' `save_pretrained` first"
         )
-    return file
 
 
 def from_directory(path: Path) -> TextCodec:
-    """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of a Hugging Face model directory.
+    """Read the tokenizer of a Hugging Face model directory (`tokenizer.json`, or the files of Qwen2's byte-level BPE),
+    `tokenizer_config.json` and the chat template.
 
     Raises:
-        ValueError: there is no `tokenizer.json`, or a file is damaged.
+        ValueError: there is no tokenizer, or a file is damaged.
     """
-    file = require_tokenizer(path)
-    raw = _read_tokenizer_config(path / "tokenizer_config.json")
+    require_tokenizer(path)
+    raw = _read_tokenizer_config(path)
     template = raw.get("chat_template")
     if isinstance(template, list):
         template = next(
@@ -280,10 +281,13 @@ def from_directory(path: Path) -> TextCodec:
             raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a string, found {value!r:.80}")
         return value
 
-    return TextCodec(_read_tokenizer(file), template, token("bos_token"), token("eos_token"))
+    file = path / _TOKENIZER
+    tokenizer = _read_tokenizer(file) if file.is_file() else read_qwen2(path, raw)
+    return TextCodec(tokenizer, template, token("bos_token"), token("eos_token"))
 
 
-def _read_tokenizer_config(file: Path) -> dict[str, Any]:
+def _read_tokenizer_config(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json"
     return read_json(file, "download it again") if file.is_file() else {}
 
 

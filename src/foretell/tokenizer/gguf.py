@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from foretell.tokenizer.byte_level import split_by
 from foretell.tokenizer.codec import TextCodec
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -64,24 +65,13 @@ def _build_codec(meta: Mapping[str, Any]) -> TextCodec:
     return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), bos, token("eos"))
 
 
-def split_pattern(kind: str) -> str:
-    """Where the pre-tokenizer of this name cuts a text: `llama-bpe` keeps up to three digits together, `qwen2` one."""
-    numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + numbers
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     if kind in ("default", "gpt-2"):
         return byte_level
-    split = pre_tokenizers.Split(Regex(split_pattern(kind)), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return split_by(kind)
 
 
 def _sentencepiece(tokens: list[str], scores: list[float], unknown: int) -> Tokenizer:

@@ -91,6 +91,8 @@ def explain(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return f"not valid JSON ({first['ctx']['error']})"
+    if first["type"] == "model_type":
+        message = "Input should be an object"
     if first["type"] != "value_error":
         message = message[0].lower() + message[1:]
         message += "" if first["type"] == "missing" else f", found {show(first['input'])}"

@@ -1,4 +1,4 @@
-"""Configurations of masked diffusion language models: LLaDA, Dream, SDAR."""
+"""Configurations of masked diffusion language models: LLaDA, Dream, SDAR, Fast-dLLM v2."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,10 @@ from foretell.model.config_readers.hf import from_hf
 from foretell.model.diffusion.attention import unsupported_part
 from foretell.utils.validation import Fields
 
-_SDAR_BLOCK = 4
-"""Block length of the published SDAR checkpoints, which do not state it."""
+_SDAR_BLOCK, _SDAR_MASK = 4, 151669
+"""Block length and mask token of SDAR's authors, where a checkpoint does not state them."""
+_FAST_DLLM_BLOCK, _FAST_DLLM_MASK = 32, 151665
+"""Those of the authors of Fast-dLLM v2."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,32 @@ def read_diffusion(raw: Mapping[str, Any], source: str = "config.json") -> Diffu
     return _READERS[raw["model_type"]](raw, source)
 
 
+def _checked(source: str, model: ModelConfig, mask: int, shifted: bool = False, block: int = 0) -> DiffusionConfig:
+    """The configuration of these values; errors name the source."""
+    try:
+        return DiffusionConfig(model, mask, shifted, block)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
 def _read_dream(raw: Mapping[str, Any], source: str) -> DiffusionConfig:
     """Dream: Qwen2.5 with full attention and shifted predictions."""
     model = from_hf({**raw, "model_type": "qwen2", "use_sliding_window": False}, source)
-    return DiffusionConfig(model, _mask(raw, source), shifted=True)
+    return _checked(source, model, _mask(raw, source), shifted=True)
 
 
 def _read_sdar(raw: Mapping[str, Any], source: str) -> DiffusionConfig:
     """SDAR (arXiv 2510.06303): Qwen3 with blocks."""
     model = from_hf({**raw, "model_type": "qwen3", "use_sliding_window": False}, source)
     block = Fields(raw, source).integer("block_size", "block_length", default=_SDAR_BLOCK, least=1)
-    return DiffusionConfig(model, _mask(raw, source), block=block)
+    return _checked(source, model, _mask(raw, source, _SDAR_MASK), block=block)
+
+
+def _read_fast_dllm(raw: Mapping[str, Any], source: str) -> DiffusionConfig:
+    """Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5 with blocks and shifted predictions."""
+    model = from_hf({**raw, "model_type": "qwen2", "use_sliding_window": False}, source)
+    block = Fields(raw, source).integer("bd_size", default=_FAST_DLLM_BLOCK, least=1)
+    return _checked(source, model, _mask(raw, source, _FAST_DLLM_MASK), shifted=True, block=block)
 
 
 def _read_llada(raw: Mapping[str, Any], source: str) -> DiffusionConfig:
@@ -95,7 +112,7 @@ def _read_llada(raw: Mapping[str, Any], source: str) -> DiffusionConfig:
         "tie_word_embeddings": read.flag("weight_tying", default=True),
         "eos_token_id": raw.get("eos_token_id"),
     }
-    return DiffusionConfig(from_hf(values, source), _mask(raw, source))
+    return _checked(source, from_hf(values, source), _mask(raw, source))
 
 
 _LLADA_FIXED = {
@@ -104,8 +121,8 @@ _LLADA_FIXED = {
     "input_emb_norm": False,
 }  # fmt: skip
 """Values of LLaDA's configuration without which it would be another architecture."""
-_READERS = {"Dream": _read_dream, "llada": _read_llada, "sdar": _read_sdar}
+_READERS = {"Dream": _read_dream, "llada": _read_llada, "sdar": _read_sdar, "Fast_dLLM_Qwen": _read_fast_dllm}
 
 
-def _mask(raw: Mapping[str, Any], source: str) -> int:
-    return Fields(raw, source).integer("mask_token_id")
+def _mask(raw: Mapping[str, Any], source: str, default: int | None = None) -> int:
+    return Fields(raw, source).integer("mask_token_id", default=default)

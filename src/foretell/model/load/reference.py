@@ -65,7 +65,7 @@ def _download(reference: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        wanted = ["*.json", "*.safetensors", "*.jinja"]
+        wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
         return Path(snapshot_download(reference, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -170,7 +170,7 @@ const Arrivals = (engine, methods) => {
       text = (v) => Number(v.toPrecision(3));
     if (!helped.length) return "Do not speculate: at every rate answers take longer with drafts.";
     const range = `${text(Math.min(...helped))} to ${text(Math.max(...helped))} requests a second`;
-    if (helped.length === compared.length) return `Speculate: answers are shorter at every rate, ${range}.`;
+    if (helped.length === compared.length) return `Speculate: answers take less time at every rate, ${range}.`;
     const top = text(Math.max(...helped));
     return `Speculate up to ${top} requests a second; at higher rates answers take longer with drafts.`;
   }

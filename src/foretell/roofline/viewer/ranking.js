@@ -11,7 +11,7 @@ const Ranking = (engine, methods, variants, state, changed) => {
     times = (g) => `${g.speedup.toFixed(2)}× (${range(g)})`;
   function advice(top) {
     if (!top || top.unavailable) return "No method can be used at this setting.";
-    if (top.nodes === 1)
+    if (top.depth === 0)
       return `Do not speculate: at batch ${state.now.batch} no method gains more tokens than it costs.`;
     if (top.speedup <= 1) return `Do not speculate: the best, ${top.name}, is predicted at ${times(top)}.`;
     if (top.range[0] > 1) return `Use ${top.name}: ${times(top)} predicted.`;
@@ -29,7 +29,7 @@ const Ranking = (engine, methods, variants, state, changed) => {
       button.append(make("span", "none", "cannot be used"), make("b", "", "–"), make("small", ""));
     } else {
       const track = make("span", "track"),
-        used = g.nodes > 1;
+        used = g.depth > 0;
       const part = (tag, left, width) => {
         const piece = make(tag, "");
         Object.assign(piece.style, { left: at(left), width: at(width) });
@@ -57,10 +57,11 @@ const Ranking = (engine, methods, variants, state, changed) => {
     if (!g) return;
     const say = (text) => why.append(make("p", "", text));
     if (g.unavailable) return say(`${g.name}: ${g.unavailable}.`);
-    if (g.nodes === 1) say(`${g.title}: drafting and the larger pass cost more than the tokens are worth here.`);
+    if (g.depth === 0) say(`${g.title}: drafting and the larger pass cost more than the tokens are worth here.`);
     else
       say(
-        `${g.title}: ${times(g)}; ${g.nodes - 1} drafted tokens, depth ${g.depth}; ${g.tokens.toFixed(2)} tokens ` +
+        `${g.title}: ${times(g)}; ${g.nodes > 1 ? `${g.nodes - 1} drafted tokens, depth ${g.depth}; ` : ""}` +
+          `${g.tokens.toFixed(2)} tokens ` +
           `per pass. Pass ${duration(g.pass)} (plain ${duration(g.plain)}), ` +
           `drafting ${g.draft ? duration(g.draft) : "free"}` +
           `${g.drafter && g.drafter.name ? ` with ${g.drafter.name}` : ""}.`,
@@ -83,7 +84,7 @@ const Ranking = (engine, methods, variants, state, changed) => {
   function render() {
     const list = methods.plan(state.now),
       usable = list.filter((g) => !g.unavailable),
-      most = Math.max(...usable.map((g) => (g.nodes > 1 ? g.range[1] : 1)), 1.5) * 1.02,
+      most = Math.max(...usable.map((g) => (g.depth > 0 ? g.range[1] : 1)), 1.5) * 1.02,
       name = nameOf(list);
     const outside = [state.now.offloadWeights, state.now.offloadKv].some((part) => Number(part) > 0);
     $("#methods .advice").textContent =

@@ -19,8 +19,9 @@ class Body(BaseModel):
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names of the fields that no server feature reads."""
-        return tuple(self.model_extra or ())
+        """Names of the fields that no server feature reads, with a dot before those of an object in a field."""
+        inner = ((name, value) for name, value in self if isinstance(value, Body))
+        return (*(self.model_extra or ()), *(f"{name}.{key}" for name, body in inner for key in body.unknown_fields))
 
 
 def _string_list(value: Any) -> Any:
