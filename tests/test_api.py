@@ -1,5 +1,7 @@
 """The Python interface: prompts, conversations, stop strings and special tokens."""
 
+from pathlib import Path
+
 import pytest
 
 import foretell
@@ -10,6 +12,18 @@ from foretell.api import Model
 @pytest.fixture(scope="module")
 def model() -> Model:
     return foretell.load(str(tiny_target()), dtype="float32")
+
+
+def test_the_configuration_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, paths = Path.read_bytes, list[str]()
+
+    def noted(path: Path) -> bytes:
+        paths.append(path.name)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    foretell.load(str(tiny_target()), dtype="float32")
+    assert paths.count("config.json") == 1
 
 
 def test_stop_may_be_one_string(model: Model) -> None:

@@ -102,16 +102,17 @@ def load(
     policy = None if kv_cache_policy is None else parse_target_policy(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
-    _refuse_other_kinds(reference, path)
-    if _is_foreign(path):
+    raw = _read_config(path)
+    _refuse_other_kinds(reference, path, raw)
+    if raw is not None and not is_decoder_family(raw):
         options = rope_scaling, max_model_len, policy, sparsity
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
                 f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy and sparsity are for "
                 "architectures of the own decoder"
             )
-        return _load_with_transformers(reference, path, dtype, torch_device)
-    opened = open_checkpoint(path)
+        return _load_with_transformers(reference, path, raw, dtype, torch_device)
+    opened = open_checkpoint(path, raw)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":
         raise ValueError(
@@ -204,7 +205,7 @@ def _refuse_no_draft(path: Path) -> None:
     Raises:
         ValueError: it has no safetensors, by which most speculators are recognised, or names no type of model.
     """
-    raw = _read_config(path)
+    raw = _read_config(path) or {}
     if not any(path.glob("*.safetensors")):
         raise ValueError(missing_weights(path))
     if "model_type" not in raw:
@@ -223,24 +224,21 @@ def resolve_dtype(reference: str, dtype: str, device: str) -> str:
     if dtype != "auto":
         return dtype
     path = resolve_reference(reference)
-    if _is_foreign(path):
+    raw = _read_config(path)
+    if raw is not None and not is_decoder_family(raw):
         return "bfloat16"
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(path, raw)
     return choose_precision(reference, dtype, opened.config, opened.weights, parse_device(device))
 
 
-def _is_foreign(path: Path) -> bool:
-    """Whether transformers runs the model."""
-    return path.is_dir() and not is_decoder_family(_read_config(path))
-
-
-def _refuse_other_kinds(reference: str, path: Path) -> None:
-    """Refuse a masked diffusion model, or a speculator.
+def _refuse_other_kinds(reference: str, path: Path, raw: Mapping[str, Any] | None) -> None:
+    """Refuse a masked diffusion model, or a speculator. `raw`: its configuration; None: a GGUF file.
 
     Raises:
         ValueError: it is one.
     """
-    raw = _read_config(path) if path.is_dir() else {}
+    if raw is None:
+        return
     if is_diffusion(raw):
         raise ValueError(
             f"{reference}: an autoregressive model was asked for, and this is a masked diffusion model "
@@ -248,7 +246,7 @@ def _refuse_other_kinds(reference: str, path: Path) -> None:
         )
     # Most speculators name the type of a language model; some checkpoints of a model hold its speculator, too.
     complete = "model_type" in raw and (path / "tokenizer.json").is_file()
-    if path.is_dir() and not complete and is_speculator(path):
+    if not complete and is_speculator(path):
         raise ValueError(
             f"{reference}: a model was asked for, and this is a speculator, which drafts for one; name it with "
             "--draft-model, and its target with --model"
@@ -295,17 +293,17 @@ class OpenCheckpoint(NamedTuple):
     """Tokens that end an answer."""
 
 
-def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Open a GGUF file or a directory.
+def open_checkpoint(path: Path, raw: Mapping[str, Any] | None = None) -> OpenCheckpoint:
+    """Open a GGUF file or a directory. `raw`: the directory's configuration, if it was read before.
 
     Raises:
         ValueError: see `load`.
     """
-    if path.is_file():
+    raw, source = raw or _read_config(path), str(path / "config.json")
+    if raw is None:
         file = GGUF(path)
         config = gguf_config(file)
         return OpenCheckpoint(config, GGUFWeights(file, config), partial(codec_from_gguf, file.metadata), config.eos)
-    raw, source = _read_config(path), str(path / "config.json")
     check_card(path, raw)
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
@@ -314,23 +312,34 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     return OpenCheckpoint(config, weights, partial(from_directory, path), _eos_tokens(path, config))
 
 
-def _load_with_transformers(reference: str, path: Path, dtype: str, device: torch.device) -> Model:
+def _load_with_transformers(
+    reference: str, path: Path, raw: Mapping[str, Any], dtype: str, device: torch.device
+) -> Model:
     """A model of an architecture that the own decoder does not support, run by transformers."""
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(
             f"{reference}: {dtype} is for architectures of the own decoder; use --dtype float32 or bfloat16"
         )
     dtype = "bfloat16" if dtype == "auto" else dtype
-    refuse_quantization(_read_config(path), str(path))
-    SafetensorsWeights(path)  # Raises for damaged shards and quantised tensors, which transformers does not check.
+    refuse_quantization(raw, str(path))
+    # Damaged shards, quantised tensors and layers too many are errors, which transformers does not check.
+    weights = SafetensorsWeights(path)
     model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
     config = model_config_of(model)
+    weights.check_layers(config.layers)
     vision = VisionLanguage(model, path) if reads_images(model) else None
     runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
     return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any] | None:
+    """The configuration of the model in a directory; None: a GGUF file.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    if path.is_file():
+        return None
     if not (path / "config.json").is_file():
         raise ValueError(
             f"{path}: no config.json here; give a directory with config.json and safetensors, or a .gguf file"

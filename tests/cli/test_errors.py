@@ -86,7 +86,7 @@ def test_numbers_out_of_range() -> None:
     assert "temperature must be" in generate_hello("--temperature", "-1")
     assert "top_p must be" in generate_hello("--top-p", "0")
     assert "top_k must be" in generate_hello("--top-k", "-1")
-    assert "at least 1" in generate_hello("--rows", "0")
+    assert "at least 1" in generate("--prompts", __file__, "--rows", "0", "--model", tiny_target())
     assert "--max-new-tokens" in expect_error("generate", "hello", "--max-new-tokens", "many", status=2)
     assert "samples must be at least 1" in expect_error("verify", "suffix", "--model", tiny_target(), "--samples", "0")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import run_foretell, tiny_draft, tiny_target
+from command import expect_error, run_foretell, save_tiny_model, tiny_draft, tiny_target
 from foretell.catalogue import catalogue
 from foretell.cli.show import DraftHighlighter
 from foretell.engine.engine import Engine
@@ -260,3 +260,12 @@ def test_a_prediction_gives_the_same_text_and_is_counted(tmp_path: Path) -> None
     file = prompts(tmp_path, {"prompt": "hello", "prediction": plain["text"]}, {"prompt": "hello"})
     two = records("--prompts", file, "--max-new-tokens", "20")
     assert [r["text"] for r in two] == [plain["text"]] * 2 and "accepted_prediction_tokens" not in two[1]
+
+
+def test_a_draft_model_of_another_vocabulary_is_told_what_takes_it(tmp_path: Path) -> None:
+    """As of Qwen2.5, whose larger models have 128 tokens more than the smaller ones."""
+    target, draft = (save_tiny_model(tmp_path / str(vocab), vocab=vocab) for vocab in (260, 261))
+    command = ("generate", "Hi", "--model", target, "--draft-model", draft, "--max-new-tokens", "4")
+    text = expect_error(*command, "--method", "draft_model")
+    assert "has 261 tokens, the target's 260" in text and "--method universal_draft, which takes any" in text
+    assert run_foretell(*command, "--method", "universal_draft").exit_code == 0

@@ -151,10 +151,10 @@ class Watched(MLPSpeculatorDrafter):
         super().__init__(network)
         self.said: list[tuple[TokenTree, list[list[int]], torch.Tensor, np.ndarray]] = []
 
-    def top_tokens(self, tree: Any, frontier: Any, context: Any, count: int) -> Any:
+    def top_tokens(self, tree: Any, frontier: Any, context: Any, count: int, noise: Any = None) -> Any:
         narrow, wide = (
-            super().top_tokens(tree, frontier, context, count),
-            Predictor.top_tokens(self, tree, frontier, context, count),
+            super().top_tokens(tree, frontier, context, count, noise),
+            Predictor.top_tokens(self, tree, frontier, context, count, noise),
         )
         np.testing.assert_array_equal(narrow.logit_index, wide.logit_index)
         np.testing.assert_array_equal(narrow.token, wide.token)
@@ -242,7 +242,16 @@ class Stepwise(MLPSpeculatorDrafter):
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.9),
+        SamplingParams(temperature=1.2, top_p=0.8),
+        SamplingParams(temperature=0.9, top_k=4, min_p=0.02),
+    ],
+    ids=["greedy", "sampled", "top_p", "top_k"],
+)
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
@@ -251,13 +260,12 @@ class Stepwise(MLPSpeculatorDrafter):
     ids=str,
 )
 def test_the_kernels_grow_the_trees_that_grow_level_by_level(
-    precision: Precision, tied: bool, shape: DynamicTree, temperature: float
+    precision: Precision, tied: bool, shape: DynamicTree, sampling: SamplingParams
 ) -> None:
     """Texts of unequal length, one of them with room for two more tokens, one with none; with the target's noise."""
     network = pack_network(network_of(7, tied=tied, draft_vocab=20, more_hidden_layers=(1,)), precision)
     network.set_draft_vocab(torch.arange(CONFIG.vocab)[3:23])
     texts = [random_tokens(n, 31, seed=n) for n in (9, 3, 17, 5)]
-    sampling = SamplingParams(temperature=temperature)
     context = replace(context_of(*texts, sampling=sampling), max_depth=np.array([99, 2, 99, 0]), coupled=True)
     step = after_prompt(small_target(), context, network.hidden_layers)
     found = [drafted_paths(shape, drafter, step) for drafter in (MLPSpeculatorDrafter(network), Stepwise(network))]

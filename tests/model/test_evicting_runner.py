@@ -146,7 +146,7 @@ def test_the_output_says_lossy_and_evaluate_measures_the_price(tmp_path: Path) -
     assert report["kl"] < 1e-6 and report["same_top"] == 1
     assert "must be 1 to 198 of 200, found 199" in expect_error("evaluate", *options, *measured, "--from", "199")
     error = expect_error("evaluate", *options[:4], *measured, "--from", "5")
-    assert "--from is read with --kv-cache-policy only" in error
+    assert "--from would have no effect: it is read with --kv-cache-policy only" in error
 
 
 def test_models_with_windows_are_refused() -> None:

@@ -22,6 +22,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.load.transformers import HFRunner, load_hf
 from foretell.shape import BranchingTree, Chain, DynamicTree, Trie
+from foretell.testing import letter_codec
 from helpers import chain_tree, oracle_logits, random_tokens, run, statistics_of, tokens_of
 
 VOCAB = 37
@@ -127,6 +128,31 @@ def test_a_missing_weight_is_refused_by_name(name: str, tmp_path: Path) -> None:
     save_file({key: t for key, t in tensors.items() if key != gone}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=rf"has no {gone}.*random numbers"):
         load_hf(tmp_path, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_weight_of_another_shape_is_named_without_further_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model_of("opt").float().save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"ffn_dim": 56}))
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=r"layers.0.fc1.bias has shape \(48,\), the configuration asks for \(56,\)"):
+        load_hf(tmp_path, torch.float32, torch.device("cpu"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_more_layers_than_the_configuration_says_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.OlmoConfig(**sizes, **ENDS, vocab_size=VOCAB, max_position_embeddings=64)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    letter_codec(VOCAB).tokenizer.save(str(tmp_path / "tokenizer.json"))
+    foretell.load(str(tmp_path))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="says that there are 1 layers, and the weights have a layer 1"):
+        foretell.load(str(tmp_path))
 
 
 @pytest.mark.parametrize("key", ["n_layer", "n_head", "n_embd", "vocab_size", "n_positions"])

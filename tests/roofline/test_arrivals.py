@@ -144,8 +144,8 @@ def test_the_advice_names_the_rate_up_to_which_drafts_help() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     runner = CliRunner()
-    options = ["load", "llama-3.1-8b", "--requests", "20", "--output", "30", "--json"]
-    (one, two) = json.loads(runner.invoke(app, [*options, "--rate", "1,20"]).stdout)
+    options, drawn = ["load", "llama-3.1-8b", "--json"], ["--requests", "20", "--output", "30", "--rate", "1,20"]
+    (one, two) = json.loads(runner.invoke(app, [*options, *drawn]).stdout)
     assert one["speedup"] > 1.2 and two["mean_running"] > one["mean_running"] and one["ttft_p50"] <= one["ttft_p99"]
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival,prompt,output\n0,100,20\n0.5,50,10\n")

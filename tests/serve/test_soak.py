@@ -153,4 +153,4 @@ def test_the_command_checks_identity(server: Server, tmp_path: Path) -> None:
     ):
         assert words in CliRunner().invoke(app, [*command, *more]).output
     plain = [word for word in command if word != "--identity"]
-    assert "belong to --identity" in CliRunner().invoke(app, plain).output
+    assert "would have no effect: they belong to --identity" in CliRunner().invoke(app, plain).output

@@ -19,7 +19,7 @@ _WIDTH, _BUDGET = 6, 64
 class Geometric(Predictor):
     """Gives the child of rank r the probability 0.5 * 0.4^r, whatever the node."""
 
-    def top_tokens(self, tree, frontier, context, count):  # type: ignore[no-untyped-def]
+    def top_tokens(self, tree, frontier, context, count, noise=None):  # type: ignore[no-untyped-def]
         """The same tokens after every node."""
         index = np.full(tree.token.shape, -1, np.int64)
         row = np.arange(tree.rows)[:, None]

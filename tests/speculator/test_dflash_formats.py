@@ -175,6 +175,8 @@ def test_the_library_says_whether_the_anchor_predicts(dspark: bool, tmp_path: Pa
         ({"output_multiplier": 0.2}, "output_multiplier"),
         ({"final_logit_softcapping": 20.0}, "final_logit_softcapping"),
         ({"input_embedding_scale": 8.0}, "input_embedding_scale"),
+        ({"projector_type": "domino"}, "projector_type"),
+        ({"shift_label": True}, "shift_label"),
     ],
 )
 def test_options_that_would_draft_otherwise_are_refused_by_name(own: dict[str, Any], key: str, tmp_path: Path) -> None:
@@ -188,6 +190,19 @@ def test_options_that_would_draft_otherwise_are_refused_by_name(own: dict[str, A
 def test_options_at_their_plain_values_are_read(tmp_path: Path) -> None:
     config, tensors = dflash(is_causal=False, final_logit_softcapping=None, layer_types=["full_attention"] * 2)
     load(put(tmp_path, config, tensors))
+
+
+def test_dspark_as_specforge_writes_it(tmp_path: Path) -> None:
+    """Its heads are described beside the layers that it reads."""
+    config, tensors = dflash(True)
+    heads = {"projector_type": "dspark", "markov_rank": 3, "markov_head_type": "vanilla", "confidence_head_alpha": 1.0}
+    heads |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    own = {"architectures": ["DSparkDraftModel"], "dflash_config": config["dflash_config"] | heads}
+    network = load(put(tmp_path / "whole", config | own, tensors))
+    torch.testing.assert_close(predicted(network)[0], transcribed(tensors, True)[0], atol=1e-5, rtol=1e-5)
+    own["dflash_config"]["markov_head_type"] = "rnn"
+    with pytest.raises(ValueError, match="markov_head_type should be vanilla"):
+        load(put(tmp_path / "rnn", config | own, tensors))
 
 
 @pytest.mark.parametrize("used", [{}, {"use_sliding_window": True}])
@@ -204,5 +219,5 @@ def test_a_confidence_head_without_markov_embeddings_is_refused(tmp_path: Path) 
 
 
 def test_another_markov_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="markov_head_type is 'gated', and only 'vanilla' is supported"):
+    with pytest.raises(ValueError, match="markov_head_type should be vanilla: nothing else is supported"):
         load(put(tmp_path, *dflash(True, markov_head_type="gated")))

@@ -199,7 +199,9 @@ def test_bad_requests_are_refused_in_a_sentence(tmp_path: Path) -> None:
         asked = (*prompts, "--tokens", "10", "--out", out, "--device", "cuda")
         assert "finds no CUDA GPU here" in expect_error("data", "generate", *asked)
     plain = ("--text", tmp_path / "p.jsonl", "--model", tiny_target(), "--states", "1")
-    assert "plain text is not read" in expect_error("data", "generate", *plain, "--tokens", "10", "--out", out)
+    assert "--states would have no effect: the model does not" in expect_error(
+        "data", "generate", *plain, "--tokens", "10", "--out", out
+    )
 
 
 def test_a_log_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 from foretell.utils.assignments import split_assignment
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -14,6 +15,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @app.command()
 def assess(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
     ] = options.DEFAULT_MODEL,
@@ -68,6 +70,7 @@ def assess(
     from foretell.cli.setup import spinner
     from foretell.load import load
 
+    refuse_unused(ctx, ("against_dtype",), "no --against names a model to compare with", against is None)
     budgets = _budgets(budget)
     check_budgets(budgets, against is not None)
     asked = read_probes(probes)

@@ -9,6 +9,7 @@ from rich.console import Console
 from foretell.cli import data, options
 from foretell.cli.calibrate_placement import placement
 from foretell.cli.calibrate_speculator import head, temperature
+from foretell.cli.given import refuse_unused
 from foretell.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
 from foretell.draft.exit_heads import Confidence
 from foretell.load import load
@@ -41,6 +42,7 @@ def main() -> None:
 
 @app.command()
 def sparsity(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
     ],
@@ -75,6 +77,7 @@ def sparsity(
 
     foretell generate "Why is the sky blue?" --sparsity half
     """
+    refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
     methods = (*THRESHOLD_METHODS, "matformer")
     if method not in methods:
         raise unknown("method", method, methods)
@@ -104,6 +107,7 @@ def sparsity(
 
 @app.command()
 def exits(
+    ctx: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Exits of `foretell train exits`.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write. Default: calibration.json in DIR.")
@@ -143,6 +147,7 @@ def exits(
     foretell generate "Why is the sky blue?" --method early_exit_lossy --draft-model exits --speculative-config
     '{"calibration": "exits/calibration.json"}'
     """
+    refuse_unused(ctx, ("tokens",), "--data names the answers", data_folder is not None)
     settings = CalibrationSettings(disagreement, confidence, measure, of, decay, longest=longest)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such directory; give exits of `foretell train exits`")

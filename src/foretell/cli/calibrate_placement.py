@@ -14,6 +14,7 @@ from rich.console import Console
 
 from foretell.api import Model
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 from foretell.cli.sparsity import LEAST_TOKENS, fingerprint, open_source, read_calibration_text
 from foretell.load import load
 from foretell.model.kernels.decoder import NativeDecoder
@@ -40,6 +41,7 @@ _SYNCHRONISE = 20e-6
 
 
 def placement(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
     ],
@@ -71,6 +73,8 @@ def placement(
 
     foretell generate "Why is the sky blue?" --sparsity half --target-memory-limit 160 --dtype bfloat16
     """
+    refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
+    refuse_unused(ctx, ("passes",), "passes are measured at a --target-memory-limit", target_memory_limit is None)
     console, source = Console(stderr=True), open_source(model, "profiled")
     config = source.config
     sparse = read_sparsity(sparsity, fingerprint(source), config)

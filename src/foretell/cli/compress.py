@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 from foretell.cli.quantize import calibration_text, check_output, format_comparison
 from foretell.compress import METHODS
 from foretell.compress.card import Card
@@ -27,6 +28,7 @@ _LINE_INTERVAL = 10.0
 
 @app.command()
 def compress(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
@@ -72,6 +74,7 @@ def compress(
         foretell generate "Hello" --model DIR --method draft_model --draft-model small
     """
     console, started = Console(file=sys.stderr), time.perf_counter()
+    refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
     check_output(out, force)
     if out.suffix == ".gguf":
         raise ValueError(f"{out}: compress writes a directory; quantise that into a .gguf file with foretell quantize")

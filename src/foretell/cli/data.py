@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from foretell.cli.given import refuse_unused
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
 from foretell.cli.prompts import read_all_prompts
@@ -64,6 +65,7 @@ def generate(
         str,
         typer.Option(help="Layers whose hidden states are stored for training, as 2,15,27,31."),
     ] = "",
+    ctx: typer.Context = None,  # type: ignore[assignment]  # None: another command writes its data with this function
 ) -> None:
     """Write a data set: prompts answered by the target, or plain text.
 
@@ -71,10 +73,9 @@ def generate(
     """
     if [own, prompts is not None, bool(text)].count(True) != 1:
         raise ValueError("give one source of documents: --self, --prompts FILE or --text FILE")
-    if states and text:
-        raise ValueError(
-            "--states: plain text is not read by the model; the states of --self and --prompts can be kept"
-        )
+    answering = "rows", "greedy_share", "temperature", "max_question", "seed", "states"
+    refuse_unused(ctx, answering, "the model does not answer plain text", bool(text))
+    refuse_unused(ctx, ("max_question",), "--prompts names the prompts", prompts is not None)
     console = Console(file=sys.stderr)
     target = load(model, dtype, device)
     hidden_layers = parse_hidden_layers(states, target.config.layers + 1, "--states")

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 from foretell.cli.setup import set_threads, spinner
 from foretell.diffusion.evaluate import Document, evaluate
 from foretell.diffusion.generate import DiffusionSettings, generate
@@ -38,6 +39,7 @@ def main() -> None:
 
 @app.command("generate")
 def generate_command(
+    ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt.")],
     model: Model,
     max_new_tokens: Annotated[
@@ -76,6 +78,7 @@ def generate_command(
 
     foretell diffusion generate "Why is the sky blue?" --model my-diffusion/model --threshold 0.9 --cache dual
     """
+    refuse_unused(ctx, ("steps",), "--threshold reveals tokens by their probability", threshold is not None)
     set_threads(threads)
     values = {
         "max_new_tokens": max_new_tokens, "block_length": block_length, "steps": steps, "threshold": threshold,
@@ -105,6 +108,7 @@ def generate_command(
 
 @app.command("evaluate")
 def evaluate_command(
+    ctx: typer.Context,
     model: Model,
     data: Annotated[Path, typer.Option(metavar="DIR", help="Data set of `foretell data generate`.")],
     sibling: Annotated[
@@ -123,6 +127,7 @@ def evaluate_command(
 
     foretell diffusion evaluate --model my-diffusion/model --data answers --sibling smollm2-135m
     """
+    refuse_unused(ctx, ("masks", "cuts"), "they compare with a --sibling, and none is named", sibling is None)
     set_threads(threads)
     with spinner(f"loading {model}"):
         found = load_diffusion(model, dtype)

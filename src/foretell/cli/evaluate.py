@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @app.command()
 def evaluate(
+    ctx: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
     dtype: Annotated[
         str, typer.Option(metavar="NAMES", help="Dtypes to compare, with commas between; see `generate`.")
@@ -63,8 +65,8 @@ def evaluate(
     from foretell.load import load
     from foretell.verify.precision import compare_precision
 
-    if start is not None and kv_cache_policy is None:
-        raise ValueError("--from is read with --kv-cache-policy only: name one, or leave --from out")
+    refuse_unused(ctx, ("start",), "it is read with --kv-cache-policy only", kv_cache_policy is None)
+    refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
     with spinner(f"loading {model}"):
         exact = load(model, against, device)
     found, origin = _sequences(exact, text or [], tokens, min(length, exact.config.context), seed)

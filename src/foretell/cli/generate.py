@@ -12,6 +12,7 @@ import typer
 from foretell.cli import options
 from foretell.cli.answer_output import OutputFormat, print_answer
 from foretell.cli.errors import print_error
+from foretell.cli.given import refuse_unused
 
 if TYPE_CHECKING:
     from foretell.api import Answer, Model
@@ -25,6 +26,7 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 @app.command()
 def generate(
+    ctx: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help="Prompt; - reads it from standard input.", metavar="PROMPT | -")
     ] = None,
@@ -111,6 +113,7 @@ def generate(
     from foretell.load import TargetOptions
     from foretell.plan import parse_plan
 
+    _refuse_unused(ctx, one_prompt=prompts is None)
     sampling = SamplingParams(
         *(temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty),
         seed=seed,
@@ -144,6 +147,24 @@ def generate(
     status = run(setup, selection.name, specs, rows, output, chosen_plan)
     if status or bad:
         raise typer.Exit(status or 1)
+
+
+def _refuse_unused(ctx: typer.Context, one_prompt: bool) -> None:
+    """Refuse options that have no effect beside the others.
+
+    Raises:
+        ValueError: one was given.
+    """
+    given, as_json = ctx.params, ctx.params["as_json"]
+    probabilities = "logprobs", "top_logprobs", "prompt_logprobs"
+    refuse_unused(ctx, probabilities, "log-probabilities are printed with --json", not as_json)
+    why = "--json prints an answer when it is complete" if as_json else "--prompts prints an answer when it is complete"
+    refuse_unused(ctx, ("no_stream",), why, as_json or not one_prompt)
+    refuse_unused(ctx, ("rows",), "there is one prompt", one_prompt and given["plan"] is None)
+    raw = one_prompt and given["raw"]
+    refuse_unused(ctx, ("allow_special_tokens",), "--raw encodes special tokens as such", raw)
+    free = given["json_schema"] is None and not given["json_object"]
+    refuse_unused(ctx, ("any_whitespace",), "it is for --json-schema and --json-object", free)
 
 
 def _behind_images(

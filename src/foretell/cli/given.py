@@ -5,12 +5,15 @@ from collections.abc import Collection
 import typer
 
 
-def refuse_unused(ctx: typer.Context, parameters: Collection[str], reason: str) -> None:
-    """Refuse options that have no effect; `parameters`: their names in the function of the command.
+def refuse_unused(ctx: typer.Context | None, parameters: Collection[str], reason: str, when: bool = True) -> None:
+    """Refuse options that have no effect; `parameters`: their names in the function of the command. `ctx`: None where
+    another command calls this function. `when`: whether they have none.
 
     Raises:
         ValueError: the command line gives one of them; the message names those that it gives, and the reason.
     """
+    if ctx is None or not when:
+        return
     given = [p.opts[0] for p in ctx.command.params if p.name in parameters and is_given(ctx, p.name)]
     if given:
         pronoun = "it" if len(given) == 1 else "them"

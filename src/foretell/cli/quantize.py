@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.quantize import METHODS
@@ -30,6 +31,7 @@ _LINE_INTERVAL = 10.0
 
 @app.command()
 def quantize(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="PATH", help="A .gguf file, or a directory in safetensors, to write.")],
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
@@ -64,6 +66,7 @@ def quantize(
     """
     console, started = Console(file=sys.stderr), time.perf_counter()
     quantizer = _quantizer(method, act_order)
+    refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
     check_output(out, force)
     source = Source.open(model, resolve_reference(model))
     target = plan(source, out, kind, group_size)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 
 if TYPE_CHECKING:
     from foretell.reproduce import Claim, ClaimResult, Lab
@@ -27,6 +28,7 @@ _STYLES = {"holds": "green", "does not hold": "red", "not checked": "yellow"}
 
 @app.command()
 def reproduce(
+    ctx: typer.Context,
     methods: Annotated[
         list[str] | None, typer.Argument(metavar="[METHOD ...]", help="Methods whose paper's claim is checked.")
     ] = None,
@@ -87,6 +89,7 @@ def reproduce(
     if bool(methods) == every:
         raise ValueError("name the methods to check, or give --all: foretell reproduce eagle3")
     claims = CLAIMS if every else [claim_of(m) for m in methods or ()]
+    refuse_unused(ctx, ("per_category",), "--prompts names the prompts", prompts is not None)
     check_training(train, out, draft_model, train_data, train_steps)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if out is None else _writable(out, _LEAST_FREE_TRAINING if train else _LEAST_FREE)

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from foretell.cli.given import refuse_unused
 from foretell.cli.roofline_measured import read_measured
 from foretell.cli.roofline_options import (
     AsCsv,
@@ -31,6 +32,7 @@ from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime
 
 
 def published_command(
+    ctx: typer.Context,
     fit: Annotated[str | None, typer.Option(help="Fit this runtime anew to its rows and print its figures.")] = None,
     out: Annotated[Path | None, typer.Option(help="Picture of published against predicted (.png, .svg, .pdf).")] = None,
     loads: Annotated[
@@ -41,6 +43,8 @@ def published_command(
 ) -> None:
     """Compare predictions with published measurements: every row, and the errors by group."""
     check_output_options(as_json, as_csv)
+    refuse_unused(ctx, ("fit", "out"), "--loads compares drafts under load", loads)
+    refuse_unused(ctx, ("out",), "--fit prints the figures of a runtime", fit is not None)
     if loads:
         settings = list(load_settings().values())
         with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from foretell.cli.given import refuse_unused
 from foretell.cli.roofline_options import (
     AsCsv,
     AsJson,
@@ -73,6 +74,7 @@ TELL_AFTER, LONG = 3.0, 60.0
 
 
 def load_command(
+    ctx: typer.Context,
     model: ModelName,
     hardware: Device = "h100-sxm",
     hardware_file: DeviceFile = None,
@@ -105,6 +107,7 @@ def load_command(
 ) -> None:
     """Simulate requests that arrive over time: latencies and goodput without and with drafts."""
     check_output_options(as_json, as_csv)
+    refuse_unused(ctx, ("rate", "requests", "output"), "--trace names the requests", trace is not None)
     device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
     shape = cli_inputs.parse_shape(3 if tokens is None and tree is None else tokens, tree, tau)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from foretell.cli.given import refuse_unused
 from foretell.cli.roofline_measured import read_measured
 from foretell.cli.roofline_options import (
     AsCsv,
@@ -49,6 +50,7 @@ from foretell.roofline.sweep import parse_axis, sweep
 
 
 def analyze_command(
+    ctx: typer.Context,
     model: ModelName,
     hardware: Device = "a6000",
     hardware_file: DeviceFile = None,
@@ -78,6 +80,10 @@ def analyze_command(
 ) -> None:
     """Predict the cost of every operation of a pass; totals, memory, and the largest sizes that fit."""
     check_output_options(as_json, as_csv)
+    for option, user in {"tokens": "verify", "chunk": "chunked", "generate": "chat"}.items():
+        refuse_unused(ctx, (option,), f"it is for --stage {user}, and this is {stage}", stage != user)
+    refuse_unused(ctx, ("offload", "tier", "compute"), "--sweep keeps all parts on the device", bool(axes))
+    refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     target = AnalyzedModel(*find_model(model))
     workload = cli_inputs.parse_workload(
@@ -112,6 +118,7 @@ def analyze_command(
 
 
 def plan_command(
+    ctx: typer.Context,
     model: ModelName,
     hardware: Device = "a100-80g",
     hardware_file: DeviceFile = None,
@@ -160,6 +167,10 @@ def plan_command(
     """Rank decoding methods by predicted speed-up, or advise against speculation."""
     check_output_options(as_json, as_csv)
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
+    refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
+    best = "nodes", "tokens", "tree", "tau", "share", "density"
+    refuse_unused(ctx, best, "--curve has the best shape at every batch size", curve)
+    refuse_unused(ctx, ("share", "density"), "cheaper models are not listed with --offload", offload is not None)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
     given = {m.name: m.profile() for m in reversed(read_measured(measured)[1]) if m.shape} if measured else None
     chosen = cli_inputs.select_methods(method, accept, acceptance, given)

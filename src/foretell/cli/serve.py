@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 API_KEY_VARIABLE = "FORETELL_API_KEY"
@@ -196,6 +197,7 @@ def serve(
     from foretell.serve.run import Address
     from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
+    refuse_unused(ctx, ("host", "port"), "--uds listens on a unix socket", uds is not None)
     settings = ServerSettings(
         served_names=tuple(served_model_name or (model,)),
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),

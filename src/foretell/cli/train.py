@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 from foretell.cli import options
+from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.cli.train_exits import exits
@@ -66,6 +67,7 @@ _BARRIER_SECONDS = 0.2
 
 @app.command(_SPECULATOR, context_settings=_HELP)
 def train(
+    ctx: typer.Context,
     recipe: Annotated[
         str,
         typer.Argument(
@@ -161,6 +163,9 @@ def train(
 
     foretell generate "Why is the sky blue?" --method eagle3 --draft-model my-eagle3
     """
+    refuse_unused(ctx, ("epochs",), "--steps says how long the training is", bool(steps))
+    refuse_unused(ctx, ("patience",), "--measure-every 0 measures at the end only", not measure_every)
+    refuse_unused(ctx, ("cache_gib",), "--features stream keeps no hidden states", features == "stream")
     settings = _parse_settings(
         recipe=recipe, model=model, data=tuple(_parse_dataset(d) for d in data), out=str(out), steps=steps,
         epochs=epochs, cpu_minutes=cpu_minutes, batch_tokens=batch_tokens, sequence=sequence, accumulate=accumulate,

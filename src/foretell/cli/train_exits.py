@@ -10,6 +10,7 @@ from rich.console import Console
 
 from foretell.api import Model
 from foretell.cli import data, options
+from foretell.cli.given import refuse_unused
 from foretell.load import load
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.exits import Halting
@@ -29,6 +30,7 @@ _DATA = "data"
 
 
 def exits(
+    ctx: typer.Context,
     model: Annotated[
         str,
         typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id."),
@@ -116,6 +118,10 @@ def exits(
 
     foretell generate "Why is the sky blue?" --method layer_skip --draft-model exits
     """
+    refuse_unused(ctx, ("lr",), "there are no gradient steps without --steps", not steps)
+    refuse_unused(ctx, ("exit_weights", "weight_warmup"), "--joint trains the exits together", not joint)
+    measured = "oracle", "depth_penalty", "oracle_width"
+    refuse_unused(ctx, measured, "--halting agreement asks for no best depth", halting == "agreement")
     if inner and not steps:
         raise ValueError(f"--inner {inner}: a feed-forward network is trained by gradient; give --steps too")
     if joint and not inner:

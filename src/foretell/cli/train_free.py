@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import data
+from foretell.cli.given import refuse_unused
 from foretell.cli.quantize import check_output, format_comparison
 from foretell.compress.checkpoint import tensors_of, write_checkpoint
 from foretell.load import load, open_checkpoint
@@ -28,6 +29,7 @@ _HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
 
 
 def free(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
     ],
@@ -63,6 +65,7 @@ def free(
 
     foretell generate "Why is the sky blue?" --model free --method early_exit_lossy --draft-model free-exits
     """
+    refuse_unused(ctx, ("tokens",), "--data names the answers", data_folder is not None)
     console = Console(file=sys.stderr)
     check_output(out, force)
     target = load(model)

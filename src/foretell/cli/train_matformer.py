@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from foretell.cli.given import refuse_unused
 from foretell.cli.quantize import check_output, format_comparison
 from foretell.cli.sparsity import open_source, read_calibration_text
 from foretell.load import open_checkpoint
@@ -17,6 +18,7 @@ _DEFAULTS = NestedSettings()
 
 
 def matformer(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
     ],
@@ -51,6 +53,7 @@ def matformer(
 
     foretell generate "Why is the sky blue?" --model nested --method matformer_draft
     """
+    refuse_unused(ctx, ("lr",), "--steps 0 only orders neurons", not steps)
     console = Console(file=sys.stderr)
     check_output(out, force)
     settings = NestedSettings(_parse_shares(shares), steps, lr, extract=extract, seed=seed)

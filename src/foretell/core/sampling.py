@@ -93,6 +93,11 @@ class SamplingParams:
         """Whether the logits are used without penalties or bias; temperature and truncation may still apply."""
         return not self.depends_on_history and not self.logit_bias
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p may leave tokens out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 def _check_range(name: str, value: float, low: float, high: float = inf, above: bool = False) -> None:
     if not isinstance(value, Real):

@@ -73,7 +73,8 @@ def sample(
         ValueError: a row has no logit above -infinity.
     """
     if kernels.runs_on(logits):
-        found = kernels.sample(logits, rows, [_structure(s, key) for s, key in zip(sampling, keys, strict=True)])
+        structs = [sampling_struct(s, key) for s, key in zip(sampling, keys, strict=True)]
+        found = kernels.sample(logits, rows, structs)
     else:
         weights = _weights(logits[list(rows)], [s.temperature for s in sampling])
         found = [_race(_keep_with_torch(w, s), key) for w, s, key in zip(weights, sampling, keys, strict=True)]
@@ -89,7 +90,7 @@ def kept_tokens(logits: Float[torch.Tensor, " v"], sampling: SamplingParams) -> 
         ValueError: no logit is above -infinity.
     """
     if kernels.runs_on(logits):
-        kept = KeptTokens(*kernels.kept_tokens(logits, _structure(sampling, 0)))
+        kept = KeptTokens(*kernels.kept_tokens(logits, sampling_struct(sampling)))
     else:
         kept = _keep_with_torch(_weights(logits[None], [sampling.temperature])[0], sampling)
     if not len(kept.token):
@@ -105,12 +106,13 @@ def no_token_error() -> ValueError:
     )
 
 
+def sampling_struct(s: SamplingParams, key: int = 0) -> Sampling:
+    """The parameters as the kernels take them, with the key of a position's noise."""
+    return Sampling(_inverse(s.temperature), s.top_p, s.min_p, key, min(s.top_k, (1 << 31) - 1))
+
+
 def _inverse(temperature: float) -> float:
     return min(1 / temperature, _MOST_INVERSE_TEMPERATURE) if temperature > 1e-305 else _MOST_INVERSE_TEMPERATURE
-
-
-def _structure(s: SamplingParams, key: int) -> Sampling:
-    return Sampling(_inverse(s.temperature), s.top_p, s.min_p, key, min(s.top_k, (1 << 31) - 1))
 
 
 def _weight_bits(vocab: int) -> int:
@@ -120,7 +122,7 @@ def _weight_bits(vocab: int) -> int:
 def _weights(logits: Float[torch.Tensor, "k v"], temperatures: Sequence[float]) -> Int[torch.Tensor, "k v"]:
     """Integer weights of all tokens of every row; those of NaN are 0, and all where no logit is above -infinity."""
     wide = logits.double()
-    inverse = torch.tensor([[_inverse(t)] for t in temperatures], dtype=wide.dtype, device=wide.device).view(-1, 1)
+    inverse = wide.new_tensor([_inverse(t) for t in temperatures])[:, None]
     largest = wide.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1, keepdim=True)
     x = torch.where(wide == largest, 0.0, (wide - largest) * inverse)
     counts = (x >= _LEAST_EXPONENT) & (largest > -torch.inf)

@@ -12,7 +12,9 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine, EngineBound
+from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
+from foretell.distributions.coupling import add_noise
 from foretell.distributions.topk import top_probabilities
 from foretell.model.kernels import NodeLimits
 from foretell.model.runner import Runner
@@ -194,21 +196,31 @@ def top_tokens(
     logit_index: Int[np.ndarray, "b n"],
     count: int,
     token_of: Int[np.ndarray, " w"] | None = None,
+    noise: LevelNoise | None = None,
 ) -> TopTokens:
-    """The `count` most probable tokens of every row of logits, or as many as there are."""
+    """The `count` most probable tokens of every row of logits, or as many as there are; with `noise`, given that."""
     if not len(logits):
         return TopTokens(np.zeros((0, 0)), np.zeros((0, 0), np.int64), logit_index)
+    if noise is not None:
+        logits = add_noise(logits, logit_index, noise, token_of)
     return TopTokens.of(*top_probabilities(logits, min(count, logits.shape[1])), logit_index, token_of)
 
 
 class Predictor(Drafter):
     """Gives distributions for the children of tree nodes, level by level."""
 
-    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
-        """The `count` most probable tokens after the valid nodes of `frontier`. Shapes that do not sample call it
-        instead of `expand`.
+    def top_tokens(
+        self,
+        tree: TokenTree,
+        frontier: Int[np.ndarray, "b f"],
+        context: Context,
+        count: int,
+        noise: LevelNoise | None = None,
+    ) -> TopTokens:
+        """The `count` most probable tokens after the valid nodes of `frontier`, given the `noise` that the target
+        samples with, if it is known. Shapes that do not sample call it instead of `expand`.
         """
-        return top_tokens(*self.expand(tree, frontier, context), count)
+        return top_tokens(*self.expand(tree, frontier, context), count, noise=noise)
 
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
-from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, root_tree, tree_from_scores
+from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Predictor
 from foretell.model.kernels import NodeLimits
 from foretell.model.runner import Runner
@@ -101,7 +101,7 @@ class DraftModel(OwnCache):
         read_backlog(self.runner, context, self._chunk)
         unread, part = unread_tokens(self.runner, context), context.select(active.tolist())
         prefixes = root_tree(part.last_tokens).with_prefix([unread[i] for i in active])
-        noise = noise_for_kernels(part, sizes[0])
+        noise = kernel_noise(part, sizes[0])
         trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds, noise, limits)
         if trees is None:
             return None

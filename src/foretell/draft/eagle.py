@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
-from foretell.core.noise import noise_for_kernels
+from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, tree_from_scores
-from foretell.draft.base import TopTokens
+from foretell.distributions.coupling import kernel_noise
+from foretell.draft.base import TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor, layout_of
 from foretell.model.kernels import DynamicTrees
 from foretell.model.layout import Layout
@@ -42,10 +43,20 @@ class EagleDrafter(CachedStatesPredictor):
         return self.network.to_target_vocab(self.network.compute_logits(self.network.head_input(out))), logit_index
 
     @torch.inference_mode()
-    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
+    def top_tokens(
+        self,
+        tree: TokenTree,
+        frontier: Int[np.ndarray, "b f"],
+        context: Context,
+        count: int,
+        noise: LevelNoise | None = None,
+    ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         out, logit_index = self._outputs(tree, frontier, context)
-        best = self.network.top_tokens(self.network.head_input(out), min(count, self.network.outputs))
+        states = self.network.head_input(out)
+        if noise is not None:
+            return top_tokens(self.network.compute_logits(states), logit_index, count, self._token_of, noise)
+        best = self.network.top_tokens(states, min(count, self.network.outputs))
         return TopTokens.of(*best, logit_index, self._token_of)
 
     def grow_dynamic_tree(
@@ -62,7 +73,7 @@ class EagleDrafter(CachedStatesPredictor):
         length = [self._prefixes[row].length for row in rows]
         self._cache.reserve(rows, [n + sizes[0] * sizes[1] for n in length])
         part = context.select(which)
-        trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, noise_for_kernels(part, sizes[0]))
+        trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, kernel_noise(part, sizes[0]))
         hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
         self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
         return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)

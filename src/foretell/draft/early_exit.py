@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
+from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, TopTokens, top_tokens
 from foretell.draft.beta_mixture import AdaptiveThresholds
@@ -114,9 +115,16 @@ class EarlyExitDrafter(Predictor):
         out[:, torch.from_numpy(self.heads.token_of).to(out.device)] = logits
         return out, index
 
-    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
+    def top_tokens(
+        self,
+        tree: TokenTree,
+        frontier: Int[np.ndarray, "b f"],
+        context: Context,
+        count: int,
+        noise: LevelNoise | None = None,
+    ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
-        return top_tokens(*self._exit(tree, frontier, context), count, self.heads.token_of)
+        return top_tokens(*self._exit(tree, frontier, context), count, self.heads.token_of, noise)
 
     def grow_chain(self, context: Context, length: int, limits: NodeLimits) -> TokenTree | None:
         """Chains in one call, with one exit and a confidence that the kernels measure."""

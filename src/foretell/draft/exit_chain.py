@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from foretell.core.context import Context
-from foretell.core.noise import noise_for_kernels
 from foretell.core.tree import TokenTree, root_tree, tree_from_scores
+from foretell.distributions.coupling import kernel_noise
 from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_heads import ChainDecoder, ExitHeads
 from foretell.model.kernels import DynamicTrees, NodeLimits
@@ -49,7 +49,7 @@ class ExitChain:
         if self._blocks is not None:
             states = self._blocks.read_roots(context, range(len(context.rows)), states)
         run.reserve(length)
-        rows, noise = np.array(context.rows), noise_for_kernels(context, length)
+        rows, noise = np.array(context.rows), kernel_noise(context, length)
         trees = DynamicTrees(
             *(np.minimum(context.max_depth, length), (length, 1, length), (0.0, 0.0), rows, run.length + 1, noise),
             *(limits, states.shape[1]),

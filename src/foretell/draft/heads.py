@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context
+from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
 from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
 from foretell.speculator.network.heads import HeadsNetwork
@@ -39,10 +40,17 @@ class HeadsDrafter(RootStatePredictor):
         logits, logit_index = self._scores(tree, frontier, context)
         return self.network.to_target_vocab(logits), logit_index
 
-    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
+    def top_tokens(
+        self,
+        tree: TokenTree,
+        frontier: Int[np.ndarray, "b f"],
+        context: Context,
+        count: int,
+        noise: LevelNoise | None = None,
+    ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         logits, logit_index = self._scores(tree, frontier, context)
-        return top_tokens(logits, logit_index, count, self._token_of)
+        return top_tokens(logits, logit_index, count, self._token_of, noise)
 
     def _scores(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context
-from foretell.core.noise import noise_for_kernels
+from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, tree_from_scores
+from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
@@ -45,9 +46,16 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         """The states before the first stage."""
         return self.network.initial_state(hidden_states)
 
-    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
+    def top_tokens(
+        self,
+        tree: TokenTree,
+        frontier: Int[np.ndarray, "b f"],
+        context: Context,
+        count: int,
+        noise: LevelNoise | None = None,
+    ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
-        return top_tokens(*self._scores(tree, frontier, context), count, self._token_of)
+        return top_tokens(*self._scores(tree, frontier, context), count, self._token_of, noise)
 
     @in_inference_mode
     def grow_dynamic_tree(
@@ -62,7 +70,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         part, sizes = context.select(which), (min(depth, self.network.stages), width, budget)
         states = [self._root_states[row][1] for row in part.rows]
         start = states[0][None] if len(states) == 1 else torch.stack(states)
-        trees = DynamicTrees(part.max_depth, sizes, bounds, noise=noise_for_kernels(part, sizes[0]))
+        trees = DynamicTrees(part.max_depth, sizes, bounds, noise=kernel_noise(part, sizes[0]))
         kernels.grow_dynamic_trees(start, part.last_tokens, trees)
         return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
 

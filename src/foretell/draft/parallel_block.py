@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
-from foretell.core.noise import noise_for_kernels
+from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, tree_from_scores
+from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesNetwork, CachedStatesPredictor
 from foretell.draft.target_states import TargetStates
@@ -80,7 +81,7 @@ class BlockPredictor(CachedStatesPredictor):
         length = [self._prefixes[row].length for row in rows]
         self._cache.reserve(rows, [n + self._network.slots for n in length])
         sizes = min(sizes[0], self._network.depth), *sizes[1:]
-        noise = noise_for_kernels(context.select(which), sizes[0])
+        noise = kernel_noise(context.select(which), sizes[0])
         trees = DynamicTrees(context.max_depth[which], sizes, bounds, rows, length, noise)
         read = TargetStates(
             tuple(h if h.dtype == torch.float32 else h.float() for h in states.hidden_states), states.place
@@ -110,10 +111,17 @@ class BlockPredictor(CachedStatesPredictor):
         return self._network.to_target_vocab(logits), logit_index
 
     @torch.inference_mode()
-    def top_tokens(self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context, count: int) -> TopTokens:
+    def top_tokens(
+        self,
+        tree: TokenTree,
+        frontier: Int[np.ndarray, "b f"],
+        context: Context,
+        count: int,
+        noise: LevelNoise | None = None,
+    ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         logits, confidence, logit_index = self._scores(tree, frontier, context)
-        found = top_tokens(logits, logit_index, count, self._token_of)
+        found = top_tokens(logits, logit_index, count, self._token_of, noise)
         if confidence is None or not len(logits):
             return found
         shared = torch.sigmoid(confidence.double()).cpu().numpy()[:, None]

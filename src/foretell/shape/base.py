@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
-from foretell.core.noise import NOISE_CANDIDATES, target_noise
+from foretell.core.noise import target_noise
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions
@@ -89,14 +89,10 @@ class TreeBuilder:
 
     def top_tokens(self, draft: Predictor, count: int) -> TopTokens:
         """The drafter's most probable tokens after the frontier; where it may know the target's noise, given that."""
-        if self._noise is None:
+        if self._noise is None or self.depth >= self._noise.key.shape[1]:
             return draft.top_tokens(self.tree, self.frontier, self.context, count)
-        found = draft.top_tokens(self.tree, self.frontier, self.context, max(count, NOISE_CANDIDATES))
-        probability, token = found.probability.copy(), found.token.copy()
-        for row, nodes in enumerate(self.frontier):
-            for place in {int(i) for i in found.logit_index[row, nodes] if i >= 0}:
-                probability[place], token[place] = self._noise.rank(row, self.depth, probability[place], token[place])
-        return TopTokens(probability[:, :count], token[:, :count], found.logit_index)
+        noise = self._noise.at(self.depth, self.frontier)
+        return draft.top_tokens(self.tree, self.frontier, self.context, count, noise)
 
     def add_distribution(self, row: int, q: Float[torch.Tensor, " v"]) -> int:
         """Store a distribution that nodes of `row` are sampled from; its index in `q`."""

@@ -1,6 +1,7 @@
 """`foretell bench frontier`: the price list of cheaper passes."""
 
 import json
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -38,6 +39,7 @@ from foretell.cli.bench.inputs import (
     resumable,
 )
 from foretell.cli.errors import print_error
+from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import resolve_dtype
@@ -47,6 +49,7 @@ from foretell.utils.names import unknown
 
 
 def frontier(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for results; an interrupted run there is continued.")],
     model: ModelName = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="Dtype of the exact model that all ways are compared with.")] = "bfloat16",
@@ -84,6 +87,11 @@ def frontier(
 
     foretell bench frontier --out frontier --checkpoint pruned --exits exits --threads 2
     """
+    chosen_families = _families(families)
+    for option, users in _FAMILIES_OF.items():
+        unread = not set(users) & set(chosen_families)
+        refuse_unused(ctx, (option,), f"--families leaves {' and '.join(users)} out", unread)
+    refuse_unused(ctx, ("csv",), "--json is another format", as_json)
     count = set_threads(threads)
     all_questions, selected = load_selected_questions(tasks, per_category, categories)
     questions = [Question(q.id, q.category, q.turns[:1]) for q in selected.questions]
@@ -97,7 +105,7 @@ def frontier(
         tuple(exits or ()), tuple(sparsity or ()), tuple(split_commas(draft_model or "")), tuple(split_commas(methods)),
     )  # fmt: skip
     chosen = _device(hardware)
-    ways = [way for way in all_ways(inputs) if way.family in _families(families)]
+    ways = [way for way in all_ways(inputs) if way.family in chosen_families]
     with resumable(out):
         opened = open_ways(ways, exact, device, max_new_tokens)
         for note in opened.notes:
@@ -124,6 +132,13 @@ def frontier(
         typer.echo(json.dumps(record, indent=1) if as_json else as_csv(results), nl=as_json)
     else:
         print_sections({title: table for title, table in tables.items() if table.rows})
+
+
+_FAMILIES_OF: Mapping[str, tuple[str, ...]] = {
+    "dtypes": ("weights",), "kv_budget": ("kv-policy",), "checkpoint": ("checkpoint",), "exits": ("exits",),
+    "sparsity": ("sparsity",), "methods": ("lossless-method",), "draft_model": ("lossy-method", "lossless-method"),
+}  # fmt: skip
+"""Families that read an option of the command."""
 
 
 def _families(text: str) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from foretell.cli.bench.inputs import (
     load_selected_questions,
     resumable,
 )
+from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import TargetOptions, resolve_dtype
@@ -38,6 +39,7 @@ from foretell.utils.store import RunStore
 
 
 def run(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for results; an interrupted run there is continued.")],
     tasks: Tasks = BUILT_IN,
     methods: Methods = METHODS,
@@ -88,6 +90,7 @@ def run(
 ) -> None:
     """Measure methods on questions, interleaved with other runtimes; writes results.json and report.md."""
     check_peer_device(split_commas(peers), device)
+    refuse_unused(ctx, ("gguf_cache",), "no --peers of llama.cpp reads GGUF files", "llama.cpp" not in peers)
     all_questions, selected = load_selected_questions(tasks, per_category, categories)
     settings = BenchSettings(
         model=model,

@@ -18,6 +18,7 @@ from foretell.bench.load_test import LoadResult, Server, Workload, load_table, r
 from foretell.bench.questions import BUILT_IN
 from foretell.bench.saved_answers import read_answers, save_answers
 from foretell.cli.bench.inputs import load_selected_questions, parse_counts
+from foretell.cli.given import refuse_unused
 from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import parse_json
 
@@ -25,6 +26,7 @@ _SHOWN_DIFFERENCES = 5
 
 
 def serve_(
+    ctx: typer.Context,
     servers: Annotated[
         list[str],
         typer.Argument(metavar="NAME=URL", help="Servers of OpenAI's chat completions; they are loaded in turn."),
@@ -80,11 +82,11 @@ def serve_(
     workload = Workload(tuple(q.turns[0] for q in selected.questions), max_new_tokens)
 
     counts = parse_counts(concurrency, "--concurrency")
+    refuse_unused(ctx, ("repeats",), "--identity compares answers and measures no speed", identity)
+    refuse_unused(ctx, ("requests", "save", "against"), "they belong to --identity", not identity)
     if identity:
         _check_identity(named, workload, counts, _IdentityOptions(requests, save, against))
         return
-    if requests is not None or save is not None or against is not None:
-        raise ValueError("--requests, --save and --against belong to --identity: add it")
 
     def report(result: LoadResult) -> None:
         speed = f"{result.tokens_per_second:.1f} tokens/s"

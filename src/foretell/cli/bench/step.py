@@ -19,6 +19,7 @@ from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.random_file import random_model_file
 from foretell.bench.random_model import random_models
 from foretell.cli.bench.inputs import Device, Folder, ModelName, Threads, check_peer_device, parse_counts
+from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import load
@@ -31,6 +32,7 @@ _CONTEXT_MARGIN = 64
 
 
 def step(
+    ctx: typer.Context,
     model: ModelName = DEFAULT_MODEL,
     shape: Annotated[
         str | None,
@@ -64,6 +66,10 @@ def step(
     The bytes of a pass are compared with the measured memory bandwidth. On CUDA passes are timed with and without
     graphs.
     """
+    refuse_unused(ctx, ("model",), "--shape names random weights in place of a model", shape is not None)
+    refuse_unused(ctx, ("rows",), "--no-engine times single passes only", not engine)
+    reads_files = weights or "llama.cpp" in peers
+    refuse_unused(ctx, ("gguf_cache",), "neither --weights nor --peers llama.cpp needs GGUF files", not reads_files)
     count, sizes, batches = set_threads(threads), parse_counts(tokens, "--tokens"), parse_counts(rows, "--rows")
     peer_names = split_commas(peers)
     check_peer_device(peer_names, device)

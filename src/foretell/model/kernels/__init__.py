@@ -2,12 +2,12 @@
 
 from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.build import available, load, unavailable_reason
-from foretell.model.kernels.dynamic_tree import DynamicTrees, NodeLimits
+from foretell.model.kernels.dynamic_tree import DynamicTrees, NodeLimits, Noise
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import argmax, rms_norm, runs_on, topk, topk_softmax
-from foretell.model.kernels.sampler import kept_tokens, sample
+from foretell.model.kernels.sampler import gumbel_noise, kept_tokens, sample
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
 
@@ -22,9 +22,11 @@ __all__ = [
     "NativeStage",
     "NativeStages",
     "NodeLimits",
+    "Noise",
     "Precision",
     "argmax",
     "available",
+    "gumbel_noise",
     "kept_tokens",
     "load",
     "rms_norm",

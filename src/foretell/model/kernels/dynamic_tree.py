@@ -1,7 +1,9 @@
 """Parameters and results of the kernels that grow EAGLE-2's dynamic trees (arXiv 2406.16858) in one call."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,8 +11,14 @@ from jaxtyping import Float, Int, UInt64
 
 from foretell.model.kernels import numbers, structures
 
-Noise = tuple[UInt64[np.ndarray, "b n"], Float[np.ndarray, " b"], int]
-"""Key per request and level, factor per request, and number of candidates; see `core.noise.TargetNoise`."""
+
+class Noise(NamedTuple):
+    """How the target samples: per request its parameters, with the inverse temperature 0 where it does not, and the key
+    of the noise at each level below the root.
+    """
+
+    sampling: ctypes.Array[structures.Sampling]
+    key: UInt64[np.ndarray, "b n"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class DynamicTrees:
 
     `max_depth`: deepest level of every request, 1 or more. `sizes`: depth, width and budget. `bounds`: least score of a
     node, and of a node that is expanded. `row`, `length`: cache row of every request, and its cached length including
-    the root. `noise`: the target's, by which the most probable children of a node are ranked. `limits`: of nodes.
+    the root. `noise`: the target's, by which the children of a node are ranked. `limits`: of nodes.
     `hidden`: width of the outputs of the nodes that ran; 0: `outputs`, `output_row` and `confidence` are not set.
     """
 
@@ -72,12 +80,13 @@ class DynamicTrees:
         """Outputs of the layers, the roots' first."""
         if hidden:
             self.outputs = torch.empty(b * (1 + sizes[0] * sizes[1]), hidden)
-        self._inputs = work, noise  # Kept alive here: the kernels read them.
+        sampling, keys = (None, None) if noise is None else noise
+        self._inputs = work, keys, sampling  # Kept alive here: the kernels read them.
         caches = (None, None) if row is None else (at + 8 * b, at + 16 * b)
         first, size = at + 32 * b, 8 * b * n
         self.struct = structures.DynamicTree(
             *(b, *sizes, *bounds, at, *caches),
-            *((None, None, 0) if noise is None else (noise[0].ctypes.data, noise[1].ctypes.data, noise[2])),
+            *(sampling and ctypes.addressof(sampling), None if keys is None else keys.ctypes.data),
             *(limits.least, limits.least_expanded, limits.margin),
             *((self.outputs.data_ptr(), first + 3 * size, first + 4 * size) if hidden else (None, None, None)),
             *(first, first + size, at + 24 * b, first + 2 * size),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Int, UInt64
 from torch import Tensor
 
 from foretell.model.kernels import build
@@ -34,3 +35,17 @@ def kept_tokens(x: Tensor, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
         x.data_ptr(), sampling, tokens.ctypes.data, weights.ctypes.data, len(x), torch.get_num_threads()
     )
     return tokens[:count], weights[:count]
+
+
+def gumbel_noise(key: UInt64[np.ndarray, " b"], width: int, token_of: Int[np.ndarray, " w"] | None = None) -> Tensor:
+    """Gumbel noise, float32 [b, width], of the tokens `token_of` (None: the first `width`) at positions with these
+    keys.
+    """
+    out = torch.empty(len(key), width)
+    keys = np.ascontiguousarray(key, np.uint64)
+    tokens = None if token_of is None else np.ascontiguousarray(token_of, np.int64)
+    build.library().foretell_gumbel_noise(
+        *(keys.ctypes.data, None if tokens is None else tokens.ctypes.data, out.data_ptr()),
+        *(len(key), width, torch.get_num_threads()),
+    )
+    return out

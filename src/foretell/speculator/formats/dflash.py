@@ -112,7 +112,7 @@ def _read(
     target: TargetInfo,
     embedding_and_head: EmbeddingAndHead,
 ) -> ConvertedCheckpoint:
-    _check_options(found, raw, embedding_and_head)
+    _check_options(found, raw, values, embedding_and_head)
     shape = layer_shape(found, raw, target.vocab)
     _check(found, raw, shape, values, target)
     markov = found.find(_MARKOV_IN)
@@ -128,7 +128,12 @@ def _read(
     return convert(found, config, tensor_sources(config), own)
 
 
-def _check_options(found: PublishedCheckpoint, raw: Mapping[str, Any], embedding_and_head: EmbeddingAndHead) -> None:
+def _check_options(
+    found: PublishedCheckpoint,
+    raw: Mapping[str, Any],
+    values: Mapping[str, Any],
+    embedding_and_head: EmbeddingAndHead,
+) -> None:
     """Refuse options of other drafters of this family, which their authors' code reads.
 
     `raw`: the layers' configuration.
@@ -137,26 +142,28 @@ def _check_options(found: PublishedCheckpoint, raw: Mapping[str, Any], embedding
         ValueError: one is set.
     """
     own = {**raw, **found.config, **found.fields.fields("dflash_config").raw}
-    supported = {
-        "is_causal": False,
-        "causal": False,
-        "use_swa": False,
-        "attention_sink_bias": False,
-        "add_swa_attention_sink_bias": False,
-        "is_neox_style": True,
-        "projector_type": "dflash",
-        "selector_rank": 0,
-        "conv_kernel_size": 0,
-        "output_multiplier": 1,
-        "input_embedding_scale": embedding_and_head.embedding_scale,
-        "final_logit_softcapping": embedding_and_head.softcap,
-        "confidence_head_with_markov": found.has(_MARKOV_IN),
+    markov = found.has(_MARKOV_IN)
+    supported: dict[str, tuple[object, ...]] = {
+        "is_causal": (False,),
+        "causal": (False,),
+        "use_swa": (False,),
+        "attention_sink_bias": (False,),
+        "add_swa_attention_sink_bias": (False,),
+        "is_neox_style": (True,),
+        "projector_type": _TYPES,
+        "shift_label": (values["predicts_from_anchor"],),
+        "selector_rank": (0,),
+        "conv_kernel_size": (0,),
+        "output_multiplier": (1,),
+        "input_embedding_scale": (embedding_and_head.embedding_scale,),
+        "final_logit_softcapping": (embedding_and_head.softcap,),
+        "markov_head_type": ("vanilla",) if markov else (own.get("markov_head_type"),),
+        "confidence_head_with_markov": (markov,) if found.has(f"{_CONFIDENCE}.weight") else (False, True),
     }
-    if not found.has(f"{_CONFIDENCE}.weight"):
-        del supported["confidence_head_with_markov"]
-    for name, value in supported.items():
-        if own.get(name) not in (None, value):
-            raise found.fields.wrong(name, f"{value}: nothing else is supported for DFlash here", own[name])
+    for name, known in supported.items():
+        if own.get(name) not in (None, *known):
+            wanted = " or ".join(map(str, known))
+            raise found.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
 
 
 def _check(
@@ -177,9 +184,6 @@ def _check(
         raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
     check_layers_read(found, values["hidden_layers"], target)
     check_mask_token_read(found, values["mask_token"], target)
-    kind = found.config.get("markov_head_type", "vanilla")
-    if found.has(_MARKOV_IN) and kind != "vanilla":
-        raise ValueError(f"{place}: markov_head_type is {kind!r}, and only 'vanilla' is supported")
     # The authors' code goes by the types alone, and transformers by `use_sliding_window`, too.
     if shape.window_layers or "sliding_attention" in Fields(raw, str(place)).texts("layer_types"):
         raise ValueError(f"{place}: its layers attend to a sliding window, which is not supported for DFlash")

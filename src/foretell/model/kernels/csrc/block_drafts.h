@@ -28,11 +28,12 @@ class BlockScores {
               Buffer<float> scores)
       : e_(input), output_(output), d_((size_t)hidden), states_(std::move(states)), scores_(std::move(scores)) {}
 
-  // The k most probable tokens after nodes at a level, with their probabilities; tokens [nodes] are those of the nodes,
-  // request [nodes] their requests.
-  void top(int level, const std::vector<int>& request, const std::vector<int64_t>& token, int k, float* probabilities,
-           int64_t* found, int threads) const {
-    const size_t n = token.size(), width = (size_t)output_.head->out, rank = (size_t)e_.markov_out.in;
+  // The best tokens after nodes at a level, with their probabilities; tokens [nodes] are those of the nodes, request
+  // [nodes] their requests.
+  void top(int level, const std::vector<int>& request, const std::vector<int64_t>& token, const ChildRanking& ranking,
+           float* probabilities, int64_t* found, int threads) const {
+    const size_t n = token.size(), width = (size_t)output_.head->out, rank = (size_t)e_.markov_out.in,
+                 k = (size_t)ranking.count();
     const bool biased = e_.markov.table, weighted = e_.confidence.words;
     const Buffer<float> before = buffer<float>(biased ? n * rank : 1), scores = buffer<float>(n * width);
     for (size_t i = 0; biased && i < n; ++i) embed(e_.markov, token[i], (int)rank, before.get() + i * rank);
@@ -42,9 +43,10 @@ class BlockScores {
       const float* own = scores_.get() + place(request[i], level) * width;
       float* row = scores.get() + i * width;
       for (size_t j = 0; j < width; ++j) row[j] = biased ? own[j] + row[j] : own[j];
-      topk_softmax_row(row, (int)width, k, probabilities + i * (size_t)k, found + i * (size_t)k);
+      ranking.rank(request[i], row, probabilities + i * k, found + i * k);
     }
-    if (weighted) multiply_with_confidence(level, request, before.get(), biased ? rank : 0, k, probabilities, threads);
+    if (weighted)
+      multiply_with_confidence(level, request, before.get(), biased ? rank : 0, (int)k, probabilities, threads);
   }
 
  private:
@@ -118,7 +120,8 @@ Buffer<float> run_blocks(const Model& m, const Layer* layers, int count, const B
 // Dynamic trees from the normed states of the predicting places, [requests, depth, hidden].
 int32_t grow_block_trees(const Model& m, const BlockInput& e, const OutputHead& output, Buffer<float> states,
                          const int64_t* root, const DynamicTree& b, int threads) {
-  const int width = output.head->out, rows = b.requests * e.depth, k = candidate_count(b, width);
+  const int width = output.head->out, rows = b.requests * e.depth;
+  ChildRanking ranking(b, width, output.token_of, threads);
   Buffer<float> scores = buffer<float>((size_t)rows * (size_t)width);
   linear(*output.head, states.get(), scores.get(), rows, width, threads);
   const BlockScores block(e, output, m.hidden, std::move(states), std::move(scores));
@@ -129,10 +132,10 @@ int32_t grow_block_trees(const Model& m, const BlockInput& e, const OutputHead& 
     std::vector<int64_t> token;
     for (const NodeRef& node : nodes)
       request.push_back(node.request), token.push_back(trees[(size_t)node.request][node.node].token);
-    block.top(level, request, token, k, probabilities, found, threads);
+    block.top(level, request, token, ranking, probabilities, found, threads);
     return -1;
   };
-  return grow_trees(b, trees, k, output.token_of, run);
+  return grow_trees(b, trees, ranking, run);
 }
 
 int32_t block_trees(const Model& m, const Layer* layers, const Layer* injecting, int count, const BlockInput& e,

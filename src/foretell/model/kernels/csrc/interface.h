@@ -240,6 +240,12 @@ struct BlockInput {  // what DFlash's layers read, and its heads beside the outp
   Weight confidence;  // from a slot's normed state and the token's row of `markov` to a number; words null: none
 };
 
+struct Sampling {  // of one row of logits
+  double inverse_temperature, top_p, min_p;
+  uint64_t noise;  // key of the noise of all tokens at the row's position
+  int32_t top_k;   // 0: all
+};
+
 struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per request; keys and values up to the root are
                       // cached
   int32_t requests, depth, width, budget;
@@ -247,11 +253,10 @@ struct DynamicTree {  // parameters of EAGLE-2's dynamic trees, one tree per req
   // Per request: the deepest level allowed (1 or more), its cache row, and its cached length including the root (the
   // last two only for layers with a cache).
   const int64_t *max_depth, *row, *length;
-  // Null, or the target's noise: a key per request and level, [requests, depth], and the factor on it per request. The
-  // most probable `candidates` children of a node are ranked with it.
+  // Null, or how the target samples: per request its parameters, whose key is not read (inverse temperature 0: not at
+  // all), and the key of the noise at each level, [requests, depth]. Children are ranked as the target would choose.
+  const Sampling* sampling;
   const uint64_t* noise;
-  const double* noise_scale;
-  int32_t candidates;
   // Least confidence in a node for it to be added, and to be expanded: its probability given its parent or, if
   // `margin`, the difference of the two largest probabilities after its parent.
   double min_confidence, min_expand_confidence;
@@ -299,12 +304,6 @@ struct HiddenLayers {  // layers, ascending, whose input (the residual stream) i
   const int32_t* layer;
   int32_t count;
   float* out;
-};
-
-struct Sampling {  // of one row of logits
-  double inverse_temperature, top_p, min_p;
-  uint64_t noise;  // key of the noise of all tokens at the row's position
-  int32_t top_k;   // 0: all
 };
 
 struct Cache {  // [layers, kv_heads, blocks, ...] per block of kCacheBlock slots as in cache.h

@@ -112,8 +112,9 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
                                       const DynamicTree* b, int32_t threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
-  const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out,
-            k = candidate_count(*b, width);
+  const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out;
+  ChildRanking ranking(*b, width, token_of, threads);
+  const size_t k = (size_t)ranking.count();
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
   int64_t count = 0;
   const auto run = [&](int level, const std::vector<NodeRef>& nodes, float* probabilities, int64_t* found) {
@@ -131,11 +132,13 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
     }
     foretell_mlp_speculator_stage(stages + level, level ? before.get() : start, embedded.get(),
                                   states.get() + (size_t)count * inner, scores.get(), (int)n, threads);
-    foretell_topk_softmax(scores.get(), probabilities, found, (int)n, width, k, threads);
+#pragma omp parallel for num_threads(threads) if (n > 1)
+    for (size_t i = 0; i < n; ++i)
+      ranking.rank(nodes[i].request, scores.get() + i * (size_t)width, probabilities + i * k, found + i * k);
     count += (int64_t)n;
     return -1;
   };
-  return grow_trees(*b, trees, k, token_of, run);
+  return grow_trees(*b, trees, ranking, run);
 }
 
 void foretell_rms_norm(const float* x, const float* weight, float eps, float* y, int32_t tokens, int32_t width,
@@ -232,7 +235,7 @@ int32_t foretell_decoder_trees(const Model* m, const Layer* layers, int32_t coun
 // softmax.
 void foretell_linear_topk_softmax(const Weight* w, const float* x, float* probabilities,
                                   int64_t* indices, int32_t tokens, int32_t k, int32_t threads) {
-  linear_topk_softmax(*w, x, nullptr, 0, probabilities, indices, tokens, k, threads);
+  linear_topk_softmax(*w, x, probabilities, indices, tokens, k, threads);
 }
 
 // The k largest numbers of each row of x and their indices, [tokens, k], descending.
@@ -271,6 +274,13 @@ int64_t foretell_panel_words(int32_t kind, int32_t in) { return (int64_t)panel_w
 void foretell_sample(const float* x, const int64_t* place, const Sampling* sampling, int64_t* out, int32_t rows,
                      int32_t width, int32_t threads) {
   sample_rows(x, place, sampling, rows, width, out, threads);
+}
+
+// Gumbel noise [rows, width] at positions with these keys; see gumbel_noise.
+void foretell_gumbel_noise(const uint64_t* keys, const int64_t* token_of, float* out, int32_t rows, int32_t width,
+                           int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1)
+  for (int i = 0; i < rows; ++i) gumbel_noise(keys[i], 1, token_of, 0, width, out + (size_t)i * (size_t)width);
 }
 
 // The tokens of a row x [width] that sampling keeps, by rising id, and their integer weights; returns how many.
@@ -372,7 +382,7 @@ const char* foretell_abi() {
       F(BlockInput, confidence));
     S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
       F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length), F(DynamicTree, noise), F(DynamicTree, noise_scale), F(DynamicTree, candidates),
+      F(DynamicTree, length), F(DynamicTree, sampling), F(DynamicTree, noise),
       F(DynamicTree, min_confidence), F(DynamicTree, min_expand_confidence), F(DynamicTree, margin),
       F(DynamicTree, outputs), F(DynamicTree, output_row), F(DynamicTree, confidence), F(DynamicTree, token),
       F(DynamicTree, parent), F(DynamicTree, sizes), F(DynamicTree, score));
@@ -417,6 +427,7 @@ const char* foretell_abi() {
     S(foretell_round_rows);
     S(foretell_panel_words);
     S(foretell_sample);
+    S(foretell_gumbel_noise);
     S(foretell_kept_tokens);
     S(foretell_cache_move);
     S(foretell_cache_copy);

@@ -82,12 +82,11 @@ void score_outputs(const Weight& w, const float* x, const float* norm, float eps
   }
 }
 
-// The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax. x is
-// normed first unless `norm` is null.
-void linear_topk_softmax(const Weight& w, const float* x, const float* norm, float eps, float* probabilities,
-                         int64_t* indices, int tokens, int k, int threads) {
+// The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax.
+void linear_topk_softmax(const Weight& w, const float* x, float* probabilities, int64_t* indices, int tokens, int k,
+                         int threads) {
   const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
-  score_outputs(w, x, norm, eps, scores.get(), tokens, threads, [&](int t) {
+  score_outputs(w, x, nullptr, 0, scores.get(), tokens, threads, [&](int t) {
     topk_softmax_row(scores.get() + (size_t)t * w.out, w.out, k, probabilities + (size_t)t * k,
                      indices + (size_t)t * k);
   });

@@ -25,6 +25,7 @@ typedef int64_t Long __attribute__((vector_size(64)));
 typedef uint64_t Counter __attribute__((vector_size(64)));
 typedef float Half __attribute__((vector_size(32)));
 
+constexpr Counter kFirstTokens = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int kSampleBlock = 4096;        // logits that a thread takes at a time
 constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds a number below 2^51 to an integer
 constexpr double kLeastExponent = -40.0;  // e^x weighs nothing below
@@ -131,6 +132,27 @@ inline double exponential_variate(uint64_t bits) {
   double series = 0;
   for (int i = kLogTerms - 1; i >= 0; --i) series = series * z + 1.0 / (2 * i + 1);
   return -((double)exponent * kLn2 + 2 * s * series);
+}
+
+// `scale` times the Gumbel noise of the position with this key, -log of the exponential variates, of the tokens
+// token_of[first] to token_of[first + n - 1], or first to first + n - 1 where it is null. In single precision, for
+// drafts: what the target samples is exact.
+void gumbel_noise(uint64_t key, float scale, const int64_t* token_of, int first, int n, float* out) {
+  for (int i = 0; i < n; i += kLanes) {
+    float u[kLanes], rest[kLanes];
+    for (int half = 0; half < kLanes; half += kWide) {
+      const int at = first + i + half, lanes = std::clamp(n - i - half, 0, kWide);
+      Counter token = kFirstTokens + (uint64_t)at;
+      if (token_of) std::memcpy(&token, token_of + at, 8 * (size_t)lanes);
+      const Counter bits = mix(key + kGolden * (token + 1)) >> 11;
+      const Wide x = (__builtin_convertvector((Long)bits, Wide) + wide(0.5)) * wide(0x1p-53);
+      const Half low = __builtin_convertvector(x, Half), high = __builtin_convertvector(wide(1.0) - x, Half);
+      std::memcpy(u + half, &low, sizeof low);
+      std::memcpy(rest + half, &high, sizeof high);
+    }
+    const Float variate = -logarithm(load<Float>(u), load<Float>(rest));
+    store_part(out + i, splat(-scale) * logarithm(variate), std::min(kLanes, n - i));
+  }
 }
 
 constexpr double kRaceSlack = 1 + 1e-9;  // for the rounding of the two sides of a comparison
@@ -350,6 +372,19 @@ void sample_rows(const float* x, const int64_t* place, const Sampling* s, int ro
     for (const Winner& each : winners) winner.offer(each.time, each.token);
     out[i] = winner.token;
   }
+}
+
+// Takes the tokens out of a row that truncation does not keep: their logits become -infinity.
+void truncate_row(float* x, const Sampling& s, int n) {
+  if (!truncates(s, n)) return;
+  const Weigher weigh = {largest_logit(x, n), s.inverse_temperature, weight_bits(n)};
+  if (weigh.largest == -INFINITY) return;
+  std::vector<Candidate> kept;
+  keep_tokens(weigh, x, n, s, needs_total(s, n) ? sum_weights(weigh, x, n) : 0, kept);
+  std::vector<float> logits;
+  for (const Candidate& each : kept) logits.push_back(x[each.token]);
+  std::fill(x, x + n, -INFINITY);
+  for (size_t i = 0; i < kept.size(); ++i) x[kept[i].token] = logits[i];
 }
 
 // The kept tokens of a row by rising id, and their weights; returns how many there are.

@@ -205,42 +205,73 @@ class TreeBuilder {
   int drafted_ = 0;
 };
 
-// Children of a node among which the best `width` are chosen.
-int candidate_count(const DynamicTree& b, int outputs) {
-  const int least = std::max(b.width, b.margin ? 2 : 1);
-  return std::min(b.noise ? std::max(least, b.candidates) : least, outputs);
-}
-
-// Reorders the k candidates after a node by probability given the target's noise; `TargetNoise.rank` does the same.
-void couple(uint64_t key, double scale, int k, float* probabilities, int64_t* tokens) {
-  struct Child {
-    int64_t token;
-    double score;
-  };
-  std::vector<Child> children;
-  double mass = 0, total = 0, best = -INFINITY;
-  for (int i = 0; i < k; ++i) {
-    const double p = probabilities[i];
-    const double score = std::log(p) - scale * std::log(exponential_variate(noise_bits(key, tokens[i])));
-    mass += p, best = std::max(best, score), children.push_back({tokens[i], score});
-  }
-  for (Child& child : children) total += child.score = std::exp(child.score - best);
-  std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
-  for (int i = 0; i < k; ++i) {
-    probabilities[i] = (float)(children[(size_t)i].score / total * mass);
-    tokens[i] = children[(size_t)i].token;
-  }
-}
-
 struct NodeRef {  // a node that is run next
   int request, node;
 };
 
-// Grows the trees level by level. `run(level, nodes, probabilities, tokens)` runs nodes and writes the `k` most
-// probable children of each; it returns -1, or the invalid token. Then writes the trees.
+// Ranks the children of nodes by the drafter's distribution. Where the target samples, the Gumbel noise that it samples
+// with is added to their scores, after the same truncation: a drafter without error would rank its choice first.
+class ChildRanking {
+ public:
+  // Scores of `outputs` tokens, those of token_of; null: an output's number is its token.
+  ChildRanking(const DynamicTree& options, int outputs, const int64_t* token_of, int threads)
+      : options_(options), outputs_(outputs), token_of_(token_of), threads_(threads),
+        noise_(buffer<float>(options.sampling ? (size_t)options.requests * (size_t)outputs : 1)) {}
+
+  const int64_t* token_of() const { return token_of_; }
+  // Children that are ranked.
+  int count() const { return std::min(std::max(options_.width, options_.margin ? 2 : 1), outputs_); }
+
+  // Prepares the nodes of a level.
+  void begin(int level, const std::vector<NodeRef>& nodes) {
+    std::vector<int> requests;
+    for (const NodeRef& node : nodes)
+      if (samples(node.request) && (requests.empty() || requests.back() != node.request))
+        requests.push_back(node.request);
+    const int parts = (outputs_ + kPart - 1) / kPart, items = (int)requests.size() * parts;
+#pragma omp parallel for num_threads(threads_) if (items > 1)
+    for (int item = 0; item < items; ++item) {
+      const int request = requests[(size_t)(item / parts)], first = item % parts * kPart;
+      const uint64_t key = options_.noise[(size_t)request * (size_t)options_.depth + (size_t)level];
+      const float temperature = (float)(1 / options_.sampling[request].inverse_temperature);
+      float* out = noise_of(request) + first;
+      gumbel_noise(key, temperature, token_of_, first, std::min(kPart, outputs_ - first), out);
+    }
+  }
+
+  // The best children of a node, [count], with their probabilities, descending; changes the scores.
+  void rank(int request, float* scores, float* probabilities, int64_t* found) const {
+    if (samples(request)) {
+      truncate_row(scores, options_.sampling[request], outputs_);
+      const float* noise = noise_of(request);
+      for (int i = 0; i < outputs_; i += kLanes) {
+        const int lanes = std::min(kLanes, outputs_ - i);
+        store_part(scores + i, load_part<Float>(scores + i, lanes) + load_part<Float>(noise + i, lanes), lanes);
+      }
+    }
+    topk_softmax_row(scores, outputs_, count(), probabilities, found);
+  }
+
+ private:
+  static constexpr int kPart = 2048;  // tokens that a thread takes at a time
+
+  bool samples(int request) const {
+    return options_.sampling && options_.sampling[request].inverse_temperature > 0;
+  }
+  float* noise_of(int request) const { return noise_.get() + (size_t)request * (size_t)outputs_; }
+
+  const DynamicTree& options_;
+  const int outputs_;
+  const int64_t* token_of_;
+  const int threads_;
+  const Buffer<float> noise_;
+};
+
+// Grows the trees level by level. `run(level, nodes, probabilities, outputs)` runs nodes and writes the best children
+// of each, as `ranking` ranks them; it returns -1, or the invalid token. Then writes the trees.
 template <class Run>
-int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k, const int64_t* token_of,
-                   const Run& run) {
+int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, ChildRanking& ranking, const Run& run) {
+  const int k = ranking.count();
   for (int level = 0; level < b.depth; ++level) {
     std::vector<NodeRef> nodes;
     for (int i = 0; i < b.requests; ++i) {
@@ -251,16 +282,11 @@ int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, int k,
     if (nodes.empty()) break;
     std::vector<float> probabilities(nodes.size() * (size_t)k);
     std::vector<int64_t> found(probabilities.size());
+    ranking.begin(level, nodes);
     const int invalid = run(level, nodes, probabilities.data(), found.data());
     if (invalid >= 0) return invalid;
-    if (token_of)
+    if (const int64_t* token_of = ranking.token_of())
       for (int64_t& each : found) each = token_of[each];
-    for (size_t i = 0; b.noise && i < nodes.size(); ++i) {
-      const int request = nodes[i].request;
-      if (b.noise_scale[request] > 0)
-        couple(b.noise[(size_t)request * b.depth + level], b.noise_scale[request], k,
-               probabilities.data() + i * (size_t)k, found.data() + i * (size_t)k);
-    }
     for (size_t i = 0; i < nodes.size();) {
       TreeBuilder& tree = trees[(size_t)nodes[i].request];
       const size_t mine = tree.frontier().size();
@@ -315,7 +341,8 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
                               const Layers& layers, int threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b.requests; ++i) trees.emplace_back(b, i, 0);
-  const int k = candidate_count(b, output.head->out);
+  ChildRanking ranking(b, output.head->out, output.token_of, threads);
+  const size_t k = (size_t)ranking.count(), width = (size_t)output.head->out;
   const size_t rows = (size_t)b.requests * (1 + (size_t)b.width * b.depth);
   const Buffer<float> own = buffer<float>(b.outputs ? 0 : rows * m.hidden);
   float* outputs = b.outputs ? b.outputs : own.get();
@@ -328,12 +355,15 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
     };
     const int invalid = level ? forward_level(trees, nodes, level, count, run_layers) : -1;
     if (invalid >= 0) return invalid;
-    linear_topk_softmax(*output.head, next, output.norm, m.eps, probabilities, found, (int)nodes.size(), k,
-                        threads);
+    const Buffer<float> scores = buffer<float>(nodes.size() * width);
+    score_outputs(*output.head, next, output.norm, m.eps, scores.get(), (int)nodes.size(), threads, [&](int t) {
+      const size_t i = (size_t)t;
+      ranking.rank(nodes[i].request, scores.get() + i * width, probabilities + i * k, found + i * k);
+    });
     count += (int64_t)nodes.size();
     return -1;
   };
-  return grow_trees(b, trees, k, output.token_of, run);
+  return grow_trees(b, trees, ranking, run);
 }
 
 }  // namespace

@@ -97,6 +97,21 @@ __attribute__((always_inline)) inline Float exponential(Float x) {
   return select(x < splat(-87.0f), Float{}, (Float)((Int)p + exponent));
 }
 
+// ln x of positive normal numbers, to about 2 units in the last place; `from_one`: 1 - x, which for an x near 1 may
+// hold digits that x does not.
+inline Float logarithm(Float x, Float from_one) {
+  constexpr int32_t kHalfRoot = 0x3F3504F3;  // sqrt(1/2)
+  const Int steps = ((Int)x - splat(kHalfRoot)) >> 23;  // x = m 2^steps with m in sqrt(1/2) to sqrt(2)
+  const Float m = (Float)((Int)x - (steps << 23));
+  const Float above = select(steps == Int{}, -from_one, m - splat(1.0f));
+  const Float s = above / (above + splat(2.0f)), z = s * s;
+  Float series = splat(1.0f / 9);  // of the inverse hyperbolic tangent
+  for (float c : {1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f}) series = fma(series, z, splat(c));
+  return fma(to_float(steps), splat(0.69314718f), splat(2.0f) * s * series);
+}
+
+inline Float logarithm(Float x) { return logarithm(x, splat(1.0f) - x); }
+
 inline Float tanh_of(Float x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + exponential(x + x)); }
 
 inline Float activate(Float x, int32_t kind) {

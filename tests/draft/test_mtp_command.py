@@ -1,0 +1,76 @@
+"""Target and multi-token prediction layer from one published checkpoint, on the command line.
+
+The checkpoints know the next token by the last one alone, and their prediction layer by the token that it reads, so all
+drafts are right, whatever the two add to that by their other parts, which are zero.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from command import run_foretell, tiny_tokenizer
+
+VOCAB, WIDTH, LAYERS = 260, 64, 4
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32, "max_position_embeddings": 256,
+    "eos_token_id": VOCAB - 1, "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTURE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+CONFIGS: dict[str, Any] = {
+    "glm4_moe": transformers.Glm4MoeConfig(**COMMON, **MIXTURE, head_dim=16, use_qk_norm=True, attention_bias=True),
+    "deepseek_v3": transformers.DeepseekV3Config(**(COMMON | {"num_key_value_heads": 4}), **MIXTURE, **LATENT),
+    "qwen3_next": transformers.Qwen3NextConfig(
+        **COMMON, head_dim=16, num_experts=8, num_experts_per_tok=2, shared_expert_intermediate_size=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    ),
+}  # fmt: skip
+QWEN = {
+    "mtp.fc": "eh_proj", "mtp.norm": "shared_head.norm", "mtp.pre_fc_norm_embedding": "enorm",
+    "mtp.pre_fc_norm_hidden": "hnorm",
+}  # fmt: skip
+
+
+def publish(folder: Path, kind: str) -> Path:
+    """Write a checkpoint with the layer, whose names are the published ones."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
+    model.save_pretrained(folder)
+    tensors, own = load_file(folder / "model.safetensors"), 0.0 if kind == "qwen3_next" else 1.0
+    last, at = f"model.layers.{LAYERS - 1}.", "mtp.layers.0." if kind == "qwen3_next" else f"model.layers.{LAYERS}."
+    layer = {name.replace(last, at): t for name, t in tensors.items() if name.startswith(last)}
+    parts = {
+        "eh_proj": torch.cat((torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)), 1),
+        "shared_head.norm": tensors["model.norm.weight"],
+        "enorm": torch.full((WIDTH,), own),
+        "hnorm": torch.full((WIDTH,), own),
+    }
+    names = QWEN if kind == "qwen3_next" else {at + part: part for part in parts}
+    layer |= {f"{name}.weight": parts[part] for name, part in names.items()}
+    if kind != "qwen3_next":
+        layer |= {f"{at}embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+        layer |= {f"{at}shared_head.head.weight": tensors["lm_head.weight"]}
+    written = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+    whole = {
+        name: torch.zeros_like(t) if name.endswith(written) else t.clone() for name, t in (tensors | layer).items()
+    }
+    whole["lm_head.weight"] *= 200
+    save_file({name: t.bfloat16() if t.ndim > 1 else t for name, t in whole.items()}, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
+    tiny_tokenizer(VOCAB).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_layer_of_a_published_checkpoint_drafts_for_it(kind: str, tmp_path: Path) -> None:
+    folder = publish(tmp_path, kind)
+    command = ("generate", "Hi", "--model", folder, "--max-new-tokens", "24", "--ignore-eos", "--json", "--method")
+    plain, drafted = (json.loads(run_foretell(*command, m).stdout) for m in ("autoregressive", "mtp"))
+    assert drafted["tokens"] == plain["tokens"] and drafted["tokens_per_pass"] > 2
