@@ -146,7 +146,7 @@ def test_an_existing_output_is_kept_until_the_new_one_is_complete(tmp_path: Path
         (["--method", "rtn", "--act-order"], "--act-order and --no-act-order are for --method gptq, found rtn"),
         (["--group-size", "64"], "the groups of GGUF types are fixed"),
         (["--out", "DIR", "--type", "Q5_1"], "a directory holds Q4_0, Q4_1, Q8_0"),
-        (["--out", "DIR"], "--group-size 128 does not divide the 64 inputs of qkv"),
+        (["--out", "DIR", "--group-size", "128"], "--group-size 128 does not divide the 64 inputs of qkv"),
         (["--out", "DIR", "--group-size", "40"], "take 32 or 16 or 8"),
         (["--out", "none/m.gguf"], "no such directory"),
         (["--text", "none.txt"], "none.txt"),
@@ -157,6 +157,16 @@ def test_bad_input_is_one_sentence(arguments: list[str], said: str, tmp_path: Pa
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "m.gguf")]
     assert said in expect_error("quantize", model(), *out, *given)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_default_group_of_a_directory_divides_the_inputs(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    done = run_foretell(
+        "quantize", model(), "--method", "rtn", "--text", text(), "--out", out, "--held-back-tokens", "512"
+    )
+    assert done.exit_code == 0, done.output
+    written = json.loads((out / "config.json").read_text("utf-8"))["quantization_config"]
+    assert written["config_groups"]["group_0"]["weights"]["group_size"] == 32
 
 
 def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def quantize(
         str, typer.Option("--type", metavar="NAME", help=f"{', '.join(GGUF_GRIDS)}; in a directory Q4_0, Q4_1, Q8_0.")
     ] = "Q4_0",
     group_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Inputs per scale in a directory. [default: 128]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Inputs per scale in a directory. [default: 128, or fewer if it must]"),
     ] = None,
     act_order: Annotated[
         bool | None,

@@ -41,8 +41,8 @@ Tensor = torch.Tensor
 _CPU = torch.device("cpu")
 _DIRECTORY_TYPES: Mapping[str, tuple[int, bool]] = {"Q4_0": (4, True), "Q4_1": (4, False), "Q8_0": (8, True)}
 """Bits and symmetry of the types that a directory can hold."""
-_GROUP = 128
-"""Default group of a directory."""
+_GROUPS = (128, 96, 64, 32, 16, 8)
+"""Usual groups of a directory; the default is the first that divides the inputs of all matrices."""
 _ROWS = 8192
 """Rows of the embedding that are quantised at once."""
 
@@ -124,10 +124,10 @@ def plan(source: Source, out: Path, kind: str, group: int | None) -> Target:
         raise ValueError(
             f"--type {kind}: a directory holds {', '.join(_DIRECTORY_TYPES)}; name a .gguf file for other types"
         )
-    group = group or _GROUP
+    fitting = [g for g in _GROUPS if not any(n % g for n in inputs.values())]
+    group = group or (fitting or _GROUPS)[0]
     wrong = next(((role, n) for role, n in inputs.items() if n % group), None)
     if wrong is not None:
-        fitting = [g for g in (128, 96, 64, 32, 16, 8) if not any(n % g for n in inputs.values())]
         advice = f"take {' or '.join(map(str, fitting))}" if fitting else "no usual group size divides all of them"
         raise ValueError(
             f"--group-size {group} does not divide the {wrong[1]} inputs of {wrong[0]} in {source.name}; {advice}"
