@@ -204,6 +204,8 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     assert "an autoregressive model was asked for, and this is a masked diffusion model (Dream)" in text
     text = expect_error("diffusion", "generate", "Hi", "--model", tiny_target())
     assert "a masked diffusion model was asked for" in text and "found model_type 'llama'" in text
+    embedded = expect_error("diffusion", "generate", "Hi", "--model", "smollm2-135m")
+    assert "smollm2-135m: a masked diffusion model was asked for" in embedded and "foretell generate" in embedded
     outside = save(tmp_path / "outside", LLADA, mask_token_id=260)
     text = expect_error("diffusion", "generate", "Hi", "--model", outside)
     assert "mask token 260 is outside the vocabulary, which has 260 tokens" in text

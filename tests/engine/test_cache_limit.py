@@ -79,7 +79,8 @@ def test_a_request_that_can_never_fit_ends_with_an_error_that_says_why() -> None
         prompts = [random_tokens(200), random_tokens(20)]
         found = engine.complete([Request(p, max_new_tokens=9) for p in prompts], raise_errors=False)
     assert found[0].finish_reason == "error"
-    assert "the key-value cache is full: 1 more blocks of 64 tokens are needed" in str(found[0].error)
+    assert isinstance(found[0].error, ValueError), "the server answers such errors with status 400"
+    assert "the key-value cache is full, and needs room for 64 more tokens; ask for a shorter" in str(found[0].error)
     assert len(found[1].tokens) == 9
 
 

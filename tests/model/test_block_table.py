@@ -73,11 +73,11 @@ def test_blocks_come_back_when_their_last_row_ends() -> None:
 def test_a_limited_cache_refuses_what_it_has_no_blocks_for_and_changes_nothing() -> None:
     cache = filled({0: 64, 1: 64}, limit=3)
     assert cache.free_slots == 64
-    with pytest.raises(OutOfBlocksError, match="1 more blocks of 64 tokens are needed"):
+    with pytest.raises(OutOfBlocksError, match="needs room for 64 more tokens"):
         cache.reserve([0, 1], [65, 65])
     assert cache.blocks.blocks_in_use == 2
     cache.reserve([0], [128])
-    with pytest.raises(OutOfBlocksError, match="1 more blocks"):
+    with pytest.raises(OutOfBlocksError, match="room for 64 more"):
         cache.copy_row(0, 2, 70)
     assert keys(cache, 0, 64) == list(range(64))
 

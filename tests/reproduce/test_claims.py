@@ -90,6 +90,13 @@ def test_a_claim_that_is_false_does_not_hold(shares: tuple[int, int], holds: boo
     assert claim_of("specinfer").check(lab).holds is holds  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_the_depth_at_which_acceptance_falls_is_named(method: str) -> None:
+    same = run(accepted=(10, 5, 5, 5, 5))
+    finding = claim_of(method).check(SimpleNamespace(run=lambda *_: same))  # type: ignore[arg-type]
+    assert not finding.holds and "100 %, 50 %, 100 %, 100 %" in finding.summary
+
+
 def test_a_claim_is_a_sentence_with_a_criterion() -> None:
     for claim in CLAIMS:
         assert claim.statement.endswith(".") and claim.criterion, claim.method

@@ -25,7 +25,8 @@ def progress_bar(total: int | None) -> Iterator[Callable[[str], None]]:
 
 def _table(title: str, text_columns: Sequence[str], number_columns: Sequence[str]) -> Table:
     """An empty table; columns of text come first."""
-    table = Table(title=title)
+    # Without the space at the edges the default run fits a terminal of 80 columns with all headings whole.
+    table = Table(title=title, pad_edge=False)
     for i, name in enumerate(text_columns):
         table.add_column(name, no_wrap=not i)
     for name in number_columns:

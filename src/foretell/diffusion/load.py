@@ -41,6 +41,11 @@ def load_diffusion(reference: str, dtype: str = "float32", device: str = "cpu") 
         raise unknown("dtype", dtype, DTYPES)
     path = resolve_reference(reference)
     file = path / "config.json"
+    if path.is_file():
+        raise ValueError(
+            f"{reference}: a masked diffusion model was asked for, and a file holds an autoregressive one; decode it "
+            "with foretell generate, or adapt it with foretell train masked_diffusion"
+        )
     if not file.is_file():
         raise ValueError(f"{reference}: no config.json here; give the directory of a masked diffusion model")
     raw = read_json(file, "download it again")

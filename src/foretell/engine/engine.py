@@ -309,7 +309,11 @@ class Engine:
                 return self._run_scheduled(self._scheduler.schedule(), failed)
             except OutOfBlocksError as error:
                 if not self._scheduler.free_memory():
-                    return [self._finish_with_error(r, error) for r in list(self._scheduler.running)]
+                    # The request is alone: its text is longer than the whole cache.
+                    too_long = ValueError(
+                        f"{error}; ask for a shorter text, or give the cache more memory (--kv-cache-memory-bytes)"
+                    )
+                    return [self._finish_with_error(r, too_long) for r in list(self._scheduler.running)]
 
     def _run_scheduled(self, scheduled: dict[LiveRequest, list[int]], failed: Collection[BoundMethod]) -> list[Update]:
         """Run the requests together, and those of methods that failed one by one.

@@ -21,7 +21,7 @@ class OutOfBlocksError(Exception):
     """A cache whose number of blocks is limited has too few free ones: `missing` of them."""
 
     def __init__(self, missing: int) -> None:
-        super().__init__(f"the key-value cache is full: {missing} more blocks of {BLOCK_SLOTS} tokens are needed")
+        super().__init__(f"the key-value cache is full, and needs room for {missing * BLOCK_SLOTS} more tokens")
         self.missing = missing
 
 

@@ -1,5 +1,6 @@
 """Claims about trained speculators."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from foretell.reproduce.claim import Claim, Finding, Series, percent, rises
@@ -40,17 +41,21 @@ def _blocks(lab: Lab) -> Finding:
     )
 
 
+def _by_depth(rates: Sequence[float]) -> str:
+    return f"of the drafts reached at depths 1 to {len(rates)}, {', '.join(map(percent, rates))} are accepted"
+
+
 def _steady_acceptance(lab: Lab) -> Finding:
     run = lab.run("eagle3", {**_FIXED, "num_draft_tokens": 12, "eagle_topk": 1, "num_steps": 6})
     rates = [run.conditional_acceptance(d) for d in range(1, 6)]
     return Finding(
         min(rates[1:]) >= 0.9 * rates[0],
-        f"of the drafts that are reached, {percent(rates[0])} are accepted at depth 1 and {percent(rates[-1])} at "
-        f"depth 5",
+        _by_depth(rates),
         (Series.of("eagle3", list(enumerate(rates, 1))),),
         "depth of the draft",
         "share accepted of those reached",
-        "Later drafts read the drafter's own outputs for more steps than it was trained on.",
+        "Later drafts read the drafter's own outputs for more steps than it was trained on, or the answers are too few "
+        "and too short to tell.",
     )
 
 
@@ -99,8 +104,7 @@ def _features(lab: Lab) -> Finding:
     rates = [run.conditional_acceptance(d) for d in (1, 2, 3, 4)]
     return Finding(
         rates[0] > 0 and min(rates[1:]) >= 0.7 * rates[0],
-        f"of the drafts that are reached, {percent(rates[0])} are accepted at depth 1 and {percent(rates[-1])} at "
-        "depth 4",
+        _by_depth(rates),
         (Series.of("eagle", list(enumerate(rates, 1))),),
         "depth of the draft",
         "share accepted of those reached",

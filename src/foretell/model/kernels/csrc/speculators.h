@@ -267,8 +267,8 @@ class ChildRanking {
   const Buffer<float> noise_;
 };
 
-// Grows the trees level by level. `run(level, nodes, probabilities, outputs)` runs nodes and writes the best children of
-// each, as `ranking` ranks them; it returns -1, or the invalid token. Then writes the trees.
+// Grows the trees level by level. `run(level, nodes, probabilities, outputs)` runs nodes and writes the best children
+// of each, as `ranking` ranks them; it returns -1, or the invalid token. Then writes the trees.
 template <class Run>
 int32_t grow_trees(const DynamicTree& b, std::vector<TreeBuilder>& trees, ChildRanking& ranking, const Run& run) {
   const int k = ranking.count();
