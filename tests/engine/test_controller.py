@@ -126,7 +126,7 @@ def test_the_controller_keeps_texts_and_counts(cost: PassCost | None) -> None:
         assert tokens(found) == expected()
     s = controller.statistics
     assert s.steps > 0 and s.seconds > 0 and s.realised_speedup > 0 and s.predicted_speedup > 0
-    assert s.nodes_wasted == s.nodes_verified - s.nodes_accepted >= 0
+    assert s.nodes_verified >= s.nodes_accepted
 
 
 @pytest.mark.parametrize("tree", [Chain(3), BranchingTree((2, 2), distinct=False)], ids=["chain", "tree"])

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -9,13 +10,25 @@ import pytest
 from foretell.roofline.acceptance import (
     AcceptanceByRank,
     best_trees,
-    chain_tokens,
     fit_acceptance,
     geometric_acceptance,
-    tree_tokens,
 )
 
 RANKS = (0.6, 0.15, 0.07, 0.04)
+
+
+def chain_tokens(acceptance: float, drafted: int) -> float:
+    """Expected tokens per pass of a chain of independently accepted drafts (arXiv 2211.17192, equation 1)."""
+    return drafted + 1.0 if acceptance == 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
+
+
+def tree_tokens(parents: Sequence[int], ranks: Sequence[int], acceptance: AcceptanceByRank) -> float:
+    """Tokens per pass of a given tree: node 0 is the root, parents[i] < i, ranks[i] is the rank among siblings."""
+    reached, depth = [1.0], [0]
+    for parent, rank in list(zip(parents, ranks, strict=True))[1:]:
+        depth.append(depth[parent] + 1)
+        reached.append(reached[parent] * acceptance.at(depth[-1], rank))
+    return sum(reached)
 
 
 def by_dynamic_programming(ranks: tuple[float, ...], decay: float, nodes: int, depth: int) -> float:

@@ -1,15 +1,17 @@
 """Bounds on what exits change: coverage of the tests, the order of thresholds, and the command."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jaxtyping import Float
 from training_helpers import answers, shared, target
 
 from command import expect_error, run_foretell, tiny_target
 from foretell.speculator.exit_calibration import ExitCalibration
 from foretell.train.exits.calibrate import CalibrationSettings
-from foretell.train.exits.risk import betting_p_value, count_accepted, hoeffding_p_value, smallest_bound
+from foretell.train.exits.risk import betting_p_value, count_accepted, smallest_bound
 
 
 def bernoulli(rate: float, count: int, seed: int) -> np.ndarray:
@@ -23,6 +25,11 @@ def test_a_loss_at_the_bound_is_rarely_accepted() -> None:
     rng = np.random.default_rng(0)
     spread = [rng.beta(2, 38, 120) for _ in range(400)]
     assert np.mean([betting_p_value(x, 0.05) <= 0.1 for x in spread]) <= 0.1 + 3 * (0.1 * 0.9 / 400) ** 0.5
+
+
+def hoeffding_p_value(losses: Float[np.ndarray, " n"], bound: float) -> float:
+    """The p-value of `betting_p_value` by Hoeffding's inequality, as in CALM."""
+    return math.exp(-2 * len(losses) * max(0.0, bound - float(losses.mean())) ** 2)
 
 
 def test_small_losses_need_fewer_answers_than_by_hoeffding() -> None:

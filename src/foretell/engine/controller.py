@@ -72,11 +72,6 @@ class ControllerStatistics:
         return self.switched_on + self.switched_off
 
     @property
-    def nodes_wasted(self) -> int:
-        """Nodes that were verified and refused."""
-        return self.nodes_verified - self.nodes_accepted
-
-    @property
     def predicted_speedup(self) -> float:
         """Expected tokens per second over those of plain decoding."""
         return self.predicted_plain_seconds / self.predicted_seconds if self.predicted_seconds else 1.0

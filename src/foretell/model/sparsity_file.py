@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,6 @@ from foretell.model.sparsity import (
 from foretell.utils.validation import read_json, validate
 
 SparsityMethod = Literal["cats", "teal", "deja_vu", "matformer"]
-SPARSITY_METHODS: tuple[SparsityMethod, ...] = get_args(SparsityMethod)
 FILE = "sparsity.json"
 PREDICTORS = "predictors.safetensors"
 _HINT = "make one with `foretell calibrate sparsity` or `foretell train sparsity`"

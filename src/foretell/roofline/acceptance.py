@@ -4,7 +4,6 @@ Let p(d, r) be the probability that the child of rank r at depth d is accepted, 
 F = 1 + the sum over drafted nodes of the product of p along their paths; the 1 is the token that the target adds.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -66,11 +65,6 @@ def geometric_acceptance(first: float, source: str, chain: bool = False) -> Acce
     return AcceptanceByRank((first,) if chain else (first, *others), source)
 
 
-def chain_tokens(acceptance: float, drafted: int) -> float:
-    """Expected tokens per pass of a chain of independently accepted drafts (arXiv 2211.17192, equation 1)."""
-    return drafted + 1.0 if acceptance == 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
-
-
 @dataclass(frozen=True)
 class BestTrees:
     """Best trees under one depth limit: for 1, 2, ... nodes (root included), tokens per pass and nodes expanded per
@@ -111,12 +105,3 @@ def fit_acceptance(tokens: float, nodes: int, depth: int, source: str, chain: bo
         expected = best_trees(geometric_acceptance(middle, source, chain), nodes, depth).tokens[-1]
         low, high = (middle, high) if expected < tokens else (low, middle)
     return geometric_acceptance(high, source, chain)
-
-
-def tree_tokens(parents: Sequence[int], ranks: Sequence[int], acceptance: AcceptanceByRank) -> float:
-    """Tokens per pass of a given tree: node 0 is the root, parents[i] < i, ranks[i] is the rank among siblings."""
-    reached, depth = [1.0], [0]
-    for parent, rank in list(zip(parents, ranks, strict=True))[1:]:
-        depth.append(depth[parent] + 1)
-        reached.append(reached[parent] * acceptance.at(depth[-1], rank))
-    return sum(reached)

@@ -33,11 +33,6 @@ def betting_p_value(losses: Float[np.ndarray, " n"], bound: float) -> float:
     return math.exp(-best)
 
 
-def hoeffding_p_value(losses: Float[np.ndarray, " n"], bound: float) -> float:
-    """The same by Hoeffding's inequality, as in CALM."""
-    return math.exp(-2 * len(losses) * max(0.0, bound - float(losses.mean())) ** 2)
-
-
 def count_accepted(losses: Sequence[Float[np.ndarray, " n"]], bound: float, confidence: float) -> int:
     """How many of the first settings, the most cautious first, keep the bound at this confidence: testing stops at the
     first that fails, so no correction for several tests is needed. `losses[i]`: of every answer under setting `i`.
