@@ -91,6 +91,7 @@ ORDER = [
         "model.neuron_placement",
         "model.placement_file",
         "model.reduced_vocabulary",
+        "model.resized_vocabulary",
         "model.skip",
         "model.sparsity_file",
     ),

@@ -30,6 +30,7 @@ from foretell.model.load.expert_offload import ExpertOffloadedDecoder
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.transformers import HFRunner, ImagePrompt
 from foretell.model.network import Network
+from foretell.model.resized_vocabulary import ResizedVocabulary
 from foretell.model.runner import DecoderRunner, Runner
 from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
 from foretell.speculator.network import NETWORKS
@@ -241,7 +242,7 @@ class Model:
         return BuildContext(
             vocab=self.config.vocab,
             network=self._network,
-            drafts=tuple(d.runner() for d in models),
+            drafts=tuple(map(self._draft_runner, models)),
             references=tuple(tuple(self.codec.encode(r, add_special_tokens=False)) for r in references),
             eos=self.eos,
             codec=self.codec,
@@ -250,6 +251,14 @@ class Model:
             known_speculators=self._speculators,
             speculators=tuple(d for d in drafts if isinstance(d, Path)),
         )
+
+    def _draft_runner(self, draft: "Model") -> Runner:
+        """A runner of a draft model; with this model's number of tokens, where one tokenizer is padded to two sizes."""
+        runner, vocab = draft.runner(), self.config.vocab
+        padded = runner.vocab != vocab and draft.codec.has_same_tokens(self.codec)
+        if padded and type(runner) is DecoderRunner:
+            return DecoderRunner(ResizedVocabulary(runner.network, vocab))
+        return runner
 
     def engine(
         self,

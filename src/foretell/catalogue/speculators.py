@@ -135,8 +135,7 @@ def check_draft_vocabs(context: BuildContext) -> tuple[Runner, ...]:
         if runner.vocab != context.vocab:
             raise ValueError(
                 f"the draft model's vocabulary has {runner.vocab} tokens, the target's {context.vocab}; "
-                "use a draft model of the same vocabulary (vocab_size in config.json, which differs within some "
-                "families), or --method universal_draft, which takes any"
+                "use a draft model with the target's tokenizer, or --method universal_draft, which takes any"
             )
     return context.drafts
 

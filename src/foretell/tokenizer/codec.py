@@ -37,6 +37,10 @@ class TextCodec:
     bos: str | None = None
     eos: str | None = None
 
+    def has_same_tokens(self, other: "TextCodec") -> bool:
+        """Whether every token has the same id and text."""
+        return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+
     def unused_special_tokens(self, eos: Collection[int]) -> list[int]:
         """Special tokens, ascending, that the chat template does not use and that end no text."""
         used = (self.chat_template or "") + (self.bos or "") + (self.eos or "")
