@@ -336,40 +336,53 @@ void prepare_rows(const float* x, const int64_t* place, const Sampling* s, int r
   }
 }
 
+// The winner of the race between the tokens that truncation keeps.
+Winner race_kept(const Weigher& weigh, const float* row, int n, const Sampling& s, int64_t all) {
+  std::vector<Candidate> kept;
+  keep_tokens(weigh, row, n, s, all, kept);
+  const auto lighter = [](const Candidate& a, const Candidate& b) { return a.weight < b.weight; };
+  const Candidate& heaviest = *std::max_element(kept.begin(), kept.end(), lighter);
+  Winner winner;
+  winner.run(noise_bits(s.noise, heaviest.token), heaviest.token, heaviest.weight);
+  for (const Candidate& each : kept) winner.run(noise_bits(s.noise, each.token), each.token, each.weight);
+  return winner;
+}
+
 // A token from each of the rows x + place[i] * n; -1 where no logit is above -infinity.
 void sample_rows(const float* x, const int64_t* place, const Sampling* s, int rows, int n, int64_t* out, int threads) {
   std::vector<Weigher> weighers;
   std::vector<int64_t> sums;
   prepare_rows(x, place, s, rows, n, threads, weighers, sums);
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && rows > 1)
+  const auto logits = [&](int i) { return x + (size_t)place[i] * n; };
+  const int blocks = (n + kSampleBlock - 1) / kSampleBlock;
+  std::vector<Winner> winners((size_t)rows * blocks);
   for (int i = 0; i < rows; ++i) {
-    const float* row = x + (size_t)place[i] * n;
     const Weigher& weigh = weighers[(size_t)i];
-    if (weigh.largest == -INFINITY) {
-      out[i] = -1;
-      continue;
-    }
-    Winner winner;
-    if (truncates(s[i], n)) {
-      std::vector<Candidate> kept;
-      keep_tokens(weigh, row, n, s[i], sums[(size_t)i], kept);
-      const auto lighter = [](const Candidate& a, const Candidate& b) { return a.weight < b.weight; };
-      const Candidate& heaviest = *std::max_element(kept.begin(), kept.end(), lighter);
-      winner.run(noise_bits(s[i].noise, heaviest.token), heaviest.token, heaviest.weight);
-      for (const Candidate& each : kept) winner.run(noise_bits(s[i].noise, each.token), each.token, each.weight);
-      out[i] = winner.token;
-      continue;
-    }
+    if (weigh.largest == -INFINITY || truncates(s[i], n)) continue;
+    const float* row = logits(i);
     const int64_t best = std::find(row, row + n, (float)weigh.largest) - row;
-    winner.run(noise_bits(s[i].noise, best), best, weigh((double)row[best]));
-    const int blocks = (n + kSampleBlock - 1) / kSampleBlock;
-    std::vector<Winner> winners((size_t)blocks, winner);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows == 1)
+    Winner first;
+    first.run(noise_bits(s[i].noise, best), best, weigh((double)row[best]));
+    std::fill_n(winners.begin() + (ptrdiff_t)i * blocks, blocks, first);
+  }
+  // One region for blocks and rows: a region inside another one starts new threads each time.
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+  for (int item = 0; item < rows * blocks; ++item) {
+    const int i = item / blocks, first = item % blocks * kSampleBlock;
+    const Weigher& weigh = weighers[(size_t)i];
+    if (weigh.largest == -INFINITY) continue;
+    Winner& winner = winners[(size_t)item];
+    if (!truncates(s[i], n))
+      race_block(weigh, logits(i) + first, first, std::min(kSampleBlock, n - first), s[i].noise, winner);
+    else if (!first)
+      winner = race_kept(weigh, logits(i), n, s[i], sums[(size_t)i]);
+  }
+  for (int i = 0; i < rows; ++i) {
+    Winner winner;
     for (int b = 0; b < blocks; ++b) {
-      const int first = b * kSampleBlock;
-      race_block(weigh, row + first, first, std::min(kSampleBlock, n - first), s[i].noise, winners[(size_t)b]);
+      const Winner& each = winners[(size_t)(i * blocks + b)];
+      winner.offer(each.time, each.token);
     }
-    for (const Winner& each : winners) winner.offer(each.time, each.token);
     out[i] = winner.token;
   }
 }
