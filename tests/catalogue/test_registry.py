@@ -135,6 +135,7 @@ def test_names_of_other_engines_are_aliases() -> None:
         {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "num_speculative_tokens": 9}
     )
     assert read == EagleTreeOptions(num_steps=3, eagle_topk=2, num_draft_tokens=9)
+    assert find("deepseek_mtp") is find("glm4_moe_mtp") is find("qwen3_next_mtp") is find("mtp")
 
 
 def shapes() -> Iterator[tuple[str, object]]:

@@ -279,6 +279,7 @@ ENTRIES = (
         builder=mtp,
         options=EagleTreeOptions,
         needs="a checkpoint with such a layer",
+        aliases=("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),
     ),
     Entry(
         name="mlp_speculator",

@@ -36,7 +36,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         typer.echo(json.dumps(report, indent=1, ensure_ascii=False))
         return
     for name, section in report.items():
-        typer.echo(f"{name}:")
+        typer.echo(f"{name}:" if section else f"{name}: none")
         for key, value in section.items():
             values = value if isinstance(value, list) else [value]
             typer.echo(f"  {key}: {values[0] if values else '-'}")
