@@ -38,7 +38,8 @@ def test_unknown_names_get_a_suggestion() -> None:
 
 def test_draft_models(tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", vocab=300)
-    assert "vocabulary has 300 tokens" in generate_hello("--method", "draft_model", "--draft-model", other)
+    refused = generate_hello("--method", "draft_model", "--draft-model", other)
+    assert "vocabulary has 300 tokens, the target's 257; use a draft model with the target's tokenizer" in refused
     assert "needs a draft model" in generate_hello("--method", "draft_model")
     for name in ("suffix", "layer_skip", "recycling"):
         unused = generate_hello("--method", name, "--draft-model", tiny_draft())
