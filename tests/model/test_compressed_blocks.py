@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foretell.core.tree import tree_from_lists
+from foretell.lab.quantize.base import Role, linears, set_matrix
 from foretell.model import kernels as native
 from foretell.model.compressed_config import LowRank
 from foretell.model.decoder import BlockRange, Decoder, SkipSet
@@ -22,7 +23,6 @@ from foretell.model.network import Network
 from foretell.model.partial_pass import supports_spans
 from foretell.model.runner import DecoderRunner
 from foretell.model.sparsity import GateThreshold, check_sparse
-from foretell.quantize.base import Role, linears, set_matrix
 from foretell.testing import TINY, tiny_decoder
 from helpers import all_logits, chain_tree, random_tokens
 

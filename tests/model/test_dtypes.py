@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from foretell.bench.random_file import random_model_file
+from foretell.lab.quantize.gguf_grids import GGUF_GRIDS
+from foretell.lab.quantize.rtn import round_to_nearest
 from foretell.load import load, resolve_dtype
 from foretell.model import kernels as native
 from foretell.model.config import MLAConfig, ModelConfig, MoEConfig
@@ -17,8 +19,6 @@ from foretell.model.load.native import packed_bytes, read_block
 from foretell.model.load.rounding import RoundedWeights, round_to_blocks
 from foretell.model.state_config import ShortConvConfig
 from foretell.model.stored_matrix import Kind, StoredMatrix
-from foretell.quantize.gguf_grids import GGUF_GRIDS
-from foretell.quantize.rtn import round_to_nearest
 from foretell.testing import TINY, RandomWeights
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason())

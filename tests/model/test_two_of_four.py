@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from foretell.compress.sparsity import Pattern, Sparsity
+from foretell.lab.compress.sparsity import Pattern, Sparsity
 from foretell.model import kernels
 from foretell.model.kernels import NativeLinear, Precision, build
 from foretell.model.kernels.pack import TWO_OF_FOUR, plan_gate_up, plan_rows
