@@ -11,7 +11,7 @@ import pytest
 from command import expect_error, run_foretell, tiny_draft, tiny_target
 from foretell.lab.frontier.predict import Predictor
 from foretell.lab.frontier.ways import FAMILIES, ModelOptions, WayInputs, all_ways
-from foretell.model.compressed_config import LowRank
+from foretell.model.config.compressed import LowRank
 from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.measured import MeasuredMethod

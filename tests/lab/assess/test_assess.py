@@ -19,7 +19,7 @@ from foretell.lab.assess.noise import NOISES
 from foretell.lab.assess.probes import CLEAN, conditions, read_probes
 from foretell.lab.assess.report import broken_budgets
 from foretell.load import load
-from foretell.model.compress import fake_quantize
+from foretell.model.load.transforms import fake_quantize
 from foretell.verify.comparison import compare_logits
 from foretell.verify.logits import target_logits
 from helpers import all_logits, random_tokens, target

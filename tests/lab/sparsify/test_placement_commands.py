@@ -16,7 +16,7 @@ from command import ENVIRONMENT, HEADS, expect_error, run_foretell, save_tiny_mo
 from foretell.lab.sparsify.profile import count_choices, shares_of_most_frequent
 from foretell.load import load, open_checkpoint
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.sparsity_file import read_sparsity
+from foretell.model.offload.sparsity_file import read_sparsity
 from helpers import all_logits, random_tokens
 
 

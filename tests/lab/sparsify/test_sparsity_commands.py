@@ -15,10 +15,10 @@ from foretell.lab.sparsify.nested import NestedSettings, prefix_size, spread_uni
 from foretell.lab.sparsify.thresholds import calibrate_thresholds, magnitude_quantile
 from foretell.load import load, open_checkpoint
 from foretell.model import kernels as native
-from foretell.model.activation import gated
-from foretell.model.decoder import FeedForward
-from foretell.model.sparsity import FirstNeurons, sparse_decoder
-from foretell.model.sparsity_file import read_sparsity
+from foretell.model.block.activation import gated
+from foretell.model.block.decoder import FeedForward
+from foretell.model.block.sparsity import FirstNeurons, sparse_decoder
+from foretell.model.offload.sparsity_file import read_sparsity
 from helpers import all_logits, random_tokens
 
 CALIBRATE = "--calibration-tokens", "1024", "--held-back-tokens", "512"

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.core.tree import root_tree
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 from foretell.tokenizer.codec import TextCodec
 
 _ROWS = 8

@@ -7,7 +7,7 @@ import numpy as np
 
 from foretell.api import Model
 from foretell.lab.assess.choices import Choice, score_unread
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 from foretell.verify.logits import read_chunk
 
 _FIRST = ("Bal", "Dor", "Fen", "Gar", "Hul", "Kim", "Lor", "Mar", "Nol", "Per", "Sav", "Tor")

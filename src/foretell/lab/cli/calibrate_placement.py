@@ -24,10 +24,10 @@ from foretell.model.kernels.neuron_file import record_bytes
 from foretell.model.kernels.rows import floats
 from foretell.model.load.network import choose_precision, parse_device
 from foretell.model.load.placed import check_placeable
-from foretell.model.neuron_placement import Placement, place_neurons
-from foretell.model.offload import OffloadedDecoder
-from foretell.model.placement_file import NEURONS, PlacementFile
-from foretell.model.sparsity_file import directory_of, read_sparsity
+from foretell.model.offload.block_store import OffloadedDecoder
+from foretell.model.offload.neuron_placement import Placement, place_neurons
+from foretell.model.offload.placement_file import NEURONS, PlacementFile
+from foretell.model.offload.sparsity_file import directory_of, read_sparsity
 from foretell.roofline.hardware import known_hardware, memory_tier
 from foretell.roofline.neurons import Side, Sides, predict_placement
 from foretell.verify.logits import read_chunk

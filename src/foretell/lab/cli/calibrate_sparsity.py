@@ -11,7 +11,7 @@ from foretell.cli.given import refuse_unused
 from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
 from foretell.lab.sparsify.nested import mix_sizes
 from foretell.lab.sparsify.thresholds import THRESHOLD_METHODS, calibrate_thresholds, check_share
-from foretell.model.sparsity_file import SparsityFile
+from foretell.model.offload.sparsity_file import SparsityFile
 from foretell.utils.names import unknown
 from foretell.utils.paths import require_empty
 

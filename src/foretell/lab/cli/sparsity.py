@@ -10,10 +10,10 @@ from foretell.lab.cli.quantize import calibration_text
 from foretell.lab.quantize.calibration import CalibrationText
 from foretell.lab.quantize.job import Source
 from foretell.load import load
+from foretell.model.block.sparsity import FirstNeurons, check_sparse
 from foretell.model.load.checkpoint import model_fingerprint
 from foretell.model.load.reference import resolve_reference
-from foretell.model.sparsity import FirstNeurons, check_sparse
-from foretell.model.sparsity_file import SparsityFile, SparsityPrice
+from foretell.model.offload.sparsity_file import SparsityFile, SparsityPrice
 from foretell.verify.precision import compare_precision
 
 LEAST_TOKENS = 512

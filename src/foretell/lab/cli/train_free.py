@@ -16,9 +16,9 @@ from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source, put_in_place, remove
 from foretell.load import load, open_checkpoint
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
-from foretell.model.partial_pass import check_spans
+from foretell.model.run.partial_pass import check_spans
 from foretell.train.data.dataset import Dataset, Document
 from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
 from foretell.train.loop.job import check_data

@@ -18,7 +18,7 @@ from foretell.lab.sparsify.predictors import (
     save_predictors,
 )
 from foretell.model.load.network import runs_on_kernels
-from foretell.model.sparsity_file import SparsityFile
+from foretell.model.offload.sparsity_file import SparsityFile
 from foretell.utils.paths import require_empty
 
 _DEFAULTS = PredictorSettings()

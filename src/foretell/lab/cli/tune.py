@@ -12,7 +12,7 @@ from foretell.cli.setup import read_text
 from foretell.lab.tune.skip import DraftingOptions, Objective, greedy_answers, tune_skip
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
-from foretell.model.skip import SkipTrial, kept_weight_share
+from foretell.model.run.skip import SkipTrial, kept_weight_share
 
 app = typer.Typer(
     no_args_is_help=True, help="Search for settings of a method on your prompts.", pretty_exceptions_enable=False

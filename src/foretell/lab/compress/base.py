@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.base import InputStatistics
-from foretell.model.linear import AnyLinear, Linear
+from foretell.model.block.linear import AnyLinear, Linear
 
 Tensor = torch.Tensor
 

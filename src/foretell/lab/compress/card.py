@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foretell.lab.compress import LASER, LOW_RANK, SHORTGPT, SLICEGPT
 from foretell.lab.quantize.base import ROLES
-from foretell.model.config_readers.compressed import CARD, COMPRESSED_BY
+from foretell.model.config.readers.compressed import CARD, COMPRESSED_BY
 from foretell.utils.validation import read_json
 from foretell.verify.comparison import Comparison
 

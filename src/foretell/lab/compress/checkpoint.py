@@ -12,12 +12,12 @@ from foretell.lab.quantize.directory import CheckpointDirectory
 from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD, block_tensors
 from foretell.load import open_checkpoint
-from foretell.model.config import ModelConfig
-from foretell.model.config_readers.compressed import compressed_keys
-from foretell.model.decoder import DecoderBlock
-from foretell.model.linear import Linear
+from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.linear import Linear
+from foretell.model.block.rope import RopeTables
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.compressed import compressed_keys
 from foretell.model.load.build import build_block
-from foretell.model.rope import RopeTables
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor

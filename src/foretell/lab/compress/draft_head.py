@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 
 from foretell.lab.compress.low_rank import project
-from foretell.model.network import Network
+from foretell.model.run.network import Network
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.p_eagle import PEagle

@@ -31,8 +31,8 @@ from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source, put_in_place, remove
 from foretell.lab.quantize.layout import EMBEDDING, inputs_of, parts_of
 from foretell.load import open_checkpoint
-from foretell.model.compressed_config import LowRank
-from foretell.model.config import ModelConfig
+from foretell.model.config.compressed import LowRank
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.pack import TWO_OF_FOUR_INPUTS
 from foretell.model.load.build import build_block
 from foretell.utils.names import unknown

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from foretell.lab.compress.base import Compressor
 from foretell.lab.quantize.base import ROLES, InputStatistics
 from foretell.lab.quantize.layout import inputs_of, parts_of
-from foretell.model.compressed_config import LowRank
-from foretell.model.config import ModelConfig
-from foretell.model.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.config.compressed import LowRank
+from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor
 _DAMPING = 1e-6

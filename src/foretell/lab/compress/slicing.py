@@ -13,10 +13,10 @@ from jaxtyping import Float
 
 from foretell.lab.quantize.base import linears, set_matrix
 from foretell.lab.quantize.calibration import run_block
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import DecoderBlock, RMSNorm
-from foretell.model.linear import Linear
-from foretell.model.rope import RopeTables
+from foretell.model.block.decoder import DecoderBlock, RMSNorm
+from foretell.model.block.linear import Linear
+from foretell.model.block.rope import RopeTables
+from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor
 _STEP = 8

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float
 
-from foretell.model.compress import least_in_rows
+from foretell.model.load.transforms import least_in_rows
 
 Tensor = torch.Tensor
 

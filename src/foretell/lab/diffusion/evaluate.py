@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Int
 
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.diffusion.predictor import MaskPredictor
 from foretell.model.training.full_forward import full_forward
 

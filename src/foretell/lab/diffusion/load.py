@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foretell.model.config_readers.values import eos_token_ids
+from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import DiffusionConfig, read_diffusion
 from foretell.model.diffusion.predictor import MaskPredictor
 from foretell.model.diffusion.weights import read_decoder

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from foretell.bench.step import KV_FORMATS
-from foretell.model.cache_policy import parse_target_policy
-from foretell.model.config import ModelConfig
+from foretell.model.cache.policy import parse_target_policy
+from foretell.model.config.model import ModelConfig
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
 from foretell.roofline.drafting_time import DraftingTime

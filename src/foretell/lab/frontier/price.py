@@ -14,7 +14,7 @@ from foretell.bench.questions import Question
 from foretell.bench.schema import FrozenModel, MeanFidelityLoss, QuestionResult
 from foretell.bench.step import pass_bytes
 from foretell.lab.frontier.ways import Way
-from foretell.model.cache_policy import parse_target_policy
+from foretell.model.cache.policy import parse_target_policy
 from foretell.verify.comparison import compare_logits
 from foretell.verify.precision import read_sequence
 

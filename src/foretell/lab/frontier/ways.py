@@ -11,11 +11,11 @@ from foretell.catalogue import catalogue
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.lab.frontier.predict import CheckpointKind, Predictor
 from foretell.load import open_checkpoint
-from foretell.model.cache_policy import target_policies
-from foretell.model.config import CacheDtype
-from foretell.model.config_readers.compressed import CARD
+from foretell.model.cache.policy import target_policies
+from foretell.model.config.model import CacheDtype
+from foretell.model.config.readers.compressed import CARD
 from foretell.model.load.reference import resolve_reference
-from foretell.model.sparsity_file import FILE, SparsityFile
+from foretell.model.offload.sparsity_file import FILE, SparsityFile
 from foretell.speculator.exit_calibration import ExitCalibration
 from foretell.utils.validation import read_json, validate
 

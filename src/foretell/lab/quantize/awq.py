@@ -8,8 +8,8 @@ from jaxtyping import Float
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears, output_error
 from foretell.lab.quantize.grid import Grid, QuantizedRows
 from foretell.lab.quantize.rtn import round_to_nearest
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import DecoderBlock
+from foretell.model.block.decoder import DecoderBlock
+from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor
 _EXPONENTS = tuple(i / 20 for i in range(20))

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.grid import Grid, QuantizedRows
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import DecoderBlock, FeedForward
-from foretell.model.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.block.decoder import DecoderBlock, FeedForward
+from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor
 Role = Literal["qkv", "output", "gate_up", "down"]

@@ -13,9 +13,9 @@ from torch import nn
 
 from foretell.api import Model
 from foretell.lab.quantize.base import InputStatistics, Role, linears
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import DecoderBlock
-from foretell.model.rope import RopeTables, rope_tables
+from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.rope import RopeTables, rope_tables
+from foretell.model.config.model import ModelConfig
 from foretell.model.training.full_forward import forward_blocks
 from foretell.retrieval.corpus import read_documents, tokenize_documents
 from foretell.tokenizer.codec import TextCodec

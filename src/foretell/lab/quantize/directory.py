@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from foretell.lab.quantize.grid import QuantizedRows
 from foretell.lab.quantize.integer_grid import IntegerGrid
-from foretell.model.config import ModelConfig
-from foretell.model.config_readers.compressed import COMPRESSED_BY
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.compressed import COMPRESSED_BY
 from foretell.speculator.hf_writer import llama_config, write_codec
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.validation import read_json

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.lab.quantize.calibration import model_rope_tables, run_block
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import build_block, build_without_blocks
 from foretell.model.load.weights import Weights
 from foretell.verify.comparison import Comparison, compare_logits

@@ -12,10 +12,10 @@ from foretell.lab.quantize.gguf_grids import GGUFGrid
 from foretell.lab.quantize.gguf_metadata import copy_metadata, write_metadata
 from foretell.lab.quantize.grid import QuantizedRows
 from foretell.lab.quantize.layout import TensorEntry, entries
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import gguf_place
-from foretell.model.stored_matrix import BLOCKS, Kind
+from foretell.model.matrices.stored import BLOCKS, Kind
 from foretell.tokenizer.codec import TextCodec
 
 _FREQUENCIES = "rope_freqs.weight"

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 
 from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows, half_bytes, largest, to_half
-from foretell.model.stored_matrix import BLOCKS, Kind, StoredMatrix
+from foretell.model.matrices.stored import BLOCKS, Kind, StoredMatrix
 
 Tensor = torch.Tensor
 _CODE_MAX = 63

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.rope import RopeConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_sizes import write_sizes
-from foretell.model.rope_config import RopeConfig
 from foretell.tokenizer.byte_level import split_pattern
 from foretell.tokenizer.codec import TextCodec
 

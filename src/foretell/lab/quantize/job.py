@@ -29,8 +29,8 @@ from foretell.lab.quantize.layout import (
 )
 from foretell.lab.quantize.rtn import round_to_nearest
 from foretell.load import open_checkpoint
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import DecoderBlock
+from foretell.model.block.decoder import DecoderBlock
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import build_block
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.weights import Weights

@@ -8,9 +8,9 @@ from jaxtyping import Float
 
 from foretell.lab.quantize.base import ROLES, Role, matrices
 from foretell.lab.quantize.grid import QuantizedRows
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import DecoderBlock, RMSNorm
-from foretell.model.linear import FactoredLinear
+from foretell.model.block.decoder import DecoderBlock, RMSNorm
+from foretell.model.block.linear import FactoredLinear
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.low_rank import FACTORS, SHORTCUTS, outer_name
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")

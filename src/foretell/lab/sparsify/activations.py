@@ -10,9 +10,9 @@ from torch import nn
 
 from foretell.lab.quantize.base import Role, linears
 from foretell.lab.quantize.calibration import model_rope_tables, run_block
-from foretell.model.activation import gated
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import DecoderBlock, FeedForward
+from foretell.model.block.activation import gated
+from foretell.model.block.decoder import DecoderBlock, FeedForward
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import build_block, build_without_blocks
 from foretell.model.load.weights import Weights
 

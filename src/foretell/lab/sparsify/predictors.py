@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from foretell.lab.quantize.base import Role
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
 from foretell.lab.sparsify.thresholds import check_share
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import FeedForward
-from foretell.model.linear import Linear
+from foretell.model.block.decoder import FeedForward
+from foretell.model.block.linear import Linear
+from foretell.model.block.sparsity import PredictedNeurons, Predictor
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.weights import Weights
-from foretell.model.sparsity import PredictedNeurons, Predictor
-from foretell.model.sparsity_file import PREDICTORS
+from foretell.model.offload.sparsity_file import PREDICTORS
 
 Tensor = torch.Tensor
 _HELD_OUT = 0.1

@@ -7,16 +7,16 @@ import torch
 from jaxtyping import Int
 
 from foretell.lab.sparsify.activations import block_activations
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import FeedForward
+from foretell.model.block.decoder import FeedForward
+from foretell.model.block.sparsity import GateThreshold, PredictedNeurons, SparseFeedForward
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.neuron_file import write_layer
 from foretell.model.kernels.rows import floats
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.native import read_block
 from foretell.model.load.weights import Weights
-from foretell.model.placement_file import FILE, NEURONS, PlacementFile, file_order, save_counts
-from foretell.model.sparsity import GateThreshold, PredictedNeurons, SparseFeedForward
-from foretell.model.sparsity_file import SparseModel
+from foretell.model.offload.placement_file import FILE, NEURONS, PlacementFile, file_order, save_counts
+from foretell.model.offload.sparsity_file import SparseModel
 
 Tensor = torch.Tensor
 

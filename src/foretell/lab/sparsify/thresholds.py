@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 
 from foretell.lab.quantize.base import ROLES
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.weights import Weights
 
 Tensor = torch.Tensor

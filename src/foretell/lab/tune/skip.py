@@ -17,11 +17,11 @@ from foretell.draft import DraftModel, NoDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.model.decoder import SkipSet
-from foretell.model.influence import measure_influence
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
-from foretell.model.skip import SkipFile, SkipTrial, default_skip, kept_weight_share
+from foretell.model.block.decoder import SkipSet
+from foretell.model.offload.influence import measure_influence
+from foretell.model.run.network import Network
+from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.skip import SkipFile, SkipTrial, default_skip, kept_weight_share
 from foretell.shape import Chain, RootOnly
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 
 
 def write_sizes(writer: Any, config: ModelConfig, vocab: int) -> None:

@@ -12,7 +12,7 @@ from foretell.lab.quantize.job import Source
 from foretell.lab.reproduce.preparation.maker import Identity, Maker
 from foretell.lab.sparsify.thresholds import calibrate_thresholds
 from foretell.model.load.reference import resolve_reference
-from foretell.model.sparsity_file import SparsityFile
+from foretell.model.offload.sparsity_file import SparsityFile
 from foretell.train.exits.job import ExitSettings, fit_exits, save_exits
 
 _EXIT_TOKENS = 30_000

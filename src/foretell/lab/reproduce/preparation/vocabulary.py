@@ -14,8 +14,8 @@ from foretell.catalogue.speculators import DRAFT_MODEL
 from foretell.lab.reproduce.preparation.maker import Identity, Maker, PreparationSettings
 from foretell.lab.reproduce.preparation.texts import Texts
 from foretell.load import load
-from foretell.model.decoder import Decoder
-from foretell.model.linear import Linear
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.linear import Linear
 from foretell.speculator.hf_writer import write_hf
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.draft_model import DraftNetwork
