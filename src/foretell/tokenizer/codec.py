@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class TextCodec:
     chat_template: str | None = None
     bos: str | None = None
     eos: str | None = None
+    named_templates: Mapping[str, str] = field(default_factory=dict)
 
     def has_same_tokens(self, other: "TextCodec") -> bool:
         """Whether every token has the same id and text."""
