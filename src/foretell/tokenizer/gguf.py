@@ -27,6 +27,8 @@ _NOT_READ = {
     "none": "a file without a tokenizer",
     "no_vocab": "a file without a tokenizer",
 }
+_OTHER_SPECIAL = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "cls": "cls"}
+"""Names of further special tokens in GGUF files (the format spells so), by those in templates."""
 
 
 class _Defaults(NamedTuple):
@@ -123,21 +125,38 @@ class _GGUFTokenizer:
                 sequence, [*sequence, "$B:0"], list({name: (name, self._vocab[name]) for name in names}.values())
             )
         prefix = "tokenizer.chat_template."
-        named = {k.removeprefix(prefix): v for k, v in self._meta.items() if k.startswith(prefix)}
         return TextCodec(
             tokenizer,
             self._meta.get("tokenizer.chat_template"),
-            None if bos is None else self._tokens[bos],
-            None if eos is None else self._tokens[eos],
-            named_templates=named,
+            self._name("bos"),
+            self._name("eos"),
+            {k.removeprefix(prefix): v for k, v in self._meta.items() if k.startswith(prefix)},
+            {
+                f"{name}_token": self._tokens[number]
+                for name, key in _OTHER_SPECIAL.items()
+                if 0 <= (number := int(self._meta.get(f"{_PREFIX}{key}_token_id", -1))) < len(self._tokens)
+            },
         )
 
     def _special(self, name: str) -> int | None:
-        """The id of a special token."""
+        """The id of a special token.
+
+        Raises:
+            ValueError: it is beyond the vocabulary.
+        """
         number = self._meta.get(f"{_PREFIX}{name}_token_id")
-        default: int | None = getattr(self._defaults, name)
-        number = default if number is None or not 0 <= int(number) < len(self._tokens) else int(number)
-        return number if number is not None and number < len(self._tokens) else None
+        if number is None:
+            default: int | None = getattr(self._defaults, name, None)
+            return default if default is not None and default < len(self._tokens) else None
+        if not 0 <= int(number) < len(self._tokens):
+            raise ValueError(f"{name}_token_id is {number}, and there are {len(self._tokens)} tokens")
+        return int(number)
+
+    def _name(self, name: str) -> str | None:
+        """The text of a special token that the file or the kind of tokenizer names."""
+        token = self._special(name)
+        guessed = self._meta[_PREFIX + "model"] == "gpt2" and f"{_PREFIX}{name}_token_id" not in self._meta
+        return None if token is None or guessed else self._tokens[token]
 
     def _flag(self, name: str, default: bool) -> bool:
         return bool(self._meta.get(_PREFIX + name, default))
