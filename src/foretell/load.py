@@ -44,7 +44,8 @@ from foretell.model.run.compact_runner import check_compactible
 from foretell.model.run.network import Network
 from foretell.speculator import is_speculator
 from foretell.speculator.formats.files import missing_weights
-from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
+from foretell.tokenizer.codec import TextCodec, from_directory
+from foretell.tokenizer.directory import require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, parse_object, read_json
