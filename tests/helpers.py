@@ -160,7 +160,7 @@ def _thresholds_of_gates() -> str:
     return str(folder)
 
 
-_OPTIONS: Mapping[str, Mapping[str, object]] = {
+OPTIONS: Mapping[str, Mapping[str, object]] = {
     "sparse_mlp_draft": {"sparsity": _thresholds_of_gates()},
     "early_exit_lossy": {"exit_threshold": 0.02},
     "skip_decode_lossy": {"min_layers": 1, "horizon": 2},
@@ -172,8 +172,13 @@ _OPTIONS: Mapping[str, Mapping[str, object]] = {
 
 def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> AnyMethod:
     """A method for a target, with small models and a trained speculator to draft with."""
+    return entry.build(parts_for(entry, network, drafts, trained), OPTIONS.get(entry.name))
+
+
+def parts_for(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> BuildContext:
+    """What a method is built from: a target, small models, a trained speculator and references."""
     vocab = network.config.vocab
-    context = BuildContext(
+    return BuildContext(
         vocab,
         network,
         tuple(drafts[: 2 if entry.name == "specinfer" else 1]),
@@ -183,7 +188,6 @@ def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], train
         checkpoint=TinyCheckpoint(network) if entry.name == "mtp" else None,
         speculators=() if trained is None else (trained,),
     )
-    return entry.build(context, _OPTIONS.get(entry.name))
 
 
 def _of_catalogue(entry: Entry) -> Variant:
