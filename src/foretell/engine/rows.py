@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from foretell.core.context import TokenBuffer
+from foretell.core.context import TokenBuffer, common_prefix
 from foretell.engine.method import BoundMethod
 from foretell.model.runner import Runner
 
@@ -104,7 +104,7 @@ class RowPool:
         if not self._prefix_caching or not self._runner.shares_prefixes:
             return False
         coming = [
-            _common_prefix(content.sequence.tokens[: content.sequence.prompt_length], sequence.tokens) - 1
+            common_prefix(content.sequence.tokens[: content.sequence.prompt_length], sequence.tokens) - 1
             for row, content in self._candidates(method, salt)
             if row not in self.free
         ]
@@ -127,7 +127,7 @@ class RowPool:
         best = -1, 0
         for row, content in self._candidates(method, salt):
             # The last common token is read again: drafters need its hidden state, and the token after it may differ.
-            common = _common_prefix(content.tokens, sequence.tokens) - 1
+            common = common_prefix(content.tokens, sequence.tokens) - 1
             length = self._runner.restorable(row, common) if common > best[1] else 0
             if length > best[1]:
                 best = row, length
@@ -165,9 +165,3 @@ class RowPool:
             return 0
         self._runner.truncate(row, kept)
         return kept
-
-
-def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
