@@ -11,6 +11,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
 from foretell.catalogue.speculators import read_speculator, trained_speculator
+from foretell.core.parameters import PARAMETERS
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.controller import Controller
@@ -369,7 +370,7 @@ class Model:
         """
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: write what the model should answer")
-        stop, bad_words = _texts("stop", stop), _texts("bad_words", bad_words)
+        stop_strings, bad_words = PARAMETERS["stop"].read(stop), PARAMETERS["bad_words"].read(bad_words)
         sampling = sampling or SamplingParams()
         if bad_words:
             sampling = replace(sampling, bad_words=(*sampling.bad_words, *self.bad_words(bad_words)))
@@ -377,7 +378,7 @@ class Model:
             self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens),
             sampling,
             max_new_tokens,
-            stop,
+            stop_strings,
             self.eos,
             logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -475,10 +476,3 @@ def named_inputs(drafts: Sequence[Model | Path], references: Sequence[str] = ())
         [str(d) for d in drafts if isinstance(d, Path)],
         [f"of {len(text):,} characters" for text in references],
     )
-
-
-def _texts(name: str, values: str | Sequence[str]) -> tuple[str, ...]:
-    values = (values,) if isinstance(values, str) else tuple(values)
-    if not all(isinstance(v, str) for v in values):
-        raise ValueError(f"{name} must be a string or several strings, found {values!r}")
-    return values

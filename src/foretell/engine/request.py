@@ -1,11 +1,12 @@
 """Requests, their updates and completions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
 
-from foretell.core.sampling import SamplingParams, is_integer
+from foretell.core.parameters import PARAMETERS, check, is_integer
+from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod, Method
@@ -157,6 +158,9 @@ class Completion:
         )
 
 
+_CHECKED = tuple(f.name for f in fields(Request) if f.name in PARAMETERS)
+
+
 def validate_request(request: Request, vocab: int, context: int) -> None:
     """Check a request against a model's vocabulary and context.
 
@@ -167,11 +171,10 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError("the prompt must be a sequence of token ids, which are whole numbers; encode text first")
     if not isinstance(request.sampling_params, SamplingParams):
         raise ValueError(f"sampling_params must be a SamplingParams, found {type(request.sampling_params).__name__}")
-    if not is_integer(request.max_new_tokens):
-        raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
-    if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
+    check(vars(request), _CHECKED)
+    if isinstance(request.stop, str):
         raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
-    for name in ("eos", "stop_token_ids", "logprob_token_ids"):
+    for name in ("eos", "logprob_token_ids"):
         if not all(is_integer(t) for t in getattr(request, name)):
             raise ValueError(f"{name} must be a sequence of token ids, found {getattr(request, name)!r}")
     for name in ("logprobs", "prompt_logprobs"):
@@ -189,8 +192,6 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         )
     _validate_serving(request)
     _validate_prediction(request, vocab)
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not all(0 <= t < vocab for t in request.prompt):
         raise ValueError(f"the prompt holds a token outside the model's vocabulary of {vocab}")
     sampling = request.sampling_params
@@ -214,8 +215,6 @@ def _validate_serving(request: Request) -> None:
         raise ValueError(
             f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"
         )
-    if request.max_drafts is not None and not (is_integer(request.max_drafts) and request.max_drafts >= 0):
-        raise ValueError(f"max_drafts must be a whole number from 0 on, found {request.max_drafts!r}")
     if not is_integer(request.priority):
         raise ValueError(f"priority must be a whole number, found {request.priority!r}")
     if request.deadline is not None and not isinstance(request.deadline, Real):
