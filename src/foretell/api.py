@@ -17,10 +17,8 @@ from foretell.core.token_rules import TokenConstraint
 from foretell.engine.controller import Controller
 from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
-from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Request, Update, describe_error
-from foretell.engine.statistics import RequestStatistics
 from foretell.model.backend import Backend
 from foretell.model.cache_policy import CachePolicy
 from foretell.model.config import ModelConfig
@@ -42,33 +40,23 @@ from foretell.tokenizer.codec import Message, TextCodec
 from foretell.utils.names import unknown
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A generated text with its tokens and statistics."""
+@dataclass(frozen=True, kw_only=True)
+class Answer(Completion):
+    """A generated text with its tokens and statistics, and what generated it.
 
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
+    `plan`: how the answer of a plan came about; its `tokens` are those of all requests of the plan.
+    """
+
     method: str
     drafter: str
     """What drafted, in a few words."""
     lossless: bool
     """Whether the method keeps the target's distribution; a plan does not."""
-    statistics: RequestStatistics
     backend: Backend
     """Implementation and precision of the target's passes."""
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    """The most probable tokens in the place of each token with their log-probabilities, best first."""
-    prompt_logprobs: tuple[float, ...] = ()
-    """Of the prompt's tokens from the second one on."""
-    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
-    stop_reason: str | int | None = None
-    """The stop string or the token of `stop_token_ids` that ended the answer."""
-    error: str = ""
+    error: str = ""  # type: ignore[assignment]
     """The error message, where `finish_reason` is `error`."""
     plan: PlanReport | None = None
-    """How the answer of a plan came about; its `tokens` are those of all requests of the plan."""
 
     @staticmethod
     def from_completion(
@@ -78,23 +66,15 @@ class Answer:
         the report of the plan that wrote it.
         """
         method = method or engine.method
-        return Answer(
-            text=completion.text,
-            tokens=completion.tokens,
-            finish_reason=completion.finish_reason,
-            method=method.name,
-            drafter=method.drafter_label or method.draft.label,
-            lossless=method.lossless and plan is None and not engine.runner.backend.lossy,
-            statistics=completion.statistics,
-            backend=engine.runner.backend,
-            logprobs=completion.logprobs,
-            top_logprobs=completion.top_logprobs,
-            prompt_logprobs=completion.prompt_logprobs,
-            prompt_top_logprobs=completion.prompt_top_logprobs,
-            stop_reason=completion.stop_reason,
-            error="" if completion.error is None else describe_error(completion.error),
-            plan=plan,
-        )
+        own: dict[str, Any] = {
+            "method": method.name,
+            "drafter": method.drafter_label or method.draft.label,
+            "lossless": method.lossless and plan is None and not engine.runner.backend.lossy,
+            "backend": engine.runner.backend,
+            "error": "" if completion.error is None else describe_error(completion.error),
+            "plan": plan,
+        }
+        return Answer(**vars(completion) | own)
 
     @property
     def exact(self) -> bool:

@@ -20,7 +20,7 @@ from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.live_request import LiveRequest
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
-from foretell.engine.request import Completion, Request, Update, validate_request
+from foretell.engine.request import Completion, Request, Update, complete, validate_request
 from foretell.engine.rows import RowPool
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
@@ -273,20 +273,7 @@ class Engine:
         """
         if self.busy:
             raise ValueError("the engine is busy with other requests: wait until they are over")
-        numbers = list[int]()
-        try:
-            for request in requests:
-                numbers.append(self.submit(request))
-        except ValueError:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        updates: dict[int, list[Update]] = {number: [] for number in numbers}
-        for update in self.run():
-            updates[update.request].append(update)
-            if on_update is not None:
-                on_update(update)
-        completions = [Completion.of(updates[number]) for number in numbers]
+        completions = complete(self, requests, on_update)
         error = next((c.error for c in completions if c.error is not None), None)
         if error is not None and raise_errors:
             raise error
