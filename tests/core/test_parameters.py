@@ -80,6 +80,14 @@ def test_a_wrong_value_gets_the_same_sentence_everywhere(parameter: Parameter, v
         assert found == f"foretell: {parameter.option_name} {predicate}"
 
 
+def test_other_commands_give_the_same_sentence() -> None:
+    assert expect_error("chat", "--top-p", "2") == "foretell: --top-p must be above 0 and at most 1, found 2.0"
+    sentence = "foretell: --temperature must be at least 0, found -1.0"
+    assert expect_error("diffusion", "generate", "x", "--temperature", "-1") == sentence
+    sentence = "foretell: --max-new-tokens must be at least 1, found 0"
+    assert expect_error("assess", tiny_target(), "--max-new-tokens", "0") == sentence
+
+
 @pytest.mark.parametrize("parameter", list(PARAMETERS.values()), ids=lambda p: p.name)
 def test_defaults_are_those_of_python(parameter: Parameter) -> None:
     if parameter.is_sampling:

@@ -48,7 +48,16 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")]
 
 
 def _option(parameter: Parameter) -> OptionInfo:
-    made: OptionInfo = typer.Option(parameter.option_name, metavar=parameter.metavar, help=parameter.help)
+    """Its option, which raises ValueError where the value is wrong."""
+
+    def check(value: Any) -> Any:
+        if value is not None:
+            parameter.read(value, parameter.option_name)
+        return value
+
+    made: OptionInfo = typer.Option(
+        parameter.option_name, metavar=parameter.metavar, help=parameter.help, callback=check
+    )
     return made
 
 
@@ -151,15 +160,13 @@ NO_PARAMETERS: Parameters = {}
 def with_parameters(in_chat: bool = False, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of the table of generation parameters, in the place of its argument `parameters`,
     which gets their values. `in_chat`: those of a chat only. `defaults`: where the command has another default.
-
-    The command raises ValueError with the name of the option where a value is wrong.
     """
     chosen = [p for p in PARAMETERS.values() if p.help and (p.in_chat or not in_chat)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            values = {p.name: _read(p, given.pop(p.name)) for p in chosen}
+            values = {p.name: _value(p, given.pop(p.name)) for p in chosen}
             command(**given, parameters=values)
 
         options = [_signature(p, defaults.get(p.name, p.default)) for p in chosen]
@@ -183,13 +190,11 @@ def _signature(parameter: Parameter, default: Any) -> inspect.Parameter:
     )
 
 
-def _read(parameter: Parameter, given: Any) -> Any:
+def _value(parameter: Parameter, given: Any) -> Any:
     """The value of an option: a switch, where it is given, changes the default."""
     if parameter.kind is bool:
         return parameter.default != given
-    if given is None:
-        return parameter.default
-    return parameter.read(given, parameter.option_name)
+    return parameter.default if given is None else parameter.read(given)
 
 
 def split_commas(text: str) -> list[str]:
