@@ -27,13 +27,13 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics
-from foretell.model.compress import DecoderTransform
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.load.checkpoint import Checkpoint
+from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner, Runner
-from foretell.model.sparsity_file import SparsityFile
+from foretell.model.offload.sparsity_file import SparsityFile
+from foretell.model.run.network import Network
+from foretell.model.run.runner import DecoderRunner, Runner
 from foretell.shape import (
     BranchingTree,
     Chain,

@@ -14,8 +14,8 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import Drafter, DraftModel, MixtureDrafter
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
-from foretell.model.kv_cache import KVCache
-from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.run.runner import DecoderRunner, Runner
 from helpers import (
     VARIANTS,
     VOCAB,

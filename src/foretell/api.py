@@ -19,18 +19,18 @@ from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Request, Update, describe_error
-from foretell.model.backend import Backend
-from foretell.model.cache_policy import CachePolicy
-from foretell.model.config import ModelConfig
-from foretell.model.evicting_runner import EvictingRunner
+from foretell.model.block.backend import Backend
+from foretell.model.cache.policy import CachePolicy
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.expert_cache import ExpertReads
 from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.load.expert_offload import ExpertOffloadedDecoder
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.transformers import HFRunner, ImagePrompt
-from foretell.model.network import Network
-from foretell.model.resized_vocabulary import ResizedVocabulary
-from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.run.evicting_runner import EvictingRunner
+from foretell.model.run.network import Network
+from foretell.model.run.resized_vocabulary import ResizedVocabulary
+from foretell.model.run.runner import DecoderRunner, Runner
 from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator

@@ -22,7 +22,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Completion, Request
 from foretell.model.load.checkpoint import embedding_and_head_of
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import TargetInfo

@@ -19,8 +19,8 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model import kernels as native
-from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.runner import DecoderRunner
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.run.runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, FixedTree
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import TargetInfo

@@ -20,12 +20,12 @@ from foretell.draft import HybridDrafter, NoDrafter, ParallelDrafter, Predictor,
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.network import Network
+from foretell.model.run.runner import DecoderRunner
 from foretell.model.training.probe_forward import probe_forward
 from foretell.shape import BranchingTree, Chain, CostAwareTrie, DynamicTree, RetrievalOrModel, RootOnly, Shape
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings

@@ -14,20 +14,20 @@ from foretell.draft import SparseCacheDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model import kernels
-from foretell.model.cache_policy import POLICIES, SINKS, CachePolicy, Quest, SnapKV, cache_policy
-from foretell.model.compact_runner import (
+from foretell.model.block.decoder import BlockRange, Decoder
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout
+from foretell.model.cache.policy import POLICIES, SINKS, CachePolicy, Quest, SnapKV, cache_policy
+from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.run.compact_runner import (
     CompactRunner,
     SparseCacheRunner,
     check_compactible,
     observe_queries,
     select_slots,
 )
-from foretell.model.decoder import BlockRange, Decoder
-from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.network import Network
+from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, context_of, engine_for, random_tokens, target, wide_target
 

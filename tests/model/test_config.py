@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foretell.model.config import ModelConfig, with_context, with_rope_scaling
-from foretell.model.config_readers.architectures import ARCHITECTURES
-from foretell.model.config_readers.gguf import from_gguf
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.rope import rope_tables
+from foretell.model.block.rope import rope_tables
+from foretell.model.config.model import ModelConfig, with_context, with_rope_scaling
+from foretell.model.config.readers.architectures import ARCHITECTURES
+from foretell.model.config.readers.gguf import from_gguf
+from foretell.model.config.readers.hf import from_hf
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 32,

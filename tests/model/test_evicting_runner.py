@@ -15,12 +15,12 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import load
 from foretell.model import kernels
-from foretell.model.cache_policy import H2O, CachePolicy, SnapKV, StreamingLLM, parse_target_policy
-from foretell.model.compact_runner import SparseCacheRunner
-from foretell.model.evicting_runner import EVICTION_INTERVAL, EvictingRunner
+from foretell.model.cache.policy import H2O, CachePolicy, SnapKV, StreamingLLM, parse_target_policy
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.evicting_runner import EVICTION_INTERVAL, EvictingRunner
+from foretell.model.run.network import Network
+from foretell.model.run.runner import DecoderRunner
 from helpers import VOCAB, chain_tree, context_of, random_tokens, wide_target
 
 native = pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no compiler"))

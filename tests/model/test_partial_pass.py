@@ -8,14 +8,14 @@ import torch
 
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model import kernels
-from foretell.model.decoder import BlockRange
+from foretell.model.block.decoder import BlockRange
+from foretell.model.cache.layout import Layout
+from foretell.model.config.states import ShortConvConfig
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.layout import Layout
-from foretell.model.network import Network
-from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
-from foretell.model.partial_pass import check_spans
-from foretell.model.runner import DecoderRunner, Runner
-from foretell.model.state_config import ShortConvConfig
+from foretell.model.offload.block_store import BlockStore, OffloadedDecoder, weight_bytes
+from foretell.model.run.network import Network
+from foretell.model.run.partial_pass import check_spans
+from foretell.model.run.runner import DecoderRunner, Runner
 from foretell.testing import TINY
 from helpers import chain_tree, random_tokens, target, wide_target
 

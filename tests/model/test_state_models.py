@@ -23,19 +23,19 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.model.cache import LayeredCache
-from foretell.model.config import ModelConfig, MoEConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.cache.base import LayeredCache
+from foretell.model.cache.layout import Layout
+from foretell.model.cache.state_store import LayerStates, StateStore
+from foretell.model.config.model import ModelConfig, MoEConfig
+from foretell.model.config.states import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
-from foretell.model.layout import Layout
 from foretell.model.load import packed_cache
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import build_network, build_streamed_network
-from foretell.model.runner import DecoderRunner
-from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig, StateShape
-from foretell.model.state_store import LayerStates, StateStore
+from foretell.model.run.runner import DecoderRunner
 from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder

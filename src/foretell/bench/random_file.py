@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_sizes import write_sizes
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
-from foretell.model.stored_matrix import BLOCKS, Kind
-from foretell.quantize.gguf_metadata import write_sizes
+from foretell.model.matrices.stored import BLOCKS, Kind
 from foretell.roofline.model_configs import find_model
 from foretell.utils.names import unknown
 

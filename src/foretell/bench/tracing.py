@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from foretell.bench.machine import synchronize
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, root_tree
-from foretell.model.partial_pass import PartialPass
-from foretell.model.runner import Runner
+from foretell.model.run.partial_pass import PartialPass
+from foretell.model.run.runner import Runner
 
 _PREFILL_CHUNK = 512
 """Tokens read by one pass."""

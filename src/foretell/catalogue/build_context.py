@@ -8,14 +8,14 @@ from typing import Literal
 from foretell.accept import Acceptor, BlockVerification, Match, Rejection
 from foretell.catalogue.options.shared import BeamOptions, ChainOptions, HybridOptions, RejectionOptions, TrieOptions
 from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetriever, TokenRecycling
-from foretell.model.compress import DecoderTransform
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.sparsity import FirstNeurons, NeuronRule, sparse_decoder
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner, Runner
-from foretell.model.sparsity import FirstNeurons, NeuronRule, sparse_decoder
+from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.network import Network
+from foretell.model.run.runner import DecoderRunner, Runner
 from foretell.shape import (
     AdaptiveChain,
     Chain,

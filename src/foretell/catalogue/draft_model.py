@@ -41,7 +41,7 @@ from foretell.draft import (
     PromptLookup,
 )
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.read_weights import expert_weights, layer_weights
+from foretell.model.config.read_weights import expert_weights, layer_weights
 from foretell.shape import (
     BranchingTree,
     Chain,

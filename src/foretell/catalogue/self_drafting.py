@@ -25,11 +25,11 @@ from foretell.catalogue.options.self_drafting import (
 from foretell.draft import DraftModel, EarlyExitDrafter, Predictor
 from foretell.draft.exit_heads import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.compress import fake_quantize, identity, magnitude_prune
-from foretell.model.influence import measure_influence
-from foretell.model.partial_pass import supports_spans
-from foretell.model.runner import DecoderRunner
-from foretell.model.skip import default_skip, read_skip
+from foretell.model.load.transforms import fake_quantize, identity, magnitude_prune
+from foretell.model.offload.influence import measure_influence
+from foretell.model.run.partial_pass import supports_spans
+from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.skip import default_skip, read_skip
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, CostAwareTree, DynamicTree, Shape
 
 

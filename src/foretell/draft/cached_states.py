@@ -13,8 +13,8 @@ from jaxtyping import Int
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.draft.base import Predictor
 from foretell.draft.target_states import ObservedStep, PrefixState, TargetStates, concatenate_states
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout
 
 _HELD_STEPS = 32
 """Last steps that are held while the method does not draft; what came before is left out when it drafts again."""

@@ -13,7 +13,7 @@ from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.draft_model import read_backlog, unread_tokens
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 
 @runtime_checkable

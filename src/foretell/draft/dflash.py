@@ -10,8 +10,8 @@ from foretell.core.context import TokenBuffer
 from foretell.draft.cached_states import layout_of
 from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
+from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees
-from foretell.model.layout import Layout
 from foretell.speculator.network.dflash import DFlash
 
 

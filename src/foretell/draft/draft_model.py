@@ -11,7 +11,7 @@ from foretell.core.tree import TokenTree, root_tree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Predictor
 from foretell.model.kernels import NodeLimits
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 
 class OwnCache(Predictor):

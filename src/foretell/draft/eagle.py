@@ -13,9 +13,9 @@ from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor, layout_of
+from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees
-from foretell.model.layout import Layout
-from foretell.model.mtp import MTPLayer
+from foretell.model.run.mtp import MTPLayer
 from foretell.speculator.network.eagle import EagleNetwork
 
 

@@ -15,10 +15,10 @@ from foretell.draft.beta_mixture import AdaptiveThresholds
 from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_chain import ExitChain
 from foretell.draft.exit_heads import ExitHeads, ExitRule, measure_confidence
-from foretell.model.compact_runner import check_whole
 from foretell.model.kernels import NodeLimits
-from foretell.model.partial_pass import NodeStates, PartialPass
-from foretell.model.runner import Runner
+from foretell.model.run.compact_runner import check_whole
+from foretell.model.run.partial_pass import NodeStates, PartialPass
+from foretell.model.run.runner import Runner
 
 MissingKeys = Literal["recompute", "copy"]
 """Keys and values of the layers above an exit: computed when a later token needs them (FREE, arXiv 2310.05424; EE-LLM,

@@ -11,12 +11,12 @@ from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree
 from foretell.draft.cached_states import layout_of
 from foretell.draft.target_states import TargetStates, concatenate_states
-from foretell.model.cache import LayeredCache
-from foretell.model.decoder import BlockRange, Decoder, DecoderBlock
+from foretell.model.block.decoder import BlockRange, Decoder, DecoderBlock
+from foretell.model.cache.base import LayeredCache
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout
-from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.run.runner import DecoderRunner, Runner
 
 
 @dataclass

@@ -11,8 +11,8 @@ from foretell.distributions.coupling import kernel_noise
 from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_heads import ChainDecoder, ExitHeads
 from foretell.model.kernels import DynamicTrees, NodeLimits
-from foretell.model.partial_pass import PartialPass
-from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.run.partial_pass import PartialPass
+from foretell.model.run.runner import DecoderRunner, Runner
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Real
 
-from foretell.model.decoder import DecoderBlock
+from foretell.model.block.decoder import DecoderBlock
 from foretell.model.kernels import rms_norm
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.network import Network
-from foretell.model.partial_pass import NodeStates
+from foretell.model.run.network import Network
+from foretell.model.run.partial_pass import NodeStates
 from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.pack import ExitHead
 

@@ -14,7 +14,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.tree import root_tree
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 _PRIOR = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 """Prior acceptance rate, by similarity level (see `_similarity_level`)."""

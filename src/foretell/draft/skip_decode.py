@@ -10,8 +10,8 @@ from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree, root_tree
 from foretell.draft.base import Drafter
 from foretell.draft.draft_model import read_backlog, unread_tokens
-from foretell.model.compact_runner import check_whole
-from foretell.model.runner import Runner
+from foretell.model.run.compact_runner import check_whole
+from foretell.model.run.runner import Runner
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from foretell.core.context import Context, StepResult
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.early_exit import frontier_nodes
-from foretell.model.compact_runner import check_whole
-from foretell.model.network import Network
-from foretell.model.partial_pass import with_ancestors
-from foretell.model.runner import Runner
+from foretell.model.run.compact_runner import check_whole
+from foretell.model.run.network import Network
+from foretell.model.run.partial_pass import with_ancestors
+from foretell.model.run.runner import Runner
 
 
 class SparseTargetDrafter(Predictor):

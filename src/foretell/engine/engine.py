@@ -25,8 +25,8 @@ from foretell.engine.rows import RowPool
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
-from foretell.model.block_table import OutOfBlocksError
-from foretell.model.runner import Runner
+from foretell.model.cache.block_table import OutOfBlocksError
+from foretell.model.run.runner import Runner
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode

@@ -8,7 +8,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 from foretell.shape.base import Shape
 from foretell.shape.constrained import TreeLimits, fit_to_rules
 

@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 from foretell.core.context import TokenBuffer, common_prefix
 from foretell.engine.method import BoundMethod
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 _MIN_AWAITED = 16
 """Tokens that another request must be about to read for a prompt to wait for them."""

@@ -7,7 +7,7 @@ from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import StepTime
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 _ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""

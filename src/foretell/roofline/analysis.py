@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.roofline.attention import Fusion
 from foretell.roofline.cost import CostBreakdown, DeviceRates, OpCost, device_rates, op_costs, scalar, total_cost
 from foretell.roofline.graph_builder import build_graph

@@ -14,11 +14,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from foretell.model.attention import query_factors
-from foretell.model.attention_config import AttentionSizes
-from foretell.model.block_table import BLOCK_SLOTS
-from foretell.model.cache import Cache, LayeredCache
-from foretell.model.config import ModelConfig
+from foretell.model.block.attention import query_factors
+from foretell.model.block.rope import RopeTables
+from foretell.model.cache.base import Cache, LayeredCache
+from foretell.model.cache.block_table import BLOCK_SLOTS
+from foretell.model.cache.layout import Layout
+from foretell.model.cache.state_store import plan_stores
+from foretell.model.config.attention import AttentionSizes
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.block_weights import (
     FACTORED,
@@ -38,9 +41,6 @@ from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import NativePass, NativeStateStore, pack_mixer, projected_width
 from foretell.model.kernels.states import supports as supports_states
 from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, UNREADABLE, Precision
-from foretell.model.layout import Layout
-from foretell.model.rope import RopeTables
-from foretell.model.state_store import plan_stores
 
 
 class NativeStack:

@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int
 
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, tree_from_lists
-from foretell.model.backend import Backend
-from foretell.model.config import ModelConfig
-from foretell.model.config_readers.values import eos_token_ids
-from foretell.model.layout import index_marked
-from foretell.model.linear import widen
-from foretell.model.runner import Runner
+from foretell.model.block.backend import Backend
+from foretell.model.block.linear import widen
+from foretell.model.cache.layout import index_marked
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.values import eos_token_ids
+from foretell.model.run.runner import Runner
 from foretell.utils.validation import Fields
 
 _TREE_TOLERANCE = 0.05

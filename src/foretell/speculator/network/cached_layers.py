@@ -6,12 +6,12 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.model.config import ModelConfig, RopeConfig
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.rope import RopeAngles, rope_tables
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.kernels import NativeStack
 from foretell.model.kernels.kv_cache import NativeKVCache
-from foretell.model.kv_cache import KVCache
-from foretell.model.rope import RopeAngles, rope_tables
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.speculator.network.layer import EagleLayerConfig
 

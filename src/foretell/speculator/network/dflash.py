@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.attention import CachedAttention
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.attention import CachedAttention
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout, PaddedLayout
 from foretell.model.kernels import NativeBlockDrafts
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout, PaddedLayout
 from foretell.speculator.network.base import TokenSubset, check_mask_token
 from foretell.speculator.network.block_attention import BlockAttention
 from foretell.speculator.network.block_layer import BlockLayer

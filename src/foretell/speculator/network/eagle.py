@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.model.attention import AttentionBackend, CachedAttention
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.attention import AttentionBackend, CachedAttention
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.rope import RopeAngles
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout, PaddedLayout
 from foretell.model.kernels import NativeEagle
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout, PaddedLayout
-from foretell.model.rope import RopeAngles
 from foretell.speculator.network.base import Speculator, TokenSubset
 from foretell.speculator.network.cached_layers import CachedLayersConfig, CachedLayersNetwork
 from foretell.speculator.network.layer import (

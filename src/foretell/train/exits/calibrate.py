@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 
 from foretell.api import Model
 from foretell.draft.exit_heads import Confidence, ExitRule, TrainedExits, measure_confidence
-from foretell.model.partial_pass import NodeStates
+from foretell.model.run.partial_pass import NodeStates
 from foretell.speculator.exit_calibration import ExitCalibration, exits_digest
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset, Document

@@ -12,8 +12,8 @@ from torch import nn
 from foretell.accept import Match
 from foretell.draft import NoDrafter
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.block.decoder import Decoder
+from foretell.model.run.runner import DecoderRunner, Runner
 from foretell.model.training.full_forward import full_forward
 from foretell.plan import AparPlan
 from foretell.plan.control_tokens import ControlTokens, choose_control_tokens, with_control_tokens

@@ -10,7 +10,7 @@ from torch import nn
 from foretell.catalogue.one_pass import dflash_method
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.config import RopeConfig
+from foretell.model.config.model import RopeConfig
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig

@@ -16,7 +16,7 @@ from foretell.catalogue.options.shared import ChainOptions
 from foretell.distributions.divergence import divergences
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.influence import measure_influence
+from foretell.model.offload.influence import measure_influence
 from foretell.shape import Chain
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator

@@ -16,7 +16,7 @@ from torch import nn
 from foretell.catalogue.feature_level import eagle_method
 from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.config import RopeConfig
+from foretell.model.config.model import RopeConfig
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch

@@ -14,7 +14,7 @@ from torch import nn
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options.heads import MedusaOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.run.runner import DecoderRunner, Runner
 from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.speculator.network.base import Speculator

@@ -9,7 +9,7 @@ from torch import nn
 from foretell.catalogue.options.parallel_decoding import LookAheadEmbeddingsOptions
 from foretell.catalogue.parallel_decoding import parallel_method
 from foretell.engine.method import AnyMethod
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.training.probe_forward import probe_forward
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
