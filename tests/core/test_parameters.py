@@ -76,8 +76,8 @@ def test_a_wrong_value_gets_the_same_sentence_everywhere(parameter: Parameter, v
 
     if parameter.help and not any(words in predicate for words in REFUSED_BY_TYPE) and value != []:
         given = [f"{parameter.option_name}={v}" for v in (value if parameter.many else [value])]
-        found = expect_error("generate", "x", "--model", tiny_target(), *given)
-        assert found == f"foretell: {parameter.option_name} {predicate}"
+        shown = expect_error("generate", "x", "--model", tiny_target(), *given)
+        assert shown == f"foretell: {parameter.option_name} {predicate}"
 
 
 def test_other_commands_give_the_same_sentence() -> None:
@@ -135,7 +135,7 @@ def test_defaults_of_a_checkpoint_are_checked_when_a_server_starts(tmp_path: Pat
         "top_p": 0.5,
         "max_new_tokens": 20,
     }
-    with pytest.raises(ValueError, match=r"generation_config.json: top_p must be above 0 and at most 1, found 2"):
+    with pytest.raises(ValueError, match=r"_config.json: top_p must be above 0 and at most 1, found 2; correct it"):
         read(top_p=2)
 
 

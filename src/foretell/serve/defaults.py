@@ -22,13 +22,17 @@ def read_defaults(source: str, model: Path, override: str | None) -> dict[str, A
     file = folder / "generation_config.json"
     if source not in ("auto", "none") and not file.is_file():
         raise ValueError(f"--generation-config: {file} does not exist; give a folder that has it, auto or none")
-    found = dict(OPENAI_DEFAULTS)
+    defaults = dict[str, Any](OPENAI_DEFAULTS)
     if source != "none" and file.is_file():
-        found |= _known(Fields(read_json(file, "download it again"), str(file)))
+        fields = Fields(read_json(file, "download it again"), str(file))
+        try:
+            defaults |= _known(fields)
+        except ValueError as error:
+            raise ValueError(f"{error}; correct it, or start with --generation-config none") from error
     if override is not None:
         name = "--override-generation-config"
-        found |= _known(Fields(parse_object(override, name), name))
-    return found
+        defaults |= _known(Fields(parse_object(override, name), name))
+    return defaults
 
 
 def _known(fields: Fields) -> dict[str, Any]:
