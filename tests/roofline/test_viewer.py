@@ -127,7 +127,8 @@ def test_downloads(browser: Any, address: str) -> None:
 
 def test_a_saved_page_shows_its_figures_without_a_server(browser: Any, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    link = "http://127.0.0.1:8712/#hardware=h100-sxm&batch=8&compare=1&compare.batch=2&rates=4&requests=20&op=head%2Flm_head"
+    setting = "hardware=h100-sxm&batch=8&compare=1&compare.batch=2&rates=4&requests=20&op=head%2Flm_head"
+    link = f"http://127.0.0.1:8712/#{setting}"
     result = CliRunner().invoke(app, ["export", str(file), "--link", link])
     assert result.exit_code == 0, result.output
     browser.get(file.as_uri())
