@@ -32,8 +32,9 @@ from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
 from foretell.model.offload.sparsity_file import SparsityFile
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner
 from foretell.shape import (
     BranchingTree,
     Chain,

@@ -27,10 +27,11 @@ from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.load.expert_offload import ExpertOffloadedDecoder
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.transformers import HFRunner, ImagePrompt
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.evicting_runner import EvictingRunner
 from foretell.model.run.network import Network
 from foretell.model.run.resized_vocabulary import ResizedVocabulary
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner
 from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator

@@ -28,7 +28,7 @@ from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.catalogue.registry import find
 from foretell.draft import CombinedRetriever, DraftModel, HybridDrafter
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.retrieval.datastore import write_datastore
 from foretell.shape import (
     AdaptiveChain,

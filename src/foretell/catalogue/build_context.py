@@ -14,8 +14,9 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner
 from foretell.shape import (
     AdaptiveChain,
     Chain,

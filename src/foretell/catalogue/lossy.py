@@ -26,8 +26,8 @@ from foretell.catalogue.speculators import names_only_draft_models, require_draf
 from foretell.draft import DraftModel, EarlyExitDrafter, HeadsDrafter, SkipDecodeDrafter
 from foretell.draft.skip_decode import LayerBudget
 from foretell.engine.method import AnyMethod, Method
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import check_spans
-from foretell.model.run.runner import DecoderRunner
 from foretell.shape import Chain, FixedTree, RootOnly
 
 

@@ -8,7 +8,8 @@ from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.catalogue.speculators import check_draft_vocabs, trained_speculator
 from foretell.draft import DFlashDrafter, PardDrafter, PEagleDrafter
 from foretell.engine.method import AnyMethod
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 from foretell.shape import CostAwareTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle

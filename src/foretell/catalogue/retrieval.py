@@ -25,7 +25,7 @@ from foretell.draft import (
 )
 from foretell.draft.phrases import encode_documents
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.retrieval.datastore import Datastore, open_datastore
 from foretell.shape import CostAwareTrie, Trie
 

@@ -27,8 +27,8 @@ from foretell.draft.exit_heads import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.load.transforms import fake_quantize, identity, magnitude_prune
 from foretell.model.offload.influence import measure_influence
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import supports_spans
-from foretell.model.run.runner import DecoderRunner
 from foretell.model.run.skip import default_skip, read_skip
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, CostAwareTree, DynamicTree, Shape
 

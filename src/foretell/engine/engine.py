@@ -26,7 +26,7 @@ from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
 from foretell.model.cache.block_table import OutOfBlocksError
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import LimitsCache, Runner, free_tokens, offered, required
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode
@@ -91,8 +91,8 @@ class Engine:
         can_switch = method.accept.same_seed and not isinstance(method.draft, NoDrafter)
         self.switch = switch if can_switch else None
         if cache_bytes is not None:
-            runner.limit_cache(cache_bytes)
-        self._cache_tokens = runner.free_tokens or rows * runner.context
+            required(runner, LimitsCache, "cache_bytes limits the key-value cache").limit_cache(cache_bytes)
+        self._cache_tokens = free_tokens(runner) or rows * runner.context
         """Tokens that the cache has room for."""
         pool, chunks = RowPool(runner, rows, prefix_caching), PromptChunks(chunk, itl_target)
         self._scheduler = Scheduler(runner, pool, chunks, self._clock)
@@ -208,6 +208,12 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is waiting or running; paused ones do not count."""
         return any(self.load)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key-value cache; 0: unknown."""
+        cache = offered(self.runner, LimitsCache)
+        return 0 if cache is None else cache.cache_bytes
 
     @property
     def cache_usage(self) -> float:

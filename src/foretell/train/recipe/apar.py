@@ -13,7 +13,8 @@ from foretell.accept import Match
 from foretell.draft import NoDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.block.decoder import Decoder
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 from foretell.model.training.full_forward import full_forward
 from foretell.plan import AparPlan
 from foretell.plan.control_tokens import ControlTokens, choose_control_tokens, with_control_tokens

@@ -14,7 +14,8 @@ from torch import nn
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options.heads import MedusaOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.speculator.network.base import Speculator
