@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foretell.core.sampling import SamplingParams
 from foretell.utils.validation import Fields, parse_object, read_json
 
 OPENAI_DEFAULTS: Mapping[str, float] = {"temperature": 1.0}
@@ -29,7 +30,25 @@ def read_defaults(source: str, model: Path, override: str | None) -> dict[str, A
     if override is not None:
         name = "--override-generation-config"
         found |= _known(Fields(parse_object(override, name), name))
+    _check(found, str(file))
     return found
+
+
+def _check(defaults: Mapping[str, Any], source: str) -> None:
+    """Refuse what no request could be answered with.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    sampling = {name: value for name, value in defaults.items() if name != "max_new_tokens"}
+    try:
+        if defaults.get("max_new_tokens", 1) < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, found {defaults['max_new_tokens']}")
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise ValueError(
+            f"sampling defaults ({source}): {error}; give another value by --override-generation-config"
+        ) from None
 
 
 def _known(fields: Fields) -> dict[str, Any]:
