@@ -11,7 +11,6 @@ log = logging.getLogger(__name__)
 WARNING_HEADER = "X-Foretell-Warning"
 MAX_WARNED_FIELDS, MAX_FIELD_CHARS, MAX_CHARS = 10, 40, 1000
 WITHOUT_EFFECT: Mapping[str, Collection[Any]] = {
-    "audio": (),
     "container": (),
     "context_management": (),
     "max_tool_calls": (),
