@@ -1,6 +1,5 @@
 """`foretell train free`: a changed model whose first layers answer alone where they are sure."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,10 +17,11 @@ from foretell.model.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.partial_pass import check_spans
 from foretell.quantize.evaluate import Comparison, compare
-from foretell.quantize.job import Source, put_in_place, remove
+from foretell.quantize.job import Source
 from foretell.train.data.dataset import Dataset, Document
 from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
 from foretell.train.loop.job import check_data
+from foretell.utils.unfinished import part_of, put_in_place, remove
 
 _DEFAULTS = ShallowDeepSettings(layer=0)
 _HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
@@ -103,7 +103,7 @@ def free(
 
 def _write(source: Source, decoder: Decoder, out: Path) -> None:
     """Write the trained blocks with all else of the source; the checkpoint appears whole or not at all."""
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    part = part_of(out)
     config = source.config
     try:
         write_checkpoint(

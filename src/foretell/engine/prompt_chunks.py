@@ -19,9 +19,10 @@ _LEAST_COST = 0.05
 class PromptChunks:
     """Sizes chunks of prompts by a target for the time between two tokens of an answer.
 
-    A step takes the time of its pass over the answers, and a time per prompt token. A chunk gets what the target leaves,
-    as in Sarathi-Serve (arXiv 2403.02310). Both times are medians over the last steps, so that they follow the load and
-    the length of the prompts. A chunk is at most twice the largest of these steps: a wrong estimate costs one step.
+    A step takes the time of its pass over the answers, and a time per prompt token. A chunk gets what the target
+    leaves, as in Sarathi-Serve (arXiv 2403.02310). Both times are medians over the last steps, so that they follow the
+    load and the length of the prompts. A chunk is at most twice the largest of these steps: a wrong estimate costs one
+    step.
     `most`: largest chunk. `target`: in seconds; None: chunks are always `most`.
 
     Raises:

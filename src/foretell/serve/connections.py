@@ -99,7 +99,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio.Protocol has it
         """The client sends nothing more: it has left, or waits for its answers. True: the connection stays open."""
         if self.scheme == "https" or self._phase is not _Phase.NOTHING:  # TLS has no half of a connection.
             return None
