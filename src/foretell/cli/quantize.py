@@ -16,7 +16,14 @@ from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.quantize import METHODS
 from foretell.quantize.base import Quantizer
-from foretell.quantize.calibration import LENGTH, CalibrationText, generated_documents, split_text, text_documents
+from foretell.quantize.calibration import (
+    LENGTH,
+    CalibrationText,
+    check_token_counts,
+    generated_documents,
+    split_text,
+    text_documents,
+)
 from foretell.quantize.evaluate import Comparison
 from foretell.quantize.gguf_grids import GGUF_GRIDS
 from foretell.quantize.gptq import GPTQ
@@ -127,6 +134,7 @@ def calibration_text(
         ValueError: there is not enough text, or the model writes none.
     """
     length = min(LENGTH, source.config.context)
+    check_token_counts(calibration, held_back, length)
     if files:
         documents = text_documents(find_files(files), source.codec)
         return split_text(documents, calibration, held_back, length, ", ".join(map(str, files)))

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from foretell.cli.roofline_options import DeviceFile, ExtraModels, check_folder
+from foretell.cli.roofline_options import DeviceFile, ExtraModels
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.viewer.page import page
 from foretell.roofline.viewer.server import serve
+from foretell.utils.paths import require_file_place
 
 
 def view(
@@ -41,7 +42,7 @@ def export(
     hardware_file: DeviceFile = None,
 ) -> None:
     """Write the analyzer as one HTML file that opens from disk."""
-    check_folder(out)
+    require_file_place(out)
     text = page(known_hardware(hardware_file), [AnalyzedModel(*find_model(m)) for m in model or ()])
     out.write_text(text, "utf-8")
     typer.echo(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
