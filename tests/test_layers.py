@@ -52,7 +52,7 @@ ORDER = [
         "model.state_layers",
         "model.state_store",
     ),
-    ("distributions.topk",),
+    ("model.top_tokens",),
     ("core",),
     ("tokenizer", "retrieval.suffix_array"),
     ("distributions", "retrieval", "structured"),

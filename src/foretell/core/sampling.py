@@ -23,9 +23,9 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LN2 = 0.6931471805599453
 _LOG_TERMS = 12
+"""Terms of the series of the inverse hyperbolic tangent in `exponential_variates`."""
 _LARGEST = 3e38
 """Bound of a penalised logit: what float32 holds."""
-"""Terms of the series of the inverse hyperbolic tangent in `exponential_variates`."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class CounterRNG:
         self._key = _splitmix64((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
 
     def uniform(self, position: int, stream: int = Stream.TARGET) -> float:
-        """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `AnswerWriter`, below 2^32."""
+        """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `Stream`, below 2^32."""
         return (self.key(position, stream) >> 11) / 2.0**53
 
     def key(self, position: int, stream: int = Stream.TARGET) -> int:

@@ -12,7 +12,7 @@ from foretell.core.sampling import DEPTHS_PER_STREAM, SamplingParams, Stream, ap
 from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
 from foretell.distributions.sampler import KeptTokens, kept_tokens, no_token_error, sample
-from foretell.distributions.topk import argmax
+from foretell.model.top_tokens import argmax
 
 
 class ProcessedDistributions:

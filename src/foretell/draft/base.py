@@ -15,9 +15,9 @@ from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
 from foretell.distributions.coupling import add_noise
-from foretell.distributions.topk import top_probabilities
 from foretell.model.kernels import NodeLimits
 from foretell.model.runner import Runner
+from foretell.model.top_tokens import top_probabilities
 
 _ROLE = re.compile("(Drafter|Retriever)$")
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.distributions.topk import top_probabilities
 from foretell.model.decoder import BlockRange, RMSNorm
 from foretell.model.kernels import NativeEagle
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kv_cache import KVCache
 from foretell.model.layout import Layout
 from foretell.model.network import Network
+from foretell.model.top_tokens import top_probabilities
 
 _BLOCK = BlockRange(0, 1)
 
