@@ -77,6 +77,17 @@ def test_a_long_prompt_keeps_the_time_between_tokens_on_any_machine(name: str, h
         assert np.median(steps) > 0.6 * TARGET, "prompts get what the target leaves"
 
 
+@pytest.mark.parametrize("decoding", [True, False])
+def test_an_estimate_of_a_machine_that_stood_still_does_not_stay(decoding: bool) -> None:
+    chunks, seconds = PromptChunks(512, TARGET), machine(0.001, 0.02)
+    read(chunks, seconds, 3000, decoding)
+    for _ in range(20):
+        chunks.update(chunks.size(decoding), decoding, 60.0)
+    assert chunks.size(decoding) == 2
+    _, sizes = read(chunks, seconds, 3000, decoding)
+    assert max(sizes) > 100 and sum(size < 50 for size in sizes) < 15
+
+
 def test_prompts_go_on_beside_answers_that_take_all_the_time() -> None:
     chunks, seconds = PromptChunks(512, TARGET), machine(0.001, 0.5, noise=0)
     for _ in range(9):

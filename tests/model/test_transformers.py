@@ -196,7 +196,7 @@ WINDOWS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 def windowed(kind: str, values: Mapping[str, Any]) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**(SIZES | ENDS | {"cls_token_id": 0, "sep_token_id": 0} | values))
+    config = getattr(transformers, kind)(**{**SIZES, **ENDS, "cls_token_id": 0, "sep_token_id": 0, **values})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,15 @@ class AssessSettings:
 
     def __post_init__(self) -> None:
         check_facts(self.recall_facts)
+
+    def quick(self, tokens: bool = True, answers: bool = True) -> "AssessSettings":
+        """The same with fewer texts of facts, and with fewer tokens of text and answers where these may be changed."""
+        return replace(
+            self,
+            recall_texts=4,
+            tokens=512 if tokens else self.tokens,
+            answers=4 if answers else self.answers,
+        )
 
 
 class _Work:

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +17,6 @@ from foretell.utils.assignments import split_assignment
 from foretell.utils.paths import require_folder_place
 
 app = typer.Typer(pretty_exceptions_enable=False)
-_QUICK = {"tokens": 512, "answers": 4}
-"""Settings of --quick, where the command line does not give them."""
 _LINE_INTERVAL = 10.0
 """Seconds between lines of progress."""
 
@@ -98,8 +95,7 @@ def assess(
         seed=seed, decoded=kv_cache_policy is not None,
     )  # fmt: skip
     if quick:
-        given = {name for name in ("tokens", "answers") if is_given(ctx, name)}
-        settings = replace(settings, recall_texts=4, **{k: v for k, v in _QUICK.items() if k not in given})
+        settings = settings.quick(tokens=not is_given(ctx, "tokens"), answers=not is_given(ctx, "answers"))
         asked = asked if probes is not None else asked[::3]
     with _progress_bar(f"loading {model}") as update:
         subject = load(

@@ -8,6 +8,8 @@ _STEPS = 7
 """Last steps whose times are known; the median of their costs does not follow single steps that were held up."""
 _FIRST_CHUNK = {True: 16, False: 64}
 """Chunk while no time is known, beside answers that are being written and alone; later ones at most double."""
+_LEAST_CHUNK = 2
+"""One token would not be told from a step that decodes, so that a wrong estimate stayed."""
 _LEAST_SHARE = 0.25
 """Of the target, for prompts beside answers that take most of it themselves: prompts must go on."""
 _ALONE = 4.0
@@ -57,7 +59,7 @@ class PromptChunks:
         limit = 2 * max((n for n, _ in self._read[decoding]), default=0)
         rate = self.token_seconds(decoding)
         left = max(self._target - self.step_seconds, _LEAST_SHARE * self._target) if decoding else _ALONE * self._target
-        wanted = max(int(left / rate), 1) if rate else self._most
+        wanted = max(int(left / rate), _LEAST_CHUNK) if rate else self._most
         return min(self._most, wanted, max(limit, _FIRST_CHUNK[decoding]))
 
     def update(self, tokens: int, decoding: bool, seconds: float) -> None:
