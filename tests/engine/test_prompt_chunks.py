@@ -37,7 +37,7 @@ def machine(token: float, step: float, noise: float = 0.1, stalls: float = 0.0) 
 MACHINES = {
     "a slow machine": machine(0.010, 0.060),
     "a fast machine": machine(0.00002, 0.005),
-    "a very slow machine": machine(0.080, 0.150),
+    "a very slow machine": machine(0.030, 0.150),
     "held up now and then": machine(0.006, 0.030, stalls=0.05),
     "noisy": machine(0.006, 0.030, noise=0.3),
 }
