@@ -149,7 +149,7 @@ def test_progress_is_printed_where_there_is_no_terminal(monkeypatch: pytest.Monk
     assert "reading texts: 0% of the assessment done" in result.stderr and "writing answers: " in result.stderr
 
 
-def test_a_quick_assessment_does_about_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_assessment_does_less(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*arguments: str | Path) -> tuple[int, AssessSettings]:
         found = list[tuple[int, AssessSettings]]()
 

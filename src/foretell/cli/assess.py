@@ -49,7 +49,7 @@ def assess(
         bool,
         typer.Option(
             "--quick",
-            help="About a third of the work: less text, every third probe, fewer answers; wider intervals.",
+            help="About 40 % of the work: less text, every third probe, fewer answers; wider intervals.",
         ),
     ] = False,
     length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a sequence of text.")] = 512,
