@@ -62,7 +62,7 @@ class EagleDrafter(CachedStatesPredictor):
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
-        """DynamicTrees in one call of the CPU kernels, where these run the network."""
+        """Dynamic trees in one call of the CPU kernels, where these run the network."""
         which = [i for i, depth in enumerate(context.max_depth.tolist()) if depth]
         if self.network.native is None or not which:
             return None

@@ -61,7 +61,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
-        """DynamicTrees in one call of the CPU kernels, where these run the network."""
+        """Dynamic trees in one call of the CPU kernels, where these run the network."""
         kernels, (depth, width, budget) = self.network.native, sizes
         pairs = zip(context.max_depth.tolist(), self._ready(context), strict=True)
         which = [i for i, (most, ready) in enumerate(pairs) if most > 0 and ready]

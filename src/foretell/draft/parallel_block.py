@@ -70,7 +70,7 @@ class BlockPredictor(CachedStatesPredictor):
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
-        """DynamicTrees in one call of the CPU kernels, where these run the network."""
+        """Dynamic trees in one call of the CPU kernels, where these run the network."""
         which = np.flatnonzero(context.max_depth).tolist()
         if self._network.native is None or not which:
             return None
