@@ -1,5 +1,7 @@
 """Small vocabularies in GGUF files."""
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ SPECIAL = {
     "<pad>": CONTROL,
     "<|user|>": CONTROL,
     "<tool>": USER_DEFINED,
+    "<|endoftext|>": CONTROL,
 }
 """Added tokens, and their types."""
 
@@ -35,8 +38,6 @@ def merged(texts: Sequence[str], raw: bool, size: int = 1800) -> tuple[list[str]
         )
     tokenizer.train_from_iterator([line for line in lines for _ in range(2)], trainer)
     vocab = tokenizer.get_vocab()
-    import json
-
     merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
     return sorted(vocab, key=lambda token: vocab[token]), merges
 
@@ -46,6 +47,25 @@ def with_special(tokens: Sequence[str], byte_tokens: bool) -> tuple[list[str], l
     single = [f"<0x{byte:02X}>" for byte in range(256)] if byte_tokens else []
     names = [*SPECIAL, *single, *tokens]
     return names, [*SPECIAL.values(), *(BYTE for _ in single), *(NORMAL for _ in tokens)]
+
+
+def sentencepiece(texts: Sequence[str], unigram: bool) -> dict[str, Any]:
+    """A vocabulary of pieces with scores, no two of which are equal: those of a BPE, earlier merges first, with a token
+    per byte for other characters; or, `unigram`, frequent pieces of up to four characters.
+    """
+    if unigram:
+        counts: Counter[str] = Counter()
+        for text in texts:
+            line = "▁" + text.replace(" ", "▁")
+            counts.update(line[i : i + size] for size in (1, 2, 3, 4) for i in range(len(line) - size + 1))
+        ranked = sorted(counts.items(), key=lambda item: (-item[1] * len(item[0]), item[0]))
+        pieces = [piece for piece, count in ranked if count > 1][:900]
+    else:
+        pieces, _ = merged(texts, raw=True)
+    names, types = with_special([p for p in pieces if p not in SPECIAL and "\0" not in p], not unigram)
+    scores = [-i / 128 - 1 if kind == NORMAL else 0.0 for i, kind in enumerate(types)]
+    ids = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return {"tokens": names, "token_type": types, "scores": scores, **ids}
 
 
 def write_vocabulary(path: Path, meta: Mapping[str, Any]) -> None:
