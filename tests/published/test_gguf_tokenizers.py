@@ -159,7 +159,6 @@ ENDS = [
     "<|call|>",
     "<|eom_id|>",
     "[EOS]",
-    "<|tool_response>",
     "<turn|>",
     "<|x|>",
 ]

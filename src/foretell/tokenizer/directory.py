@@ -63,7 +63,8 @@ def read_directory(path: Path) -> DirectoryTokenizer:
     named = {key: token for key, value in config.items() if (token := _named_token(path, key, value)) is not None}
     _add_tokens(tokenizer, path, config, named)
     texts = {key: token.content for key, token in named.items()}
-    _add_ends(tokenizer, config, texts.get("bos_token"), texts.get("eos_token"))
+    if not (path / _TOKENIZER).is_file():
+        _add_ends(tokenizer, config, texts.get("bos_token"), texts.get("eos_token"))
     return DirectoryTokenizer(tokenizer, texts, _templates(path, config))
 
 
@@ -148,9 +149,7 @@ def _numbered_tokens(path: Path, config: Mapping[str, Any], special: set[str]) -
 
 
 def _add_ends(tokenizer: Tokenizer, config: Mapping[str, Any], bos: str | None, eos: str | None) -> None:
-    """Put BOS and EOS around texts where the configuration says so, in place of what the tokenizer's file says."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
+    """Put BOS and EOS around texts where the configuration says so; a `tokenizer.json` says that itself."""
     first = [bos] if bos is not None and config.get("add_bos_token") else []
     last = [eos] if eos is not None and config.get("add_eos_token") else []
     sequence = [*(f"{token}:0" for token in first), "$A:0", *(f"{token}:0" for token in last)]

@@ -1,9 +1,10 @@
 """Builds tokenizers from the metadata of GGUF files, and from what else can be told in their words."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from foretell.tokenizer.pre_tokenizers import PreTokenizer, split_by
 
@@ -57,7 +58,12 @@ class Vocabulary:
             texts = [text for text, kind in zip(self.tokens, self._types, strict=True) if kind in kinds]
             flags = ({"lstrip": text in before, "rstrip": text in after} for text in texts)
             added = [AddedToken(t, normalized=False, special=special, **f) for t, f in zip(texts, flags, strict=True)]
-            (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+            if special or not normalizes:
+                (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+            elif texts:
+                # SentencePiece looks for these in the changed text, and cuts it there.
+                pieces = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+                tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
         return tokenizer
 
     def add_ends(self, tokenizer: Tokenizer) -> None:
@@ -140,11 +146,14 @@ class Vocabulary:
                 unk_token=None if unknown is None else self.tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=True,
+                ignore_merges=normalizes and _USER_DEFINED in self._types,
             )
         )
         prefix = self._flag("add_space_prefix", self._defaults.space_prefix)
         tokenizer.normalizer = (
-            self._normalizer(prefix) if normalizes else _blanks([normalizers.Prepend(" ")] if prefix else [])
+            self._normalizer(prefix, normalizes)
+            if normalizes
+            else _blanks([normalizers.Prepend(" ")] if prefix else [])
         )
         tokenizer.decoder = _sentencepiece_decoder()
         return tokenizer
@@ -158,7 +167,7 @@ class Vocabulary:
         prefix = self._flag("add_space_prefix", self._defaults.space_prefix)
         # llama.cpp begins a text with a blank wherever it removes blanks.
         merges = self._flag("remove_extra_whitespaces", default=False)
-        tokenizer.normalizer = self._normalizer(prefix or (merges and not as_sentencepiece))
+        tokenizer.normalizer = self._normalizer(prefix or (merges and not as_sentencepiece), as_sentencepiece)
         tokenizer.decoder = _sentencepiece_decoder()
         return tokenizer
 
@@ -166,7 +175,7 @@ class Vocabulary:
     def _scores(self) -> Sequence[float]:
         return self._meta.get(PREFIX + "scores") or [0.0] * len(self.tokens)
 
-    def _normalizer(self, prefix: bool) -> normalizers.Normalizer:
+    def _normalizer(self, prefix: bool, as_sentencepiece: bool) -> normalizers.Normalizer:
         """How SentencePiece changes a text before it looks for tokens; `prefix`: it begins with a blank."""
         steps: list[normalizers.Normalizer] = []
         if charsmap := self._meta.get(PREFIX + "precompiled_charsmap"):
@@ -174,8 +183,9 @@ class Vocabulary:
         if self._flag("remove_extra_whitespaces", default=False):
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
         if prefix:
-            # A text of blanks alone gets no other.
-            steps += [normalizers.Prepend(" "), normalizers.Replace(Regex(r"\A (?= *\z)"), "")]
+            # In llama.cpp a text of blanks alone gets no other.
+            alone = [] if as_sentencepiece else [normalizers.Replace(Regex(r"\A (?= *\z)"), "")]
+            steps += [normalizers.Prepend(" "), *alone]
         return _blanks(steps)
 
 
