@@ -78,8 +78,9 @@ class PromptEncoder:
         self._check_count(len(messages), self._limits.messages, "messages")
         codec, values = codec or self._codec, dict(variables or {})
         template = codec.template_for(bool(tools)) or ""
-        given = [_plain(i, m, template) for i, m in enumerate(messages)]
-        if not reads_tools(template):
+        as_text = not reads_tools(template) and (bool(tools) or any(map(_is_of_tools, messages)))
+        given = [_plain(i, m, template, as_text) for i, m in enumerate(messages)]
+        if as_text:
             given = with_tools([{"content": ""} | message for message in given], tools)
         elif tools:
             values["tools"] = list(tools)
@@ -152,11 +153,15 @@ def context_exceeded(what: str, context: int, param: str) -> ApiError:
     )
 
 
-def _plain(number: int, message: ChatMessage, template: str) -> dict[str, Any]:
-    """A message as its chat template reads it: a developer's is a system message; contents are texts or parts, and
-    arguments of calls objects or texts.
+def _is_of_tools(message: ChatMessage) -> bool:
+    return bool(message.tool_calls or message.function_call) or message.role in ("tool", "function")
+
+
+def _plain(number: int, message: ChatMessage, template: str, as_text: bool) -> dict[str, Any]:
+    """A message as its chat template reads it: a developer's is a system message; contents are texts (always where
+    `as_text`) or parts, and arguments of calls objects or texts.
     """
-    parts = isinstance(message.content, list) and reads_parts(template)
+    parts = not as_text and isinstance(message.content, list) and reads_parts(template)
     content = message.content if parts else message.text
     calls = [
         {"type": "function", "function": _called(number, call.function, template), **(call.model_extra or {})}

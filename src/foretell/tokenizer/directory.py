@@ -176,7 +176,9 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         pairs = [(t.get("name"), t.get("template")) for t in given if isinstance(t, dict)]
     else:
         pairs = [] if given is None else [("default", given)]
+    templates = dict[str, str]()
     for name, template in pairs:
         if not isinstance(name, str) or not isinstance(template, str):
             raise ValueError(f"{source}: chat_template must be a string, found {template!r:.80}")
-    return dict(pairs)
+        templates[name] = template
+    return templates
