@@ -109,6 +109,10 @@ def load(
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     raw = _read_config(path)
+    if raw is not None and pre_tokenizer is not None:
+        raise ValueError(
+            f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
+        )
     _refuse_other_kinds(reference, path, raw)
     if raw is not None and not is_decoder_family(raw):
         options = rope_scaling, max_model_len, policy, sparsity
@@ -118,7 +122,8 @@ def load(
                 "architectures of the own decoder"
             )
         model = _load_with_transformers(reference, path, raw, dtype, torch_device)
-        return replace(model, codec=replace(model.codec, template_date=chat_template_date))
+        model.codec = replace(model.codec, template_date=chat_template_date)
+        return model
     opened = open_checkpoint(path, raw, pre_tokenizer)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":

@@ -96,21 +96,22 @@ def constructs(source: str) -> set[str]:
     """What a template uses of Jinja: kinds of nodes, filters with their arguments, tests, methods, attributes of loops."""
     names = set()
     for node in ENVIRONMENT.parse(source).find_all(nodes.Node):
-        match node:
-            case nodes.Filter():
-                names.add(f"filter {node.name}({len(node.args)}, {sorted(pair.key for pair in node.kwargs)})")
-            case nodes.Test():
-                names.add(f"test {node.name}")
-            case nodes.Call(node=nodes.Getattr()):
-                names.add(f"method {node.node.attr}")
-            case nodes.Call(node=nodes.Name()) if node.node.name in ENVIRONMENT.globals:
-                names.add(f"call {node.node.name}")
-            case nodes.Getattr(node=nodes.Name(name="loop")):
-                names.add(f"loop.{node.attr}")
-            case nodes.Operand():
-                names.add(f"operator {node.op}")
-            case _:
-                names.add(type(node).__name__)
+        inner = getattr(node, "node", None)
+        if isinstance(node, nodes.Filter):
+            keys = sorted(pair.key for pair in node.kwargs if isinstance(pair, nodes.Keyword))
+            names.add(f"filter {node.name}({len(node.args)}, {keys})")
+        elif isinstance(node, nodes.Test):
+            names.add(f"test {node.name}")
+        elif isinstance(node, nodes.Call) and isinstance(inner, nodes.Getattr):
+            names.add(f"method {inner.attr}")
+        elif isinstance(node, nodes.Call) and isinstance(inner, nodes.Name) and inner.name in ENVIRONMENT.globals:
+            names.add(f"call {inner.name}")
+        elif isinstance(node, nodes.Getattr) and isinstance(inner, nodes.Name) and inner.name == "loop":
+            names.add(f"loop.{node.attr}")
+        elif isinstance(node, nodes.Operand):
+            names.add(f"operator {node.op}")
+        else:
+            names.add(type(node).__name__)
     return names
 
 

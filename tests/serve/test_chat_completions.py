@@ -134,7 +134,7 @@ def test_echo_and_logprobs_of_a_completion(server: Server) -> None:
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_places_of_tokens_are_the_same_in_streams_where_text_is_held_back(server: Server, echo: bool) -> None:
-    body = {"prompt": "hällo 😀", "max_tokens": 24, "temperature": 0, "logprobs": 0, "echo": echo}
+    body: dict[str, Any] = {"prompt": "hällo 😀", "max_tokens": 24, "temperature": 0, "logprobs": 0, "echo": echo}
     plain = server.post("/v1/completions", body).json()["choices"][0]
     held = body | {"stop": [plain["text"][-6:-2] + "never"]}
     whole = server.post("/v1/completions", held).json()["choices"][0]

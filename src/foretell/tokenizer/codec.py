@@ -126,7 +126,7 @@ class TextCodec:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        given = self.special_tokens | dict(variables or {})
+        given = {**self.special_tokens, **(variables or {})}
         source = self.template_for(given.get("tools") is not None)
         if source is None:
             named = (
