@@ -93,12 +93,12 @@ def test_published_templates_are_rendered(file: Path) -> None:
 
 
 def constructs(source: str) -> set[str]:
-    """What a template uses of Jinja: kinds of nodes, filters with their arguments, tests, methods, attributes of loops."""
+    """What a template uses of Jinja: kinds of nodes, filters, tests, methods, attributes of loops."""
     names = set()
     for node in ENVIRONMENT.parse(source).find_all(nodes.Node):
         inner = getattr(node, "node", None)
         if isinstance(node, nodes.Filter):
-            keys = sorted(pair.key for pair in node.kwargs if isinstance(pair, nodes.Keyword))
+            keys = sorted(str(pair.key) for pair in node.kwargs if isinstance(pair, nodes.Keyword))
             names.add(f"filter {node.name}({len(node.args)}, {keys})")
         elif isinstance(node, nodes.Test):
             names.add(f"test {node.name}")
