@@ -109,7 +109,7 @@ def test_the_distribution_of_whole_answers() -> None:
         for s in range(count)
     ]
     with unchecked():
-        answers = generate(method(vocab, (3, 1, 1)), requests, rows=64, chunk=512, vocab=vocab)
+        answers = generate(method(vocab, (3, 1, 1)), requests, rows=512, chunk=1 << 14, vocab=vocab)
     index = np.array(answers) @ vocab ** np.arange(length)[::-1]
     assert p_value(np.bincount(index, minlength=len(distribution)), distribution) > 1e-3
 

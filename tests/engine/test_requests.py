@@ -32,6 +32,7 @@ from helpers import (
     Variant,
     engine_for,
     letters,
+    methods_by_kind,
     naive,
     of_catalogue,
     random_tokens,
@@ -42,7 +43,7 @@ from helpers import (
     wide_target,
 )
 
-every_entry = pytest.mark.parametrize("entry", BUILT_IN, ids=lambda e: e.name)
+every_entry = pytest.mark.parametrize("entry", methods_by_kind(BUILT_IN))
 kernels_only = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
@@ -87,6 +88,7 @@ def wide_method(entry: Entry) -> AnyMethod:
     return of_catalogue(entry, wide_target(), drafts, trained)
 
 
+@pytest.mark.covering(1)
 @kernels_only
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @every_entry
@@ -105,8 +107,9 @@ def plain_texts(temperature: float) -> list[list[int]]:
     return [naive(target(), r) for r in unequal(temperature)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_requests_of_any_length_run_in_one_batch(variant: Variant, temperature: float) -> None:
     with unchecked():
         found = RaisingEngine(DecoderRunner(target()), variant.make(VOCAB), rows=2).complete(unequal(temperature))
@@ -176,7 +179,7 @@ def test_a_pass_that_fails_ends_the_request_that_makes_it_fail() -> None:
     assert describe_error(found[1].error or ValueError()) == "RuntimeError: no memory"
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_proposing_again_after_a_failure_changes_no_answer(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failed pass, every request drafts and is verified again by itself."""
     runner = DecoderRunner(target())
@@ -317,7 +320,7 @@ def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     with unchecked():
         plain, cached = (conversation(variant.make(VOCAB), yes) for yes in (False, True))
