@@ -14,8 +14,9 @@ PACKAGES := $(wildcard packages/*)
 PYTEST := $(BIN)/pytest --numprocesses auto --dist worksteal
 # Which exhaustive tests `make test-all` runs: all, or a part such as 2/3.
 SHARE ?= all
-# Tests of single parts, which run again with the shapes and types of all calls checked.
-CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py)
+# Tests of single parts and one of all methods, which run again with the shapes and types of all calls checked.
+CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py \
+  test_general.py) -k "not test_general or test_greedy_tokens"
 
 # Of `vllm bench serve`: the package itself, without the CUDA libraries that it names.
 VLLM ?= vllm==0.33.0

@@ -4,7 +4,7 @@ package are checked at every call, where beartype is installed.
 
 Which tests run is the choice of --exhaustive. The exhaustive tests are those marked `exhaustive` and, of the tests
 marked `covering`, the cases that add no combination of settings. With checked types, which take several times as long,
-they are also the cases that add no value of any setting, and the tests marked `exhaustive_types`.
+they are also the cases that add no value of any setting, the tests marked `exhaustive_types` and `ENGINE_TESTS`.
 """
 
 import argparse
@@ -38,6 +38,10 @@ tempfile.tempdir = os.environ["TMPDIR"] = _temporary.name
 os.environ["FORETELL_CACHE"] = f"{_temporary.name}/cache"
 
 CHECKED = bool(os.environ.get("FORETELL_CHECK_TYPES"))
+ENGINE_TESTS = ("tests/draft/", "tests/accept/test_lossy.py")
+"""Tests that mostly run an engine. With checked types they are exhaustive: the representatives of all methods in
+`test_general` make the same calls.
+"""
 if CHECKED:
     install_import_hook("foretell", "typecheck.check" if find_spec("beartype") else None)
 torch.set_num_threads(1)
@@ -93,5 +97,6 @@ def _exhaustive(cases: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def _is_exhaustive(case: pytest.Item) -> bool:
-    names = ("exhaustive", "exhaustive_types") if CHECKED else ("exhaustive",)
-    return any(case.get_closest_marker(name) for name in names)
+    if CHECKED and (case.get_closest_marker("exhaustive_types") or case.nodeid.startswith(ENGINE_TESTS)):
+        return True
+    return case.get_closest_marker("exhaustive") is not None

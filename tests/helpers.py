@@ -316,10 +316,12 @@ among the exhaustive tests; what every method must fulfil is in `test_general`.
 """
 
 
-def methods_by_kind(methods: Sequence[Entry] | Sequence[Variant]) -> list[Any]:
-    """Parameters of a test: the methods; those that are not representatives are exhaustive."""
+def methods_by_kind(
+    methods: Sequence[Entry] | Sequence[Variant], others: pytest.MarkDecorator = pytest.mark.exhaustive
+) -> list[Any]:
+    """Parameters of a test: the methods; those that are not representatives have the mark `others`."""
     return [
-        pytest.param(method, marks=() if method.name in REPRESENTATIVES else pytest.mark.exhaustive, id=method.name)
+        pytest.param(method, marks=() if method.name in REPRESENTATIVES else others, id=method.name)
         for method in methods
     ]
 

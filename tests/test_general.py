@@ -29,6 +29,7 @@ from helpers import (
     is_complete,
     letters,
     may_follow,
+    methods_by_kind,
     naive,
     p_value,
     random_tokens,
@@ -47,7 +48,9 @@ PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 40, 9, 1, 25)]
 PLAIN = VARIANTS[0]
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
-every_lossless = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless], ids=str)
+every_lossless = pytest.mark.parametrize(
+    "variant", methods_by_kind([v for v in VARIANTS if v.lossless], pytest.mark.exhaustive_types)
+)
 every_lossy = pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.lossless], ids=str)
 every_matching = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.same_seed], ids=str)
 every_counted = pytest.mark.parametrize("variant", [PLAIN, *(v for v in VARIANTS if not v.same_seed)], ids=str)
@@ -205,7 +208,7 @@ def fit(variant: Variant, sampling: SamplingParams, number: int) -> float:
 
 
 @every_counted
-@pytest.mark.parametrize("samples", [800, pytest.param(3000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("samples", [500, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_samples_follow_the_distribution_of_the_target_and_only_lossy_methods_fail(
     variant: Variant, samples: int
 ) -> None:
@@ -255,10 +258,11 @@ def late_joiners(method: AnyMethod, requests: Sequence[Request]) -> list[list[in
 @every_variant
 def test_caches_equal_those_of_a_fresh_pass(variant: Variant) -> None:
     method = variant.make(VOCAB)
-    engine = engine_for(method, rows=len(PROMPTS), chunk=64)
-    for i, prompt in enumerate(PROMPTS):
+    prompts = PROMPTS[1:5]
+    engine = engine_for(method, rows=len(prompts), chunk=64)
+    for i, prompt in enumerate(prompts):
         engine.submit(Request(prompt, SamplingParams(temperature=i % 2, seed=i), max_new_tokens=210))
-    texts = [list(p) for p in PROMPTS]
+    texts = [list(p) for p in prompts]
     for _ in range(12):
         for update in engine.step():
             texts[update.request - 1] += update.tokens
@@ -266,7 +270,7 @@ def test_caches_equal_those_of_a_fresh_pass(variant: Variant) -> None:
         assert engine.runner.length(row) == len(text) - 1
         for runner in [engine.runner, *draft_runners(method.draft)]:
             exact = method.exact_keys or runner is not engine.runner
-            assert_fresh(runner, row, text, None if exact else len(PROMPTS[row]))
+            assert_fresh(runner, row, text, None if exact else len(prompts[row]))
 
 
 def draft_runners(drafter: Drafter) -> list[Runner]:
@@ -342,4 +346,4 @@ def test_sampled_drafts_and_lossy_rules_never_break_the_rules(variant: Variant) 
     ids=["truncated", "penalised", "ruled"],
 )
 def test_every_sampling_parameter_keeps_the_distribution(variant: Variant, sampling: SamplingParams) -> None:
-    assert fit(variant, sampling, 1000) > 1e-3
+    assert fit(variant, sampling, 600) > 1e-3

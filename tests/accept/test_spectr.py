@@ -100,6 +100,7 @@ def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-
     return Method(small_model(vocab), BranchingTree(widths, distinct=False), KSequentialSelection())
 
 
+@pytest.mark.exhaustive_types
 def test_the_distribution_of_whole_answers() -> None:
     vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 1500
     sampling = SamplingParams(temperature=1.2, frequency_penalty=0.4)
@@ -114,6 +115,7 @@ def test_the_distribution_of_whole_answers() -> None:
     assert p_value(np.bincount(index, minlength=len(distribution)), distribution) > 1e-3
 
 
+@pytest.mark.exhaustive_types
 def test_parallel_chains_are_independent() -> None:
     """Equal samples at a node have independent next tokens."""
     same = agree = 0

@@ -294,7 +294,7 @@ def test_sequences_beyond_the_draft_context_are_decoded_plainly_on_the_kernels(k
 def test_sampled_drafts_of_eagle_do_not_depend_on_the_chunk_size(kind: str) -> None:
     parts = BuildContext(VOCAB, target(), speculators=(speculator(kind),))
     config = SpeculativeConfig(draft_sample_method="probabilistic")
-    requests = [Request(random_tokens(13, seed=s), SamplingParams(1.0, seed=s), 12) for s in range(6)]
+    requests = [Request(random_tokens(13, seed=s), SamplingParams(1.0, seed=s), 12) for s in range(3)]
     texts = {}
     with unchecked():
         for chunk in (512, 12, 6, 4):
