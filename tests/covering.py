@@ -4,19 +4,20 @@ combinations of them, of a share of the exhaustive tests those whose name's hash
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
 from zlib import crc32
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """The part `number` of `parts` of the exhaustive tests; 0 of 1: none of them, 1 of 1: all."""
 
     number: int
     parts: int
 
-    def __contains__(self, name: object) -> bool:
-        return self.number > 0 and crc32(str(name).encode()) % self.parts == self.number - 1
+    def __contains__(self, name: str) -> bool:
+        return self.number > 0 and crc32(name.encode()) % self.parts == self.number - 1
 
 
 def read_share(text: str) -> Share:
@@ -43,7 +44,8 @@ def covering_cases(cases: Sequence[Sequence[str]], strength: int) -> list[int]:
     def worth(number: int) -> tuple[int, int]:
         return len(new[number]), -sum(uses[value] for value in enumerate(cases[number]))
 
-    while new[best := max(range(len(cases)), key=worth)]:
+    while any(new):
+        best = max(range(len(cases)), key=worth)
         chosen.append(best)
         uses.update(enumerate(cases[best]))
         held = set(new[best])

@@ -30,6 +30,7 @@ def test_values_are_used_equally_often() -> None:
 
 def test_no_settings() -> None:
     assert covering_cases([()], 2) == [0]
+    assert covering_cases([], 1) == []
 
 
 def test_the_shares_are_a_partition() -> None:
