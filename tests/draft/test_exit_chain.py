@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
 from foretell.draft.beta_mixture import AdaptiveThresholds, BetaMixtureThreshold
 from foretell.draft.early_exit import EarlyExitDrafter
-from foretell.draft.exit_heads import ExitHeads, ExitRule, SharedHead
+from foretell.draft.exit_heads import ExitHeads, ExitRule, SharedHead, TrainedExits
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
@@ -25,6 +26,8 @@ from foretell.model.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.exits import Exits, ExitsConfig
+from foretell.train.data.dataset import Document
+from foretell.train.exits.calibrate import CalibrationSettings, run_exits
 from helpers import VOCAB, chain_tree, random_tokens, wide_target
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
@@ -144,6 +147,28 @@ def test_adaptive_thresholds_learn_the_same_from_both() -> None:
     a, b = mixtures
     assert a._agrees == b._agrees and a._confidence == b._confidence, "the same bits, so that no threshold divides them"
     assert a.threshold == b.threshold and a.updates > 1
+
+
+@pytest.mark.parametrize("in_one_call", [True, False])
+@pytest.mark.parametrize("confidence", ["softmax", "probability"])
+def test_calibration_measures_what_decoding_measures(confidence: str, in_one_call: bool) -> None:
+    """The same bits, token by token, whoever drafts."""
+    mixture = BetaMixtureThreshold(1.0)
+    draft = EarlyExitDrafter(heads(), ExitRule(confidence, (1.0,)), True, adaptive=AdaptiveThresholds(mixture))  # type: ignore[arg-type]
+    engine = Engine(DecoderRunner(decoder()), Method(draft, Chain(4), AcceptExits()), rows=1)
+    if not in_one_call:
+        draft._chain = None
+    request = REQUESTS[1]
+    (done,) = engine.complete([request])
+    text, exits = np.array([*request.prompt, *done.tokens]), heads()
+    assert isinstance(exits, TrainedExits)
+    measured = run_exits(
+        decoder(), exits, Document(text, len(request.prompt), True), CalibrationSettings(0.1, 0.9, confidence)  # type: ignore[arg-type]
+    )
+    # The first token of an answer is never drafted, nor is the last one.
+    count = request.max_new_tokens - 2
+    assert mixture._confidence == measured.confidence[0, 1 : 1 + count].tolist() and len(set(mixture._confidence)) > 2
+    assert mixture._agrees == measured.agrees[0, 1 : 1 + count].tolist()
 
 
 def test_sampled_requests_draft_with_the_target_s_noise() -> None:
