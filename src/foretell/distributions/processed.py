@@ -39,13 +39,17 @@ class ProcessedDistributions:
         self._samples: dict[tuple[int, int], int] = {}
 
     def with_logits(
-        self, row: int, node: int, logits_of: Callable[[int], Float[torch.Tensor, " v"]]
-    ) -> "ProcessedDistributions":
-        """The distribution at a node from other logits, which are given for the cache row of its request."""
+        self, row: int, node: int, logits_of: Callable[[int], Float[torch.Tensor, " v"] | None]
+    ) -> "ProcessedDistributions | None":
+        """The distribution at a node from other logits, which are given for the cache row of its request; None: there
+        are none.
+        """
         index = np.full(self._tree.token.shape, -1)
         index[row, node] = 0
-        logits = logits_of(self._context.rows[row])[None]
-        return ProcessedDistributions(self._context, self._tree, logits, index, rules=self._rules)
+        logits = logits_of(self._context.rows[row])
+        if logits is None:
+            return None
+        return ProcessedDistributions(self._context, self._tree, logits[None], index, rules=self._rules)
 
     def sampling_params(self, row: int) -> SamplingParams:
         """Sampling parameters of a batch row."""

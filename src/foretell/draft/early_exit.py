@@ -282,7 +282,10 @@ class EarlyExitDrafter(Predictor):
         run = self._pass
         if run is None or self.missing_keys == "recompute" or run.tree.nodes > tree.nodes:
             return tree
-        filled = np.pad(run.filled, ((0, 0), (0, tree.nodes - run.tree.nodes)))
+        filled = np.zeros(tree.token.shape, bool)
+        for i, row in enumerate(context.rows):
+            if row in run.rows:  # Requests that may not draft are not in the pass.
+                filled[i, : run.tree.nodes] = run.filled[run.rows.index(row)]
         return replace(tree, unscored=filled if tree.unscored is None else filled | tree.unscored)
 
     def observe(self, step: StepResult) -> None:
