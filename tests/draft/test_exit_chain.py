@@ -163,7 +163,10 @@ def test_calibration_measures_what_decoding_measures(confidence: str, in_one_cal
     text, exits = np.array([*request.prompt, *done.tokens]), heads()
     assert isinstance(exits, TrainedExits)
     measured = run_exits(
-        decoder(), exits, Document(text, len(request.prompt), True), CalibrationSettings(0.1, 0.9, confidence)  # type: ignore[arg-type]
+        decoder(),
+        exits,
+        Document(text, len(request.prompt), True),
+        CalibrationSettings(0.1, 0.9, confidence),  # type: ignore[arg-type]
     )
     # The first token of an answer is never drafted, nor is the last one.
     count = request.max_new_tokens - 2

@@ -38,6 +38,8 @@ class AcceptExits(Acceptor):
             child = children[node][0]
             if self.exact_keys:
                 fidelity.append(_deviation(tree, row, node, child, distributions))
+            if not distributions.goes_on(row, child):
+                return AcceptResult(tuple(path), int(tree.token[row, child]), tuple(fidelity))
             path.append(child)
             node = child
         if self.exact_keys:

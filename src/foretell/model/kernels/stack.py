@@ -290,9 +290,7 @@ class NativeStack:
         other._further = tuple(blocks)
         return other
 
-    def _sharing(
-        self, layers: "ctypes.Array[structures.Layer]", config: ModelConfig | None = None
-    ) -> "NativeStack":
+    def _sharing(self, layers: "ctypes.Array[structures.Layer]", config: ModelConfig | None = None) -> "NativeStack":
         """A stack of other structures of the same packed weights; `config`: theirs, None: that of this one."""
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
