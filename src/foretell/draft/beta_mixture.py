@@ -79,7 +79,8 @@ class AdaptiveThresholds:
     def __init__(self, mixture: BetaMixtureThreshold) -> None:
         self.mixture = mixture
         self._of_row: dict[int, float] = {}
-        self._tested: list[tuple[int, int, float, int]] = []
+        self._tested: dict[int, dict[int, tuple[float, int]]] = {}
+        """Per row and node of this step: how sure the exit is, and of which token."""
 
     def of(self, row: int) -> float:
         """The threshold of the request of a row."""
@@ -87,20 +88,23 @@ class AdaptiveThresholds:
             self._of_row[row] = self.mixture.update()
         return self._of_row[row]
 
-    def record(self, request: int, node: int, confidence: float, token: int) -> None:
-        """Note how sure the exit is after a node of a request of this step, and of which token."""
-        self._tested.append((request, node, confidence, token))
+    def record(self, row: int, node: int, confidence: float, token: int) -> None:
+        """Note how sure the exit is after a node of the request of a row in this step, and of which token; `node`
+        counts from the root.
+        """
+        self._tested.setdefault(row, {})[node] = confidence, token
 
     def observe(self, step: StepResult) -> None:
         """Compare what was noted with the whole model's most probable tokens."""
         output = step.output
-        for request, node, confidence, token in self._tested:
-            at = int(output.logit_index[request, node])
-            if at >= 0:
-                own = output.logits[at].argmax() if output.argmax is None else output.argmax[at]
-                self.mixture.add(confidence, int(own) == token)
-        self._tested.clear()
+        for i, row in enumerate(step.context.rows):
+            for node, (confidence, token) in self._tested.pop(row, {}).items():
+                at = int(output.logit_index[i, step.tree.root(i) + node])
+                if at >= 0:
+                    own = output.logits[at].argmax() if output.argmax is None else output.argmax[at]
+                    self.mixture.add(confidence, int(own) == token)
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self._of_row.pop(row, None)
+        self._tested.pop(row, None)

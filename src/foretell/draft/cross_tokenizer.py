@@ -102,7 +102,11 @@ class CrossTokenizerDrafter(Retriever):
     def _to_target_tokens(
         self, text: TokenBuffer, draft_text: TokenBuffer, chain: list[tuple[int, float]]
     ) -> list[Continuation]:
-        """The chain in the target's tokens, encoded together with the last tokens of the sequence."""
+        """The chain in the target's tokens, encoded together with the last tokens of the sequence; nothing for an empty
+        one, whose first token was special.
+        """
+        if not chain:
+            return []
         tail = decode_from(self._codec, text.tokens, max(0, text.length - self.lookbehind))
         drafted = np.append(draft_text.tokens, [t for t, _ in chain])
         ends = [

@@ -144,7 +144,7 @@ class EarlyExitDrafter(Predictor):
         if self.adaptive is not None:
             for i, node in zip(*np.nonzero(grown.trees.confidence[:, 1:]), strict=True):
                 confidence, token = grown.trees.confidence[i, node + 1], grown.trees.token[i, node + 1]
-                self.adaptive.record(int(active[i]), int(node), float(confidence), int(token))
+                self.adaptive.record(part.rows[i], int(node), float(confidence), int(token))
         return tree.spread(context.last_tokens, active.tolist())
 
     def _kernel_rule(self, context: Context, limits: NodeLimits) -> tuple[NodeLimits, float | None] | None:
@@ -184,7 +184,7 @@ class EarlyExitDrafter(Predictor):
             sure = None if self.rule is None else self._measure(staying, i, found, logits, depths)
             leaving = staying if sure is None else self._leaving(staying, i, sure, tree, context)
             if sure is not None and self.adaptive is not None:
-                self._record(staying, sure, found, logits)
+                self._record(staying, sure, found, logits, context)
             if last and not self._only_confident:
                 leaving = staying
             staying = staying & ~leaving
@@ -242,7 +242,8 @@ class EarlyExitDrafter(Predictor):
         pairs = zip(rows, depth, strict=True)
         level = [self._threshold(context.rows[row], exit_, answered[row] + below) for row, below in pairs]
         out = np.zeros(nodes.shape, bool)
-        out[nodes] = sure > np.array(level)
+        # Rounding may give a confidence above 1, and a threshold of 1 is never passed.
+        out[nodes] = np.minimum(sure, 1) > np.array(level)
         return out
 
     def _record(
@@ -251,12 +252,13 @@ class EarlyExitDrafter(Predictor):
         sure: Float[np.ndarray, " k"],
         found: NodeStates,
         logits: Float[torch.Tensor, "k w"],
+        context: Context,
     ) -> None:
         assert self.adaptive is not None
         best = logits.argmax(-1).cpu().numpy()[found.index[nodes]]
         tokens = best if self.heads.token_of is None else self.heads.token_of[best]
         for request, node, confidence, token in zip(*np.nonzero(nodes), sure, tokens, strict=True):
-            self.adaptive.record(int(request), int(node), float(confidence), int(token))
+            self.adaptive.record(context.rows[request], int(node), float(confidence), int(token))
 
     def _choose_depths(
         self, nodes: Bool[np.ndarray, "b n"], run: PartialPass, context: Context
@@ -286,7 +288,10 @@ class EarlyExitDrafter(Predictor):
         run = self._pass
         if run is None or self.missing_keys == "recompute" or run.tree.nodes > tree.nodes:
             return tree
-        filled = np.pad(run.filled, ((0, 0), (0, tree.nodes - run.tree.nodes)))
+        filled = np.zeros(tree.token.shape, bool)
+        for i, row in enumerate(context.rows):
+            if row in run.rows:  # Requests that may not draft are not in the pass.
+                filled[i, : run.tree.nodes] = run.filled[run.rows.index(row)]
         return replace(tree, unscored=filled if tree.unscored is None else filled | tree.unscored)
 
     def observe(self, step: StepResult) -> None:

@@ -123,12 +123,13 @@ class SkipDecodeDrafter(Drafter):
             self._logits[row] = output.logits[int(output.logit_index[i, len(unread[i]) - 1])]
             self._read[row] = len(unread[i])
 
-    def reference_logits(self, row: int) -> Float[torch.Tensor, " v"]:
-        """The whole model's logits after the last token of a row. Only if it `measures`."""
-        return self._logits[row]
+    def reference_logits(self, row: int) -> Float[torch.Tensor, " v"] | None:
+        """The whole model's logits after the last token of a row; None: it has not read it in this step."""
+        return self._logits.get(row)
 
     def observe(self, step: StepResult) -> None:
-        """Keep what the whole model has read."""
+        """Keep what the whole model has read, and forget its logits: the next step has others."""
+        self._logits.clear()
         for row in step.context.rows if self._reference is not None else ():
             if (count := self._read.pop(row, 0)) and self._reference is not None:
                 self._reference.commit(row, range(count))

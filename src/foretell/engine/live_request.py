@@ -64,9 +64,9 @@ class LiveRequest:
         """The tokens up to the first that ends the answer, which is included; called once for all new tokens."""
         if self.repetition is not None:
             tokens = tokens[: self.repetition.until_repetition(tokens)]
-        ending = self.request.ending_tokens
+        ending, rules = self.request.ending_tokens, self.rules
         for count, token in enumerate(tokens, 1):
-            done = self.rules is not None and self.rules.is_complete(self.sequence.generated, tokens[:count])
+            done = rules is not None and rules.ends(self.sequence.generated, tokens[:count])
             if token in ending or done:
                 return list(tokens[:count])
         return list(tokens)

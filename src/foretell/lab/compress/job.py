@@ -1,6 +1,6 @@
 """Compresses a model, one block at a time, and writes it with a card; the output appears whole or not at all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -165,7 +165,7 @@ def compress_model(
         raise
     part = part_of(out)
     try:
-        write_checkpoint(source, output_config(source, chosen, len(kept)), kept, changed, part)
+        write_checkpoint(source, output_config(source, chosen, kept), kept, changed, part)
         opened = open_checkpoint(part)
         compared = compare((source.config, source.weights), (opened.config, opened.weights), text.held_back)
         card = Card(
@@ -232,10 +232,10 @@ def _run_blocks(
     return [i for i in range(c.layers) if i not in least]
 
 
-def output_config(source: Source, chosen: Plan, layers: int) -> ModelConfig:
-    """The configuration of the compressed model."""
+def output_config(source: Source, chosen: Plan, kept: Sequence[int]) -> ModelConfig:
+    """The configuration of the compressed model, which has these blocks."""
     c = source.config if not chosen.width else sliced_config(source.config, chosen.width)
-    return replace(c, layers=layers, low_rank=chosen.ranks)
+    return replace(c.of_layers(kept), low_rank=chosen.ranks)
 
 
 def _runs_two_of_four(source: Source, chosen: Plan) -> bool:
