@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from math import lgamma
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from foretell.core.context import StepResult
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 
 GRID = np.linspace(0.3, 0.9, 10)
 """Thresholds that are considered."""
@@ -78,29 +79,26 @@ class AdaptiveThresholds:
 
     def __init__(self, mixture: BetaMixtureThreshold) -> None:
         self.mixture = mixture
-        self._of_row: dict[int, float] = {}
-        self._tested: list[tuple[int, int, float, int]] = []
+        self._of_text = WeakKeyDictionary[TokenBuffer, float]()
+        self._tested = StepState[list[tuple[int, int, float, int]]]()
 
-    def of(self, row: int) -> float:
-        """The threshold of the request of a row."""
-        if row not in self._of_row:
-            self._of_row[row] = self.mixture.update()
-        return self._of_row[row]
+    def of(self, text: TokenBuffer) -> float:
+        """The threshold of the request with this text."""
+        if text not in self._of_text:
+            self._of_text[text] = self.mixture.update()
+        return self._of_text[text]
 
-    def record(self, request: int, node: int, confidence: float, token: int) -> None:
+    def record(self, context: Context, request: int, node: int, confidence: float, token: int) -> None:
         """Note how sure the exit is after a node of a request of this step, and of which token."""
-        self._tested.append((request, node, confidence, token))
+        noted = self._tested.of(context, [])
+        noted.append((request, node, confidence, token))
+        self._tested.put(context, noted)
 
     def observe(self, step: StepResult) -> None:
         """Compare what was noted with the whole model's most probable tokens."""
         output = step.output
-        for request, node, confidence, token in self._tested:
+        for request, node, confidence, token in self._tested.of(step.context, []):
             at = int(output.logit_index[request, node])
             if at >= 0:
                 own = output.logits[at].argmax() if output.argmax is None else output.argmax[at]
                 self.mixture.add(confidence, int(own) == token)
-        self._tested.clear()
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        self._of_row.pop(row, None)
