@@ -124,7 +124,7 @@ def test_preempted_requests_of_every_method_get_the_same_text(variant: Variant) 
     asked = requests(new=2 * BLOCK_SLOTS - 40)
     with unchecked():
         expected = tokens(engine_of(variant.make(VOCAB), 3), asked)
-        engine = engine_of(variant.make(VOCAB), 3, blocks=4)
+        engine = engine_of(variant.make(VOCAB), 3, blocks=3)
         assert tokens(engine, asked) == expected
     assert engine.preemptions > 0
 
