@@ -14,7 +14,7 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
-from foretell.model.block_table import BLOCK_SLOTS
+from foretell.model.block_table import BLOCK_SLOTS, OutOfBlocksError
 from foretell.model.kv_cache import KVCache
 from foretell.model.runner import DecoderRunner
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, HeuristicSchedule, LLMCadTree
@@ -79,12 +79,13 @@ class Interrupted(DecoderRunner):
 
     calls = failures = 0
     every = 0
+    error: Exception = MemoryError()
 
     def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
         self.calls += 1
         if self.every and self.calls % self.every == 0 and len(rows) > 1:
             self.failures += 1
-            raise MemoryError
+            raise self.error
         return super().forward(rows, tree, **more)
 
 
@@ -121,11 +122,12 @@ def test_a_pass_that_raises_between_drafts_and_observation_changes_no_text(varia
 @every_uninterrupted
 def test_preempted_requests_of_every_method_get_the_same_text(variant: Variant) -> None:
     """A full cache interrupts steps after their drafts were made."""
-    asked = requests(new=2 * BLOCK_SLOTS - 40)
     with unchecked():
-        expected = tokens(engine_of(variant.make(VOCAB), 3), asked)
-        engine = engine_of(variant.make(VOCAB), 3, blocks=3)
-        assert tokens(engine, asked) == expected
+        expected = tokens(engine_of(variant.make(VOCAB), 3), requests())
+        engine = engine_of(variant.make(VOCAB), 3)
+        assert isinstance(engine.runner, Interrupted)
+        engine.runner.every, engine.runner.error = 2, OutOfBlocksError(1)
+        assert tokens(engine, requests()) == expected
     assert engine.preemptions > 0
 
 
