@@ -75,15 +75,16 @@ every_uninterrupted = pytest.mark.parametrize(
 
 
 class Interrupted(DecoderRunner):
-    """A target whose pass raises at some calls, after the drafts of a step."""
+    """A target of whose passes over several requests that decode some raise, after the drafts of a step."""
 
     calls = failures = 0
     every = 0
     error: Exception = MemoryError()
 
     def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
-        self.calls += 1
-        if self.every and self.calls % self.every == 0 and len(rows) > 1:
+        decodes = len(rows) > 1 and tree.is_decode
+        self.calls += decodes
+        if self.every and decodes and self.calls % self.every == 0:
             self.failures += 1
             raise self.error
         return super().forward(rows, tree, **more)
@@ -111,11 +112,11 @@ def tokens(engine: Engine, asked: Sequence[Request]) -> list[tuple[int, ...]]:
 def test_a_pass_that_raises_between_drafts_and_observation_changes_no_text(variant: Variant) -> None:
     """Each request gets a pass of its own then; beside them some that read prompts, in steps without their drafts."""
     with unchecked():
-        expected = tokens(engine_of(variant.make(VOCAB), 3), requests())
+        expected = tokens(engine_of(variant.make(VOCAB), 3), requests(new=30))
         engine = engine_of(variant.make(VOCAB), 3)
         assert isinstance(engine.runner, Interrupted)
         engine.runner.every = 2
-        assert tokens(engine, requests()) == expected
+        assert tokens(engine, requests(new=30)) == expected
         assert engine.runner.failures > 0
 
 
@@ -123,11 +124,11 @@ def test_a_pass_that_raises_between_drafts_and_observation_changes_no_text(varia
 def test_preempted_requests_of_every_method_get_the_same_text(variant: Variant) -> None:
     """A full cache interrupts steps after their drafts were made."""
     with unchecked():
-        expected = tokens(engine_of(variant.make(VOCAB), 3), requests())
+        expected = tokens(engine_of(variant.make(VOCAB), 3), requests(new=60))
         engine = engine_of(variant.make(VOCAB), 3)
         assert isinstance(engine.runner, Interrupted)
         engine.runner.every, engine.runner.error = 2, OutOfBlocksError(1)
-        assert tokens(engine, requests()) == expected
+        assert tokens(engine, requests(new=60)) == expected
     assert engine.preemptions > 0
 
 
