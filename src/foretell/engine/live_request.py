@@ -43,6 +43,13 @@ class LiveRequest:
         """Number of new tokens that it may still get."""
         return self.max_new_tokens - self.sequence.length + self.sequence.prompt_length
 
+    @property
+    def reading_end(self) -> int:
+        """Number of tokens that the target reads before a step gives it new ones: all of its prompt. After a pause or a
+        preemption all but the last token, so that it drafts after this one as if it had not waited.
+        """
+        return self.sequence.length - int(len(self.sequence.generated) > 0)
+
     def count_prediction(self) -> None:
         """Compare the new tokens with the predicted output, and count."""
         if self.prediction is not None:
