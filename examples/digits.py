@@ -27,7 +27,7 @@ from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.draft import DraftModel, JacobiDrafter, NoDrafter
 from foretell.engine.method import AnyMethod
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 from foretell.shape import Chain, RootOnly, Trie
 
 SIDE, LEVELS, CLASSES = 8, 17, 10

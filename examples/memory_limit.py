@@ -20,8 +20,8 @@ from foretell.accept import Match
 from foretell.api import Model
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.offload import OffloadedDecoder
-from foretell.model.runner import DecoderRunner
+from foretell.model.offload.block_store import OffloadedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import LLMCadTree
 
 CONFIGURATIONS = ("whole, plain", "limited, plain", "limited, suffix", "limited, llmcad")

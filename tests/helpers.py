@@ -28,13 +28,14 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics
-from foretell.model.compress import DecoderTransform
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.load.checkpoint import Checkpoint
+from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner, Runner
-from foretell.model.sparsity_file import SparsityFile
+from foretell.model.offload.sparsity_file import SparsityFile
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
+from foretell.model.run.runner import Runner
 from foretell.shape import (
     BranchingTree,
     Chain,
@@ -102,6 +103,11 @@ def wide_target(seed: int = 0, layers: int = 2) -> Decoder:
     return tiny_decoder(replace(TINY, hidden=64, head_dim=16, vocab=VOCAB, layers=layers), seed, torch.float32)
 
 
+def draft_tokens(vocab: int = VOCAB) -> list[int]:
+    """Three quarters of a vocabulary: what the speculators of these tests may draft."""
+    return sorted(list(dict.fromkeys(random_tokens(10 * vocab, vocab, seed=3)))[: 3 * vocab // 4])
+
+
 @cache
 def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int = 256) -> Path:
     """Directory of a speculator with random weights for the tiny target, or the wide one, over three quarters of the
@@ -111,8 +117,7 @@ def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int =
     """
     config_type, network_type = NETWORKS[kind]
     context_of_target = BuildContext(vocab, wide_target() if wide else target(vocab))
-    kept = random_tokens(10 * vocab, vocab, seed=3)
-    tokens = torch.tensor(sorted(list(dict.fromkeys(kept))[: 3 * vocab // 4]))
+    tokens = torch.tensor(draft_tokens(vocab))
     sizes = dict(SPECULATORS[kind])
     if "context" in sizes:
         sizes |= {"context": context} | ({"head_dim": 16} if wide else {})
@@ -161,7 +166,7 @@ def _thresholds_of_gates() -> str:
     return str(folder)
 
 
-_OPTIONS: Mapping[str, Mapping[str, object]] = {
+OPTIONS: Mapping[str, Mapping[str, object]] = {
     "sparse_mlp_draft": {"sparsity": _thresholds_of_gates()},
     "early_exit_lossy": {"exit_threshold": 0.02},
     "skip_decode_lossy": {"min_layers": 1, "horizon": 2},
@@ -173,8 +178,13 @@ _OPTIONS: Mapping[str, Mapping[str, object]] = {
 
 def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> AnyMethod:
     """A method for a target, with small models and a trained speculator to draft with."""
+    return entry.build(parts_for(entry, network, drafts, trained), OPTIONS.get(entry.name))
+
+
+def parts_for(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> BuildContext:
+    """What a method is built from: a target, small models, a trained speculator and references."""
     vocab = network.config.vocab
-    context = BuildContext(
+    return BuildContext(
         vocab,
         network,
         tuple(drafts[: 2 if entry.name == "specinfer" else 1]),
@@ -184,7 +194,6 @@ def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], train
         checkpoint=TinyCheckpoint(network) if entry.name == "mtp" else None,
         speculators=() if trained is None else (trained,),
     )
-    return entry.build(context, _OPTIONS.get(entry.name))
 
 
 def _of_catalogue(entry: Entry) -> Variant:
@@ -467,6 +476,42 @@ class Phrases:
     def is_final(self, state: int) -> bool:
         """After eleven tokens."""
         return state == 11
+
+
+class Choice:
+    """A constraint to one of some texts. `final`: a text is complete where no longer one begins with it; else nothing
+    may follow it, and nothing says so.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], eos: Sequence[int], final: bool = True) -> None:
+        self._texts, self._eos, self._final = {tuple(t) for t in texts}, eos, final
+
+    def start(self) -> tuple[int, ...]:
+        """No token."""
+        return ()
+
+    def _following(self, state: tuple[int, ...]) -> set[int]:
+        return {t[len(state)] for t in self._texts if len(t) > len(state) and t[: len(state)] == state}
+
+    def _allowed(self, state: tuple[int, ...]) -> set[int]:
+        return self._following(state) | (set(self._eos) if self._final and state in self._texts else set())
+
+    def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+        """One token more."""
+        return (*state, token) if token in self._allowed(state) else None
+
+    def mask(self, state: tuple[int, ...]) -> np.ndarray:
+        """The allowed tokens."""
+        return np.packbits([token in self._allowed(state) for token in range(VOCAB)], bitorder="little")
+
+    def forced(self, state: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The rest of the text, if there is one alone."""
+        rest = [t[len(state) :] for t in self._texts if len(t) > len(state) and t[: len(state)] == state]
+        return (rest[0],) if len(rest) == 1 else ()
+
+    def is_final(self, state: tuple[int, ...]) -> bool:
+        """At the end of a text."""
+        return self._final and state in self._texts and not self._following(state)
 
 
 @cache

@@ -15,12 +15,12 @@ from typer.main import get_command
 
 from foretell.accept import Match
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, find
-from foretell.cli.app import COMMANDS
+from foretell.cli.commands import commands
 from foretell.draft import Predictor
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, Shape
 from foretell.testing import TINY, tiny_decoder
 
@@ -104,7 +104,7 @@ def _command_lines(text: str) -> Iterator[str]:
 def _problem(arguments: list[str]) -> str | None:
     """What is wrong with a call, apart from files that do not exist here."""
     name, *rest = arguments
-    module = next((c.module for c in COMMANDS if c.name == name), None)
+    module = next((c.module for c in commands() if c.name == name), None)
     if module is None:
         return None if name.startswith("-") else "no such command"
     command: Any = get_command(import_module(module).app)

@@ -16,8 +16,8 @@ from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft import DraftModel, PromptLookup
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.decoder import Decoder
-from foretell.model.runner import DecoderRunner
+from foretell.model.block.decoder import Decoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.codec import TextCodec

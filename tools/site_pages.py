@@ -19,7 +19,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 from typer.main import get_command
 
-from foretell.cli.app import COMMANDS
+from foretell.cli.commands import commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -74,7 +74,7 @@ def root_links(text: str) -> str:
 def command_line() -> str:
     """The help of every command, as a page."""
     parts = ["# Command line\n\nThe help of every command, as `foretell COMMAND --help` prints it.\n"]
-    for entry in COMMANDS:
+    for entry in commands():
         command: Any = get_command(import_module(entry.module).app)
         context = command.context_class(command, info_name=f"foretell {entry.name}")
         text = typer.cli.get_docs_for_click(obj=command, ctx=context, name=f"foretell {entry.name}")

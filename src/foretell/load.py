@@ -10,14 +10,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
-from foretell.model.cache_policy import parse_target_policy
-from foretell.model.compact_runner import check_compactible
-from foretell.model.compress import DecoderTransform
-from foretell.model.config import CacheDtype, ModelConfig, with_context, with_rope_scaling
-from foretell.model.config_readers.architectures import is_decoder_family
-from foretell.model.config_readers.compressed import check_card
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.config_readers.values import eos_token_ids
+from foretell.model.cache.policy import parse_target_policy
+from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
+from foretell.model.config.readers.architectures import is_decoder_family
+from foretell.model.config.readers.compressed import check_card
+from foretell.model.config.readers.hf import from_hf
+from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
@@ -39,9 +37,11 @@ from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.rounding import RoundedWeights
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
+from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import SafetensorsWeights, Weights
-from foretell.model.network import Network
-from foretell.model.sparsity_file import directory_of, read_sparsity
+from foretell.model.offload.sparsity_file import directory_of, read_sparsity
+from foretell.model.run.compact_runner import check_compactible
+from foretell.model.run.network import Network
 from foretell.speculator import is_speculator
 from foretell.speculator.formats.files import missing_weights
 from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
@@ -70,8 +70,8 @@ def load(
 
     `reference`: the alias `smollm2-135m`, a directory with config.json and safetensors, a `.gguf` file, or a hub id
     (`owner/name`; nothing is downloaded otherwise). `dtype`: float32, bfloat16, int8, int8-activations or
-    int4, whose arithmetic `foretell.model.backend` states, or auto. The numbers of a quantised file are kept in float32
-    and bfloat16; int8-activations, its fastest way, rounds the inputs of products, so it changes the target's
+    int4, whose arithmetic `foretell.model.block.backend` states, or auto. The numbers of a quantised file are kept in
+    float32 and bfloat16; int8-activations, its fastest way, rounds the inputs of products, so it changes the target's
     distribution, as int8 does, which rounds the weights too. int4 rounds the weights of an unquantised checkpoint to
     the nearest of 16 levels per group of 32, and then is int8-activations. auto: int8-activations for a quantised file
     on the CPU kernels, float32 for a float32 file, else bfloat16.

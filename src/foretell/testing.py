@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from tokenizers import Tokenizer, decoders, models
 
-from foretell.model.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from foretell.model.load.build import build_decoder
 from foretell.model.load.weights import Weights
 from foretell.tokenizer.codec import TextCodec

@@ -9,11 +9,11 @@ from foretell.catalogue import BuildContext, build, speculators
 from foretell.catalogue.speculators import find_draft_models, require_draft_models, require_draft_predictor
 from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDrafter
 from foretell.engine.request import Request
-from foretell.model.compress import DecoderTransform
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.network import Network
-from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.runner import DecoderRunner
+from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
+from foretell.model.run.reduced_vocabulary import ReducedVocabulary
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 

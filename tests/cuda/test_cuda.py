@@ -21,12 +21,12 @@ from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
-from foretell.model.config import ModelConfig, MoEConfig
-from foretell.model.cuda_graph import GraphedDecoder
-from foretell.model.decoder import Decoder
-from foretell.model.linear import quantize_int8
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.linear import quantize_int8
+from foretell.model.config.model import ModelConfig, MoEConfig
+from foretell.model.run.cuda_graph import GraphedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     FAMILIES,

@@ -19,12 +19,12 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model import kernels as native
-from foretell.model.attention import AttentionBackend
-from foretell.model.decoder import Decoder
-from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.layout import Layout
-from foretell.model.rope import apply_rope
-from foretell.model.runner import DecoderRunner
+from foretell.model.block.attention import AttentionBackend
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.rope import apply_rope
+from foretell.model.cache.layout import Layout
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, FixedTree
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from foretell.catalogue.exit_choice import ExitCosts, best_exit, exit_costs, expected_gain, least_probability
-from foretell.model.config import ModelConfig
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits, ExitsConfig
 

@@ -23,15 +23,15 @@ from foretell.core.tree import tree_from_lists
 from foretell.draft import MTPDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.mtp import load_mtp
 from foretell.model.load.native import load_native
 from foretell.model.load.weights import SafetensorsWeights
-from foretell.model.mtp import MTPLayer
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.mtp import MTPLayer
 from helpers import TinyCheckpoint, chain_tree, context_of, random_tokens
 
 SIZES: dict[str, Any] = {

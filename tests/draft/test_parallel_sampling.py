@@ -20,12 +20,12 @@ from foretell.draft import HybridDrafter, NoDrafter, ParallelDrafter, Predictor,
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.model.training.probe_forward import probe_forward
 from foretell.shape import BranchingTree, Chain, CostAwareTrie, DynamicTree, RetrievalOrModel, RootOnly, Shape
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
@@ -98,9 +98,9 @@ def test_states_are_those_of_the_embeddings_after_the_sequence_alone(groups: int
     while engine.busy and checked < 30:
         for update in engine.step():
             texts[update.request] += update.tokens
-        rows = {r.number: r.row for r in engine._scheduler.running}
-        for number, row in rows.items():
-            length, states = guesser._root_states.get(row, (0, torch.zeros(0)))
+        running = {r.number: r.sequence for r in engine._scheduler.running}
+        for number, sequence in running.items():
+            length, states = guesser._root_states.get(sequence, (0, torch.zeros(0)))
             if len(states):
                 text = texts[number]
                 assert length == len(text)

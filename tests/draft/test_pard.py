@@ -11,7 +11,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import PardDrafter
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.shape import Chain, DynamicTree
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.pard import PardConfig, PardNetwork

@@ -10,7 +10,7 @@ from foretell.core.tree import tree_from_lists
 from foretell.draft import ReDrafterDrafter
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.shape import BeamSearch
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.pack import pack_network

@@ -12,9 +12,9 @@ from foretell.draft.skip_decode import LayerBudget, SkipDecodeDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.decoder import BlockRange
-from foretell.model.layout import Layout
-from foretell.model.runner import DecoderRunner
+from foretell.model.block.decoder import BlockRange
+from foretell.model.cache.layout import Layout
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import RootOnly
 from helpers import chain_tree, naive, random_tokens, target
 

@@ -6,9 +6,9 @@ from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Request
-from foretell.model.block_table import BLOCK_SLOTS
-from foretell.model.kv_cache import KVCache
-from foretell.model.runner import DecoderRunner
+from foretell.model.cache.block_table import BLOCK_SLOTS
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.run.decoder_runner import DecoderRunner
 from helpers import VARIANTS, VOCAB, random_tokens, target, unchecked
 
 NAMES = ("autoregressive", "ngram", "eagle3", "jacobi")

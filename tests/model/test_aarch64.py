@@ -14,9 +14,9 @@ from test_kernels import SHAPES, cache_of, chain, stack_of, tokens
 from test_quantized_kernels import QUANTIZED, random_blocks
 from torch import Tensor
 
+from foretell.model.cache.layout import Layout
 from foretell.model.kernels import NativeLinear, Precision, available, structures
 from foretell.model.kernels.instruction_sets import InstructionSet, of_machine
-from foretell.model.layout import Layout
 from kernel_builds import compile_driver
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

@@ -25,7 +25,7 @@ from test_kernels import (
 )
 from test_quantized_kernels import random_blocks
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import (
     NativeLinear,
     NativeStack,
@@ -36,7 +36,7 @@ from foretell.model.kernels import (
     unavailable_reason,
 )
 from foretell.model.kernels.instruction_sets import processor_features
-from foretell.model.stored_matrix import Kind
+from foretell.model.matrices.stored import Kind
 from kernel_builds import compile_kernels
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")

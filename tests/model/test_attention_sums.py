@@ -6,12 +6,12 @@ import torch
 
 from foretell.core.tree import tree_from_lists
 from foretell.model import kernels
-from foretell.model.attention_sums import AttentionSums
-from foretell.model.compact_runner import observe_queries
+from foretell.model.cache.attention_sums import AttentionSums
+from foretell.model.cache.kv_cache import KVCache
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kv_cache import KVCache
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.compact_runner import observe_queries
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from helpers import chain_tree, random_tokens, wide_target
 
 native = pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no compiler"))

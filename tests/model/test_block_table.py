@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foretell.model.block_table import BLOCK_SLOTS, BlockTable, OutOfBlocksError
-from foretell.model.cache import LayeredCache
-from foretell.model.kv_cache import KVCache
+from foretell.model.cache.base import LayeredCache
+from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, OutOfBlocksError
+from foretell.model.cache.kv_cache import KVCache
 
 
 def filled(row_lengths: dict[int, int], limit: int | None = None) -> KVCache:

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from foretell.core.tree import tree_from_lists
+from foretell.lab.quantize.base import Role, linears, set_matrix
 from foretell.model import kernels as native
-from foretell.model.compressed_config import LowRank
-from foretell.model.decoder import BlockRange, Decoder, SkipSet
+from foretell.model.block.decoder import BlockRange, Decoder, SkipSet
+from foretell.model.block.linear import FactoredLinear, Linear, quantize_int8
+from foretell.model.block.sparsity import GateThreshold, check_sparse
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout
+from foretell.model.config.compressed import LowRank
 from foretell.model.kernels.block_weights import PackedBlock
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.packed_file import PackedReader, PackedWriter
 from foretell.model.kernels.structures import PRECISIONS, Precision
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout
-from foretell.model.linear import FactoredLinear, Linear, quantize_int8
-from foretell.model.network import Network
-from foretell.model.partial_pass import supports_spans
-from foretell.model.runner import DecoderRunner
-from foretell.model.sparsity import GateThreshold, check_sparse
-from foretell.quantize.base import Role, linears, set_matrix
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
+from foretell.model.run.partial_pass import supports_spans
 from foretell.testing import TINY, tiny_decoder
 from helpers import all_logits, chain_tree, random_tokens
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from foretell.bench.random_file import random_model_file
+from foretell.lab.quantize.gguf_grids import GGUF_GRIDS
+from foretell.lab.quantize.rtn import round_to_nearest
 from foretell.load import load, resolve_dtype
 from foretell.model import kernels as native
-from foretell.model.config import MLAConfig, ModelConfig, MoEConfig
+from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig
+from foretell.model.config.states import ShortConvConfig
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.pack import round_to_bfloat16
 from foretell.model.load import memory
 from foretell.model.load.native import packed_bytes, read_block
 from foretell.model.load.rounding import RoundedWeights, round_to_blocks
-from foretell.model.state_config import ShortConvConfig
-from foretell.model.stored_matrix import Kind, StoredMatrix
-from foretell.quantize.gguf_grids import GGUF_GRIDS
-from foretell.quantize.rtn import round_to_nearest
+from foretell.model.matrices.stored import Kind, StoredMatrix
 from foretell.testing import TINY, RandomWeights
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason())

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
-from foretell.model.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
-from foretell.model.decoder import BlockRange, DecoderBlock
+from foretell.model.block.decoder import BlockRange, DecoderBlock
+from foretell.model.cache.layout import Layout
+from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PRECISIONS, Precision
-from foretell.model.layout import Layout
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

@@ -17,7 +17,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model import kernels as native
-from foretell.model.config import MoEConfig
+from foretell.model.config.model import MoEConfig
 from foretell.model.kernels.expert_cache import ExpertBytes, ExpertCache, Key
 from foretell.model.kernels.packed_file import PackedReader
 from foretell.model.kernels.structures import Precision
@@ -29,9 +29,9 @@ from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import finish_writing, packed_file
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.load.streamed import StreamedHead
-from foretell.model.network import Network
-from foretell.model.offload import OffloadedDecoder
-from foretell.model.runner import DecoderRunner
+from foretell.model.offload.block_store import OffloadedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.shape import RootOnly, Trie
 from foretell.testing import TINY
 from helpers import chain_tree, random_tokens

@@ -19,8 +19,8 @@ from foretell.core.sampling import SamplingParams
 from foretell.engine.request import Request
 from foretell.load import load
 from foretell.model import kernels as native
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PANEL_KINDS
@@ -31,7 +31,7 @@ from foretell.model.load.native import load_native
 from foretell.model.load.quantization_config import parse_quantization
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.weights import SafetensorsWeights, Weights
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import letter_codec
 from helpers import all_logits, chain_tree, random_tokens
 

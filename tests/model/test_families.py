@@ -23,9 +23,8 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.cuda_graph import GraphedDecoder
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
@@ -34,7 +33,8 @@ from foretell.model.load.build import build_decoder
 from foretell.model.load.native import finish_writing, load_native
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.load.weights import SafetensorsWeights
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.cuda_graph import GraphedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree
 from helpers import all_logits, chain_tree, random_tokens
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretell.model.config import ModelConfig, RopeConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.training import chunked_attention
 from foretell.model.training.full_forward import full_forward
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe

@@ -11,11 +11,11 @@ from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model import kernels as native
-from foretell.model.config import CacheDtype
+from foretell.model.config.model import CacheDtype
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.structures import Precision
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

@@ -13,13 +13,13 @@ import torch
 
 from foretell.load import check_cache_dtype, load
 from foretell.model import kernels as native
-from foretell.model.cache_numbers import INT8_LIMIT, quantize, rotate_blocks, widen
-from foretell.model.config import CacheDtype, ModelConfig
-from foretell.model.decoder import Decoder, SkipSet
+from foretell.model.block.decoder import Decoder, SkipSet
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.numbers import INT8_LIMIT, quantize, rotate_blocks, widen
+from foretell.model.config.model import CacheDtype, ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kv_cache import KVCache
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

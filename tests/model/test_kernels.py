@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretell.model.config import ModelConfig, MoEConfig, RopeConfig
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout
+from foretell.model.config.model import ModelConfig, MoEConfig, RopeConfig
 from foretell.model.kernels import (
     NativeLinear,
     NativeStack,
@@ -28,9 +30,7 @@ from foretell.model.kernels import (
 from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.structures import PRECISIONS
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout
-from foretell.model.stored_matrix import Matrix
+from foretell.model.matrices.stored import Matrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")

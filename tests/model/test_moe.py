@@ -13,13 +13,13 @@ from foretell.draft import DraftModel, NoDrafter, PromptLookup
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
-from foretell.model.block_table import BLOCK_SLOTS
-from foretell.model.config import ModelConfig, MoEConfig
-from foretell.model.decoder import Decoder, FeedForward
+from foretell.model.block.decoder import Decoder, FeedForward
+from foretell.model.block.linear import Linear
+from foretell.model.block.moe import ExpertFeedForward
+from foretell.model.cache.block_table import BLOCK_SLOTS
+from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.linear import Linear
-from foretell.model.moe import ExpertFeedForward
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import VOCAB, chain_tree, random_tokens

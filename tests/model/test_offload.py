@@ -14,12 +14,12 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.decoder import Decoder, DecoderBlock, SkipSet
+from foretell.model.block.decoder import Decoder, DecoderBlock, SkipSet
 from foretell.model.load.build import build_block, build_without_blocks
 from foretell.model.load.weights import SafetensorsWeights
-from foretell.model.network import Network
-from foretell.model.offload import BlockStore, OffloadedDecoder, weight_bytes
-from foretell.model.runner import DecoderRunner
+from foretell.model.offload.block_store import BlockStore, OffloadedDecoder, weight_bytes
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.shape import Chain, LLMCadTree
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, all_logits, chain_tree, random_tokens, run, tokens_of

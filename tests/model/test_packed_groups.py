@@ -14,14 +14,21 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import check_cache_dtype
 from foretell.model import kernels
-from foretell.model.cache_policy import Retrieval, SnapKV
-from foretell.model.compact_runner import SparseCacheRunner
-from foretell.model.evicting_runner import EvictingRunner
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.packed_groups import (
+    GROUP_SLOTS,
+    KIVI_BITS,
+    RESIDUAL,
+    PackedGroups,
+    packed_slots,
+    round_groups,
+)
+from foretell.model.cache.policy import Retrieval, SnapKV
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kv_cache import KVCache
-from foretell.model.network import Network
-from foretell.model.packed_groups import GROUP_SLOTS, KIVI_BITS, RESIDUAL, PackedGroups, packed_slots, round_groups
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.evicting_runner import EvictingRunner
+from foretell.model.run.network import Network
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

@@ -15,14 +15,14 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import load
 from foretell.model import kernels
-from foretell.model.cache_policy import Quest
-from foretell.model.compact_runner import SparseCacheRunner
-from foretell.model.config import CacheDtype
+from foretell.model.cache.layout import Layout, PaddedLayout
+from foretell.model.cache.pages import LEAST_BUDGET, PAGE, RECENT, page_bounds, selected_mask
+from foretell.model.cache.policy import Quest
+from foretell.model.config.model import CacheDtype
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.layout import Layout, PaddedLayout
-from foretell.model.network import Network
-from foretell.model.pages import LEAST_BUDGET, PAGE, RECENT, page_bounds, selected_mask
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from helpers import VOCAB, chain_tree, random_tokens, wide_target
 
 native = pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no compiler"))

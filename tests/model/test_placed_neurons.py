@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Int
 from test_sparsity import FFN, HIDDEN, dense, packed, predictor, sparse, states
 
+from foretell.model.block.sparsity import GateThreshold, NeuronRule, PredictedNeurons
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
 from foretell.model.kernels.neuron_file import NeuronFile, record_bytes, write_layer
 from foretell.model.kernels.placed_neurons import PlacedBlocks
 from foretell.model.kernels.rows import floats, row_tensor
 from foretell.model.kernels.sparse import input_rows
 from foretell.model.kernels.structures import Precision
-from foretell.model.neuron_placement import by_frequency, place_neurons
-from foretell.model.placement_file import file_order
-from foretell.model.sparsity import GateThreshold, NeuronRule, PredictedNeurons
+from foretell.model.offload.neuron_placement import by_frequency, place_neurons
+from foretell.model.offload.placement_file import file_order
 
 COUNTS = torch.from_numpy(np.random.default_rng(3).integers(0, 1000, (2, FFN)))
 

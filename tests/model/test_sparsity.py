@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from foretell.bench.random_file import random_model_file
-from foretell.model.decoder import BlockRange, Decoder, FeedForward
-from foretell.model.kernels.decoder import NativeDecoder, block_weights
-from foretell.model.kernels.structures import Precision
-from foretell.model.layout import Layout
-from foretell.model.linear import Linear
-from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights
-from foretell.model.load.native import load_native
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
-from foretell.model.sparsity import (
+from foretell.model.block.decoder import BlockRange, Decoder, FeedForward
+from foretell.model.block.linear import Linear
+from foretell.model.block.sparsity import (
     FirstNeurons,
     GateThreshold,
     InputThresholds,
@@ -32,7 +24,15 @@ from foretell.model.sparsity import (
     first_neurons,
     sparse_decoder,
 )
-from foretell.model.sparsity_file import SparsityFile, read_sparsity
+from foretell.model.cache.layout import Layout
+from foretell.model.kernels.decoder import NativeDecoder, block_weights
+from foretell.model.kernels.structures import Precision
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_weights import GGUFWeights
+from foretell.model.load.native import load_native
+from foretell.model.offload.sparsity_file import SparsityFile, read_sparsity
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.testing import TINY, tiny_decoder
 from helpers import chain_tree
 

@@ -7,7 +7,7 @@ import torch
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.matrices.stored import StoredMatrix
 
 
 def test_matrices_of_a_gguf_file_widen_to_its_tensors() -> None:

@@ -5,11 +5,11 @@ from itertools import combinations
 import pytest
 import torch
 
-from foretell.compress.sparsity import Pattern, Sparsity
+from foretell.lab.compress.sparsity import Pattern, Sparsity
 from foretell.model import kernels
 from foretell.model.kernels import NativeLinear, Precision, build
 from foretell.model.kernels.pack import TWO_OF_FOUR, plan_gate_up, plan_rows
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.matrices.stored import StoredMatrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.unavailable_reason() or "no kernels")

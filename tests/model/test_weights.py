@@ -17,15 +17,15 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from foretell.load import load
-from foretell.model.config_readers.gguf import from_gguf
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.readers.gguf import from_gguf
+from foretell.model.config.readers.hf import from_hf
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
 from foretell.model.load.reference import resolve_reference
 from foretell.model.load.weights import SafetensorsWeights
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import letter_codec
 from helpers import LLAMA3, all_logits, chain_tree, random_tokens
 

@@ -11,8 +11,8 @@ from published import CARD, LAYERS, D, V, embedding_and_head, matrix
 from safetensors.torch import load_file
 
 from foretell.load import load
-from foretell.model.config import ModelConfig, RopeConfig
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.speculator import export as room
 from foretell.speculator.export import export
 from foretell.speculator.formats.base import ExportFormat, Verifier

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from foretell import load
-from foretell.model.config import ModelConfig, RopeConfig
-from foretell.model.linear import Linear
+from foretell.model.block.linear import Linear
+from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.speculator.hf_writer import write_hf
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from helpers import all_logits, oracle_logits, random_tokens

@@ -14,8 +14,8 @@ from test_redrafter_format import redrafter
 from foretell.catalogue import BuildContext, build
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
-from foretell.model.config import ModelConfig
-from foretell.model.runner import DecoderRunner
+from foretell.model.config.model import ModelConfig
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import letter_codec, tiny_decoder
 from helpers import naive, random_tokens, run, statistics_of, tokens_of
 

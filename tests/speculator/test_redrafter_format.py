@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from published import CARD, D, Tensors, V, drawn, embedding_and_head, matrix, put
 from test_export import KEPT, VERIFIER, random
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.export import export
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from foretell.model.config import ModelConfig
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.testing import TINY, RandomWeights, tiny_decoder

@@ -14,7 +14,7 @@ from command import expect_error, run_foretell, tiny_target
 from foretell.api import Model
 from foretell.cli import data
 from foretell.core.sampling import SamplingParams
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.train.data import dataset
 from foretell.train.data.dataset import Dataset, DatasetManifest, DatasetWriter, DocumentRecord

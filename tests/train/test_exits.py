@@ -8,8 +8,8 @@ import torch
 from training_helpers import shared
 
 from command import expect_error, run_foretell, tiny_target
-from foretell.model.decoder import Decoder
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.checkpoint import embedding_and_head_of
 from foretell.speculator.checkpoint import read_config
 from foretell.speculator.network.base import TargetInfo

@@ -12,11 +12,11 @@ from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options.heads import MedusaOptions
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
-from foretell.model.compress import DecoderTransform
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.heads import HeadsNetwork

@@ -8,8 +8,8 @@ import torch
 from training_helpers import losses, settings, shared, target, task, trainer
 
 from command import expect_error, run_foretell, tiny_target
-from foretell.diffusion.evaluate import evaluate
-from foretell.diffusion.load import load_diffusion
+from foretell.lab.diffusion.evaluate import evaluate
+from foretell.lab.diffusion.load import load_diffusion
 from foretell.model.training.full_forward import full_forward
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.masked_diffusion import MaskedDiffusion

@@ -12,13 +12,13 @@ from training_helpers import settings, shared, target, trained
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.catalogue import BUILT_IN
+from foretell.lab.reproduce import Preparation, PreparationSettings
+from foretell.lab.reproduce.preparation import texts
+from foretell.lab.reproduce.preparation.preparation import need_of
+from foretell.lab.reproduce.preparation.texts import Texts
+from foretell.lab.reproduce.preparation.training import PLANS
+from foretell.lab.reproduce.preparation.vocabulary import halve_merges
 from foretell.load import load, load_codec
-from foretell.reproduce import Preparation, PreparationSettings
-from foretell.reproduce.preparation import texts
-from foretell.reproduce.preparation.preparation import need_of
-from foretell.reproduce.preparation.texts import Texts
-from foretell.reproduce.preparation.training import PLANS
-from foretell.reproduce.preparation.vocabulary import halve_merges
 from foretell.speculator import installed
 from foretell.speculator.installed import InstalledSpeculator, InstalledSpeculators
 from foretell.train.data.dataset import Dataset

@@ -8,8 +8,8 @@ import torch
 from test_resume import CASES
 from training_helpers import settings, task, trained, trainer
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.model import ModelConfig
 from foretell.model.load import checkpoint as source
 from foretell.model.load.build import build_decoder
 from foretell.model.load.weights import Weights

@@ -9,16 +9,16 @@ from tokenizers import Tokenizer, models
 
 from foretell.api import Model
 from foretell.model import kernels as native
-from foretell.model.config import ModelConfig
-from foretell.model.config_readers.architectures import ARCHITECTURES
-from foretell.model.cuda_graph import GraphedDecoder
+from foretell.model.block.linear import quantize_int8
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.architectures import ARCHITECTURES
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
-from foretell.model.linear import quantize_int8
 from foretell.model.load.build import build_decoder
 from foretell.model.load.native import load_native, weight_dtype
 from foretell.model.load.weights import Weights
-from foretell.model.network import Network
+from foretell.model.run.cuda_graph import GraphedDecoder
+from foretell.model.run.network import Network
 from foretell.roofline.model_configs import find_model
 from foretell.testing import hash_name
 from foretell.tokenizer.codec import TextCodec

@@ -25,7 +25,7 @@ from foretell.core.tree import TokenTree
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import load
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 
 class ReplayRunner(Runner):

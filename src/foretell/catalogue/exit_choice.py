@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from foretell.model.config import ModelConfig
-from foretell.model.read_weights import layer_weights
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.read_weights import layer_weights
 from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits
 
 LONGEST_CHAIN = 8

@@ -13,9 +13,9 @@ from foretell.catalogue.speculators import read_speculator, target_card
 from foretell.draft.beta_mixture import AdaptiveThresholds, BetaMixtureThreshold
 from foretell.draft.early_exit import EarlyExitDrafter
 from foretell.draft.exit_heads import ExitHeads, ExitRule, SharedHead, TrainedExits
-from foretell.model.decoder import Decoder
-from foretell.model.network import Network
-from foretell.model.partial_pass import check_spans
+from foretell.model.block.decoder import Decoder
+from foretell.model.run.network import Network
+from foretell.model.run.partial_pass import check_spans
 from foretell.speculator.exit_calibration import read_calibration
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.exits import Exits

@@ -11,9 +11,9 @@ from foretell.catalogue.retrieval import ngram, sam_recycling
 from foretell.catalogue.speculators import mix_draft_models, require_draft_models
 from foretell.draft import CascadeDrafter, DraftModel, SparseCacheDrafter
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.cache_policy import cache_policy
-from foretell.model.compact_runner import SparseCacheRunner
-from foretell.model.halves_runner import UpperHalvesRunner
+from foretell.model.cache.policy import cache_policy
+from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.halves_runner import UpperHalvesRunner
 from foretell.shape import Chain
 
 _DRAFT_MODEL_TOKENS, _FREE_TOKENS = 2, 8
@@ -103,6 +103,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=Match,
         builder=triforce,
+        reads=("drafts", "speculators", "references"),
         options=TriForceOptions,
         needs="draft model, or another first_level",
         drafts_with="target over a part of its cache, itself drafted for by a draft model or text",

@@ -8,9 +8,9 @@ from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.self_drafting import MatFormerDraftOptions, SparseMlpDraftOptions
 from foretell.draft import SparseTargetDrafter
 from foretell.engine.method import AnyMethod, Method
+from foretell.model.block.sparsity import FirstNeurons
 from foretell.model.kernels.structures import PREFIX_UNIT
-from foretell.model.sparsity import FirstNeurons
-from foretell.model.sparsity_file import read_sparsity
+from foretell.model.offload.sparsity_file import read_sparsity
 from foretell.shape import Chain
 
 

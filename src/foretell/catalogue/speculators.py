@@ -5,9 +5,9 @@ from pathlib import Path
 
 from foretell.catalogue.build_context import BuildContext, require_network
 from foretell.draft import DraftModel, MixtureDrafter, Predictor
-from foretell.model.decoder import Decoder
-from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.runner import Runner
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.run.runner import Runner
 from foretell.speculator.checkpoint import read_config
 from foretell.speculator.installed import find_installed, install_hint
 from foretell.speculator.load import load_speculator

@@ -1,4 +1,4 @@
-"""`foretell calibrate head` and `temperature`: what is fitted to a trained speculator's own states."""
+"""`foretell calibrate temperature`, and how a trained speculator is fitted to its own states."""
 
 import shutil
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from rich.console import Console
 
 from foretell.api import Model
 from foretell.cli import data, options
-from foretell.compress.draft_head import BEST, draft_head_network, fit_draft_head, weights_read
 from foretell.load import load
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import Speculator
@@ -31,38 +30,6 @@ DataSet = Annotated[
 _DATA = "calibration-data"
 """Data set that is written in the folder of the speculator where none is named."""
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the data set to fit on and to compare on.")]
-
-
-def head(
-    speculator: Fitted,
-    out: Out,
-    rank: Annotated[int, typer.Option(metavar="R", min=1, help="Rank through which all tokens are scored.")] = 128,
-    candidates: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens that are scored exactly then, or a few more.")
-    ] = 64,
-    model: options.Model = options.DEFAULT_MODEL,
-    data_folder: DataSet = None,
-    tokens: Tokens = 6000,
-    dtype: options.Dtype = "auto",
-) -> None:
-    """Let an EAGLE draft with a head in two stages, which reads a quarter of the weights or less.
-
-    foretell calibrate head eagle3 --data answers --out faster
-
-    foretell generate "Why is the sky blue?" --method eagle3 --draft-model faster
-    """
-
-    def fit(target: Model, loaded: Speculator, documents: list[Document]) -> str:
-        network = draft_head_network(loaded, rank, candidates)
-        found = fit_draft_head(target.network, network, documents, tokens, rank, candidates)
-        own, whole = weights_read(network)
-        return (
-            f"{own / 1e6:.2f} M of {whole / 1e6:.2f} M weights of the head are read for a token ({own / whole:.0%})\n"
-            f"on {found.states} states that it was not fitted on: {found.best:.1%} have the same most probable token, "
-            f"and {found.best_few:.1%} of the {BEST} most probable ones are the same"
-        )
-
-    _fit(speculator, out, model, data_folder, tokens, dtype, fit)
 
 
 def temperature(
@@ -90,10 +57,10 @@ def temperature(
             f"the loss was {before.loss:.3f} and is {after.loss:.3f} nats"
         )
 
-    _fit(speculator, out, model, data_folder, tokens, dtype, fit)
+    fit_speculator(speculator, out, model, data_folder, tokens, dtype, fit)
 
 
-def _fit(
+def fit_speculator(
     speculator: str,
     out: Path,
     model: str,

@@ -17,11 +17,11 @@ from foretell.bench.random_model import random_network
 from foretell.cli.roofline_drafting import drafting_samples
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.load import load
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.native import finish_writing
 from foretell.model.load.reference import DEFAULT_MODEL
-from foretell.model.network import Network
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.calibrate import PROBES, PassTimer
 from foretell.roofline.drafting_time import DraftingSample, at_predicted_pace, fit_drafting_time

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from foretell.api import Answer
 from foretell.engine.request import Update
-from foretell.model.backend import Backend
-from foretell.model.cache_policy import Quest
+from foretell.model.block.backend import Backend
+from foretell.model.cache.policy import Quest
 from foretell.model.kernels.expert_cache import ExpertReads
 from foretell.plan import PlanReport
 from foretell.tokenizer.stream import Detokenizer

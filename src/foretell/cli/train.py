@@ -14,13 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 from foretell.cli import options
+from foretell.cli.commands import add_group_commands
 from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.cli.train_exits import exits
-from foretell.cli.train_free import free
-from foretell.cli.train_matformer import matformer
-from foretell.cli.train_sparsity import sparsity
 from foretell.load import load
 from foretell.train.loop.accelerator import create_accelerator
 from foretell.train.loop.curve import StepMetrics, write_curve
@@ -31,9 +29,6 @@ from foretell.train.loop.settings import DRAFT_VOCAB, DatasetWeight, TrainingSet
 from foretell.train.loop.trainer import Trainer, TrainingCallback
 from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import explain
-
-_OTHERS = "exits", "sparsity", "matformer", "free"
-"""Commands beside the training of speculators."""
 
 
 class TrainGroup(TyperGroup):
@@ -47,7 +42,7 @@ class TrainGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that reads these arguments."""
-        if args[0] in _OTHERS:
+        if args[0] in _others:
             return super().resolve_command(ctx, args)
         return "", self.get_command(ctx, _SPECULATOR), args
 
@@ -178,10 +173,9 @@ def train(
     run(settings, shlex.join(["foretell", *sys.argv[1:]]))
 
 
-app.command(_OTHERS[0], context_settings=_HELP)(exits)
-app.command(_OTHERS[1], context_settings=_HELP)(sparsity)
-app.command(_OTHERS[2], context_settings=_HELP)(matformer)
-app.command(_OTHERS[3], context_settings=_HELP)(free)
+app.command("exits", context_settings=_HELP)(exits)
+_others = {"exits", *add_group_commands(app, "train", context_settings=_HELP)}
+"""Commands beside the training of speculators."""
 
 
 def run(settings: TrainingSettings, command: str) -> None:

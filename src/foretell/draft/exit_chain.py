@@ -11,8 +11,9 @@ from foretell.distributions.coupling import kernel_noise
 from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_heads import ChainDecoder, ExitHeads
 from foretell.model.kernels import DynamicTrees, NodeLimits
-from foretell.model.partial_pass import PartialPass
-from foretell.model.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.partial_pass import PartialPass
+from foretell.model.run.runner import Runner, RunsLayers, offered
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,20 @@ class GrownChains:
 class ExitChain:
     """Grows chains in the target's cache, for an exit after `layer` layers, and after `blocks` if it has some."""
 
-    def __init__(self, decoder: ChainDecoder, layer: int, runner: Runner, blocks: ExitBlocks | None = None) -> None:
+    def __init__(self, decoder: ChainDecoder, layer: int, runner: RunsLayers, blocks: ExitBlocks | None = None) -> None:
         self._decoder, self._layer, self._runner, self._blocks = decoder, layer, runner, blocks
 
     @staticmethod
     def of(heads: ExitHeads, runner: Runner, blocks: ExitBlocks | None = None) -> "ExitChain | None":
         """None: there are several exits, or the kernels cannot run them."""
-        runner = runner.innermost
-        if len(heads.layers) != 1 or not isinstance(runner, DecoderRunner):
+        target = offered(runner, DecoderRunner)
+        if len(heads.layers) != 1 or target is None:
             return None
-        decoder = heads.chain_decoder(0, runner.network if blocks is None else blocks.network)
-        return None if decoder is None else ExitChain(decoder, heads.layers[0], runner, blocks)
+        decoder = heads.chain_decoder(0, target.network if blocks is None else blocks.network)
+        return None if decoder is None else ExitChain(decoder, heads.layers[0], target, blocks)
 
     def grow(self, context: Context, length: int, limits: NodeLimits, refused: float | None) -> GrownChains:
-        """Chains for requests that may all draft; `refused`: nodes of at most this confidence are not valid."""
+        """Chains for requests that may all draft; `refused`: nodes of at most this confidence are not in the tree."""
         roots = root_tree(context.last_tokens)
         run = self._runner.begin_pass(context.rows, roots)
         states = run.advance(np.ones(roots.token.shape, bool), self._layer).states
@@ -55,10 +56,13 @@ class ExitChain:
             *(limits, states.shape[1]),
         )
         self._decoder.network.grow_dynamic_trees(states, trees, run.cache, self._decoder.token_of)
+        count = trees.count
         if refused is not None:
-            trees.score[:, 1:][trees.confidence[:, 1:] <= refused] = 0
+            # A chain goes on after confident nodes only, so that the refused ones are the last ones.
+            drafted = np.arange(1, trees.token.shape[1]) <= count[:, None]
+            count = np.count_nonzero(drafted & (trees.confidence[:, 1:] > refused), axis=1)
         which = range(len(context.rows))
-        tree = tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
+        tree = tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, count)
         run.extend(tree)
         if self._blocks is not None:
             return GrownChains(tree, trees, run)

@@ -8,7 +8,7 @@ from foretell.core.context import Context
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.draft.draft_model import OwnCache, read_backlog, unread_tokens
 from foretell.draft.heads import scores_by_depth
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 
 class PardDrafter(OwnCache):

@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Int
 
 from foretell.core.context import Context, StepResult
-from foretell.distributions.topk import top_k
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
+from foretell.model.run.topk import top_k
 
 _RANKS = (0.42, 0.14, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013)
 """Prior acceptance rate of the successor of each rank."""

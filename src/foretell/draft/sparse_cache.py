@@ -10,9 +10,9 @@ from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.cascade import CascadeDrafter
 from foretell.draft.draft_model import DraftModel
-from foretell.model.compact_runner import SparseCacheRunner
-from foretell.model.halves_runner import UpperHalvesRunner
-from foretell.model.runner import Runner
+from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.halves_runner import UpperHalvesRunner
+from foretell.model.run.runner import Runner
 
 
 class SparseCacheDrafter(Predictor):

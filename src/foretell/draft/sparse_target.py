@@ -4,14 +4,16 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepState
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.early_exit import frontier_nodes
-from foretell.model.compact_runner import check_whole
-from foretell.model.network import Network
-from foretell.model.partial_pass import with_ancestors
-from foretell.model.runner import Runner
+from foretell.model.run.compact_runner import check_whole
+from foretell.model.run.network import Network
+from foretell.model.run.partial_pass import with_ancestors
+from foretell.model.run.runner import DraftsInCache, Runner, required
+
+_NO_ENGINE = "a drafter with a part of the target's neurons works in an engine only: it shares a cache"
 
 
 class SparseTargetDrafter(Predictor):
@@ -27,22 +29,25 @@ class SparseTargetDrafter(Predictor):
     def __init__(self, network: Network) -> None:
         self.network = network
         self._runner: Runner | None = None
-        self._read: Bool[np.ndarray, "b n"] = np.zeros((0, 0), bool)
+        self._cache: DraftsInCache | None = None
+        """The target, whose cache takes the drafts."""
+        self._read = StepState[Bool[np.ndarray, "b n"]]()
         """Nodes of the tree that grows which the network has read."""
 
     def attach(self, runner: Runner) -> None:
         """Draft in the cache of this runner.
 
         Raises:
-            ValueError: it keeps a part of the text's keys and values only.
+            ValueError: it keeps a part of the text's keys and values only, or has no cache for another network.
         """
         check_whole(runner)
+        self._cache = required(runner, DraftsInCache, "a draft in the target's cache needs a model of the own decoder")
         self._runner = runner
 
     @property
     def _target(self) -> Runner:
         if self._runner is None:
-            raise ValueError("a drafter with a part of the target's neurons works in an engine only: it shares a cache")
+            raise ValueError(_NO_ENGINE)
         return self._runner
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
@@ -60,12 +65,11 @@ class SparseTargetDrafter(Predictor):
             return torch.zeros(0, self._target.vocab), np.full(wanted.shape, -1)
         read = np.zeros(wanted.shape, bool)
         if tree.nodes > 1:
-            read[:, : self._read.shape[1]] = self._read
+            known = self._read.of(context, read[:, :0])
+            read[:, : known.shape[1]] = known
         active = (with_ancestors(tree, wanted) & ~read) | wanted
-        output = self._target.forward_draft(self.network, context.rows, tree, active, wanted)
-        self._read = read | active
+        if self._cache is None:
+            raise ValueError(_NO_ENGINE)
+        output = self._cache.forward_draft(self.network, context.rows, tree, active, wanted)
+        self._read.put(context, read | active)
         return output.logits, output.logit_index
-
-    def observe(self, step: StepResult) -> None:
-        """Forget the drafts: the target has replaced their keys and values."""
-        self._read = np.zeros((0, 0), bool)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from foretell.core.context import StepResult
-from foretell.distributions.topk import top_k
+from foretell.model.run.topk import top_k
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """The most probable tokens of a position with their log-probabilities, best first."""

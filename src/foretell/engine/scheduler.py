@@ -7,7 +7,7 @@ from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import StepTime
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner, free_tokens
 
 _ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""
@@ -130,8 +130,8 @@ class Scheduler:
             self.running.append(r)
 
     def schedule(self) -> dict[LiveRequest, list[int]]:
-        """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
-        chunk allows.
+        """Tokens that the target reads in this step for each request: all that it has not read yet up to its
+        `reading_end`, as far as the chunk allows, and then its last one.
         """
         out, reading = dict[LiveRequest, list[int]](), list[LiveRequest]()
         for r in self.running:
@@ -142,7 +142,7 @@ class Scheduler:
         left = self.chunks.size(decoding=bool(out))
         for r in self._by_urgency(reading) if len(reading) > 1 else reading:
             most = min(left, _PROMPT_LOGPROBS_CHUNK) if r.reads_prompt_logprobs else left
-            unread = r.sequence.tokens[self._runner.length(r.row) :][:most]
+            unread = r.sequence.tokens[self._runner.length(r.row) : r.reading_end][:most]
             if len(unread):
                 out[r] = unread.tolist()
                 left -= len(unread)
@@ -158,7 +158,7 @@ class Scheduler:
         ended requests where it must. A request that runs alone is always given a try.
         """
         needed = tokens + sum(r.sequence.length - self._runner.length(r.row) for r in self.running)
-        while (free := self._runner.free_tokens) is not None and free < needed:
+        while (free := free_tokens(self._runner)) is not None and free < needed:
             if not self.rows.evict():
                 return not self.running
         return True

@@ -17,7 +17,7 @@ from foretell.engine.provenance import describe_pass
 from foretell.engine.repetition import REPETITION, REPETITION_DETECTED
 from foretell.engine.request import Update
 from foretell.engine.statistics import StepTime
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 
 @dataclass(frozen=True)

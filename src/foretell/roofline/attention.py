@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from foretell.model.config import MLAConfig, ModelConfig
+from foretell.model.config.model import MLAConfig, ModelConfig
 from foretell.roofline.linear_cost import ZERO, LinearCost
 from foretell.roofline.op_graph import Op, elementwise, linear
 

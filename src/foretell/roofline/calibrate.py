@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
 from foretell.roofline.cost import scalar
 from foretell.roofline.formats import NumberFormat, compute_class, parse_format

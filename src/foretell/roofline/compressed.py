@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.roofline.op_graph import Op, linear
 
 _MATRICES: Mapping[str, tuple[str, ...]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from foretell.model.config import Activation, ModelConfig, MoEConfig
+from foretell.model.config.model import Activation, ModelConfig, MoEConfig
 from foretell.roofline.linear_cost import ZERO, LinearCost
 from foretell.roofline.op_graph import Op, elementwise, linear
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from foretell.model.config import ModelConfig
-from foretell.model.state_config import DeltaNetConfig
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.attention import RMS_NORM_OPS, Fusion, grouped_query_attention, latent_attention
 from foretell.roofline.compressed import compressed_layer
 from foretell.roofline.feedforward import dense_feed_forward, mixture_of_experts

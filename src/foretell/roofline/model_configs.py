@@ -1,6 +1,6 @@
 """Model configurations from the built-in table, a config.json, or GGUF metadata.
 
-The decoder runs the architectures of `foretell.model.config_readers`. The analyzer also knows a few that the decoder
+The decoder runs the architectures of `foretell.model.config.readers`. The analyzer also knows a few that the decoder
 does not run (OPT, GPT-J, Phi-3, Falcon, GLM-4); they are read here, so that the loader rejects them.
 """
 
@@ -13,12 +13,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from foretell.model.config import ModelConfig, RopeConfig
-from foretell.model.config_readers.architectures import ARCHITECTURES
-from foretell.model.config_readers.compressed import base_config
-from foretell.model.config_readers.gguf import from_gguf
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.state_config import DeltaNetConfig
+from foretell.model.config.model import ModelConfig, RopeConfig
+from foretell.model.config.readers.architectures import ARCHITECTURES
+from foretell.model.config.readers.compressed import base_config
+from foretell.model.config.readers.gguf import from_gguf
+from foretell.model.config.readers.hf import from_hf
+from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 

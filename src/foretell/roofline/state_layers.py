@@ -1,7 +1,7 @@
 """The operations of layers with a recurrent state instead of attention: gated delta nets."""
 
-from foretell.model.config import ModelConfig
-from foretell.model.state_config import DeltaNetConfig
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.attention import RMS_NORM_OPS
 from foretell.roofline.feedforward import ACTIVATION_OPS
 from foretell.roofline.linear_cost import LinearCost

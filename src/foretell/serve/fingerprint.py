@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from foretell.model.backend import Backend
+from foretell.model.block.backend import Backend
 
 _SUFFIXES = (".gguf", ".safetensors", ".json")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096

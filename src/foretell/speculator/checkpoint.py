@@ -10,7 +10,7 @@ from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.utils.validation import read_json, validate

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import Activation, ModelConfig, RopeConfig
-from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
-from foretell.model.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.config.model import Activation, ModelConfig, RopeConfig
 from foretell.speculator.checkpoint import write_weights
 from foretell.tokenizer.codec import TextCodec
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG, load_own, read_config
 from foretell.speculator.formats import find_format
 from foretell.speculator.formats.base import ConvertedCheckpoint

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.network import Network
+from foretell.model.run.network import Network
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.eagle import EagleNetwork

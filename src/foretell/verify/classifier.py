@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 from foretell.verify.logits import target_logits
 
 Verdict = Literal["tie", "bug"]

@@ -18,7 +18,7 @@ from foretell.distributions.sampler import kept_tokens
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 from foretell.verify.logits import target_logits
 
 ALPHA = 1e-3

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.core.tree import root_tree
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 
 
 def target_logits(runner: Runner, tokens: Sequence[int], last: int, single_pass: bool) -> Float[torch.Tensor, "last v"]:

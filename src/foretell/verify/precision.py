@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.api import Model
-from foretell.model.runner import Runner
-from foretell.quantize.evaluate import Comparison, compare_logits
+from foretell.model.run.runner import Runner
+from foretell.verify.comparison import Comparison, compare_logits
 from foretell.verify.logits import read_chunk
 
 Tensor = torch.Tensor

@@ -8,7 +8,7 @@ import torch
 
 from foretell.bench.peers.base import LOOKUP_NGRAM, LOOKUP_TOKENS, ForwardBackend, Peer
 from foretell.bench.timestamps import TokenTimer, TokenTimestamps
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
 from foretell.model.load.reference import resolve_reference

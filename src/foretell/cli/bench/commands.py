@@ -6,13 +6,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from foretell.cli.bench.frontier import frontier
 from foretell.cli.bench.recording import record_, replay_
 from foretell.cli.bench.results import compare_, report_, schema
 from foretell.cli.bench.run import run
 from foretell.cli.bench.serve import serve_
 from foretell.cli.bench.soak import soak
 from foretell.cli.bench.step import step
+from foretell.cli.commands import add_group_commands
 from foretell.cli.errors import report_errors
 
 
@@ -41,8 +41,8 @@ def bench() -> None:
 
 _COMMANDS: Mapping[str, Callable[..., None]] = {
     "step": step, "run": run, "record": record_, "replay": replay_, "serve": serve_, "soak": soak,
-    "frontier": frontier, "compare": compare_,
-    "schema": schema, "report": report_,
+    "compare": compare_, "schema": schema, "report": report_,
 }  # fmt: skip
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
+add_group_commands(app, "bench")

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 
-from foretell.model.attention import AttentionBackend
-from foretell.model.config import ModelConfig
+from foretell.model.block.attention import AttentionBackend
+from foretell.model.config.model import ModelConfig
 
 
 def unsupported_part(config: ModelConfig) -> str | None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foretell.model.config import ModelConfig
-from foretell.model.config_readers.hf import from_hf
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.hf import from_hf
 from foretell.model.diffusion.attention import unsupported_part
 from foretell.utils.validation import Fields
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.diffusion.attention import SequenceStore, WindowAttention
 from foretell.model.training.full_forward import forward_blocks
 

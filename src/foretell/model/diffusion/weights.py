@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.diffusion.config import DiffusionConfig
 from foretell.model.load.build import build_decoder
 from foretell.model.load.weights import SafetensorsWeights, Weights

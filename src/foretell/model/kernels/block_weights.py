@@ -8,22 +8,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from foretell.model.compressed_config import LowRank
-from foretell.model.expert_matrices import ExpertMatrices
+from foretell.model.block.expert_matrices import ExpertMatrices
+from foretell.model.block.linear import Linear
+from foretell.model.block.state_layers import StateMixer
+from foretell.model.config.compressed import LowRank
 from foretell.model.kernels import structures
 from foretell.model.kernels.pack import Panels, plan_inner, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.structures import Precision
-from foretell.model.linear import Linear
-from foretell.model.state_layers import StateMixer
-from foretell.model.stored_matrix import Matrix
+from foretell.model.matrices.stored import Matrix
 
 FACTORED = tuple(role.name for role in fields(LowRank))
 """Linear layers of a block that may be of low rank; the last two are empty in a layer with experts."""
 
 
 class LayerInputWeights(NamedTuple):
-    """Weights of a block's per-layer input; see `foretell.model.layer_inputs.LayerInput`."""
+    """Weights of a block's per-layer input; see `foretell.model.block.layer_inputs.LayerInput`."""
 
     gate: Matrix
     projection: Matrix

@@ -12,10 +12,8 @@ from torch import nn
 
 from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import TokenTree
-from foretell.model.backend import Backend
-from foretell.model.cache import Cache
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import (
+from foretell.model.block.backend import Backend
+from foretell.model.block.decoder import (
     BlockForward,
     BlockOutput,
     BlockRange,
@@ -25,7 +23,17 @@ from foretell.model.decoder import (
     RMSNorm,
     SkipSet,
 )
-from foretell.model.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
+from foretell.model.block.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
+from foretell.model.block.latent import LatentProjection
+from foretell.model.block.layer_inputs import LayerInput
+from foretell.model.block.linear import FactoredLinear, Linear
+from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.block.sparsity import NeuronRule, PredictedNeurons, check_sparse
+from foretell.model.cache.base import Cache
+from foretell.model.cache.layout import Layout
+from foretell.model.cache.pages import page_policy
+from foretell.model.cache.state_store import build_cache
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build, numbers, structures
 from foretell.model.kernels.block_weights import BlockWeights, LatentWeights, LayerInputWeights, PackedBlock
 from foretell.model.kernels.dynamic_tree import DynamicTrees
@@ -39,15 +47,7 @@ from foretell.model.kernels.sparse import NeuronCounts, SparseBlocks
 from foretell.model.kernels.stack import NativeStack, routes_of_layers
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
-from foretell.model.latent import LatentProjection
-from foretell.model.layer_inputs import LayerInput
-from foretell.model.layout import Layout
-from foretell.model.linear import FactoredLinear, Linear
-from foretell.model.moe import DenseAndExperts, ExpertFeedForward
-from foretell.model.pages import page_policy
-from foretell.model.sparsity import NeuronRule, PredictedNeurons, check_sparse
-from foretell.model.state_store import build_cache
-from foretell.model.stored_matrix import Matrix, StoredMatrix
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 
 def block_weights(block: nn.Module) -> BlockWeights:
@@ -410,7 +410,7 @@ class NativeDecoder:
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "NativeDecoder":
         """The same embedding, norm and head for another configuration of the blocks."""
-        return self._sharing(config, self.stack.without_sublayers(skip.attention, skip.mlp))
+        return self._sharing(config, self.stack.without_sublayers(skip.attention, skip.mlp, config))
 
     @property
     def grows_dynamic_trees(self) -> bool:
@@ -456,7 +456,7 @@ class NativeDecoder:
         """The first `layers` blocks with the same norm and head, sharing all weights."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
+        return self._sharing(self.config.of_layers(range(layers)), self.stack.first_layers(layers))
 
     def followed_by(self, layers: int, blocks: Sequence[DecoderBlock], place: int) -> "NativeDecoder":
         """The first `layers` blocks, and after them others of the same sizes, packed in this decoder's precision; see
@@ -468,7 +468,7 @@ class NativeDecoder:
         if not self.stack.uniform:
             raise ValueError("blocks of an exit need a model whose layers have the same sizes")
         packed = [self.stack.pack_block(layers, block_weights(block)) for block in blocks]
-        config = replace(self.config, layers=layers + len(blocks))
+        config = replace(self.config.of_layers(range(layers)), layers=layers + len(blocks))
         return self._sharing(config, self.stack.followed_by(layers, packed, place))
 
     def with_head(self, norm: Float[torch.Tensor, " d"], head: NativeLinear) -> "NativeDecoder":
@@ -489,7 +489,7 @@ class NativeDecoder:
         (None: the rules are all `FirstNeurons`, which need no others). `label`: see `Backend.sparsity`.
 
         Raises:
-            ValueError: see `foretell.model.sparsity.check_sparse`; or the kernels cannot read so many neurons.
+            ValueError: see `foretell.model.block.sparsity.check_sparse`; or the kernels cannot read so many neurons.
         """
         check_sparse(self.config, rules)
         units = [rule.unit for rule in rules if isinstance(rule, PredictedNeurons)]

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout
 from foretell.model.kernels import build, numbers, structures
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.linear import NativeLinear, check_tensor, pack_embedding
 from foretell.model.kernels.stack import NativeStack
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.linear import NativeLinear, pack_embedding
 from foretell.model.kernels.pack import round_to_bfloat16, widen_quantized_rows
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.matrices.stored import StoredMatrix
 
 
 class NativeEmbedding:

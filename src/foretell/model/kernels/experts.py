@@ -7,8 +7,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from foretell.model.config import MoEConfig
-from foretell.model.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
+from foretell.model.block.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
+from foretell.model.config.model import MoEConfig
 from foretell.model.kernels import structures
 from foretell.model.kernels.linear import PackedLinears
 from foretell.model.kernels.pack import Panels, interleave_bias, plan_inner, plan_rows

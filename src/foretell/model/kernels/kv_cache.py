@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.block_table import BLOCK_SLOTS, blocks_for
-from foretell.model.cache_numbers import join_halves, rotate_blocks, widen
-from foretell.model.config import CacheDtype
+from foretell.model.cache.block_table import BLOCK_SLOTS, blocks_for
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.numbers import join_halves, rotate_blocks, widen
+from foretell.model.cache.packed_groups import RESIDUAL
+from foretell.model.cache.pages import PAGE, optional_slots
+from foretell.model.config.model import CacheDtype
 from foretell.model.kernels import build, structures
 from foretell.model.kernels.structures import LANES, PANEL_KINDS, Precision
-from foretell.model.kv_cache import KVCache
-from foretell.model.packed_groups import RESIDUAL
-from foretell.model.pages import PAGE, optional_slots
 
 
 def cache_dtype(precision: Precision) -> torch.dtype:

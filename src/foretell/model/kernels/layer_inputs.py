@@ -1,14 +1,14 @@
-"""Per-layer inputs on the CPU kernels; see `foretell.model.layer_inputs`."""
+"""Per-layer inputs on the CPU kernels; see `foretell.model.block.layer_inputs`."""
 
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 
+from foretell.model.block.layer_inputs import combine_inputs
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.row_ops import rms_norm
-from foretell.model.layer_inputs import combine_inputs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from foretell.model.kernels import build, structures
 from foretell.model.kernels.pack import Panels, pack, pad_bias, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.structures import OPERANDS, PANEL, PANEL_KINDS, Precision
-from foretell.model.stored_matrix import Matrix
+from foretell.model.matrices.stored import Matrix
 
 
 class NativeLinear:

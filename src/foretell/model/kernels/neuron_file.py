@@ -15,7 +15,7 @@ from foretell.model.kernels.rows import row_tensor
 from foretell.model.kernels.sparse import input_rows
 from foretell.model.kernels.structures import PANEL, Precision
 from foretell.model.kernels.uncached_file import PAGE
-from foretell.model.stored_matrix import Matrix
+from foretell.model.matrices.stored import Matrix
 
 _ROWS = 3
 """Rows of a record: up, down and gate; see `NeuronPlaces` of csrc/interface.h."""

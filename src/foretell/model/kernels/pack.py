@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretell.model.kernels.structures import LANES, PANEL, PANEL_KINDS, Precision
-from foretell.model.stored_matrix import FLOAT_KINDS, Matrix, StoredMatrix
+from foretell.model.matrices.stored import FLOAT_KINDS, Matrix, StoredMatrix
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""

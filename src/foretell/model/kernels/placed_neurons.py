@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from foretell.model.block.sparsity import GateThreshold, PredictedNeurons
 from foretell.model.kernels import structures
 from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
 from foretell.model.kernels.neuron_file import NeuronFile
@@ -19,7 +20,6 @@ from foretell.model.kernels.pack import allocate
 from foretell.model.kernels.sparse import SparseBlocks, by_input_kind
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import OPERANDS
-from foretell.model.sparsity import GateThreshold, PredictedNeurons
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from foretell.model.kernels.pack import allocate
 from foretell.model.kernels.structures import PANEL, Precision
-from foretell.model.stored_matrix import Matrix, StoredMatrix
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 
 def floats(precision: Precision) -> Precision:

@@ -9,6 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from foretell.model.block.sparsity import (
+    FirstNeurons,
+    GateThreshold,
+    InputThresholds,
+    NeuronRule,
+    PredictedNeurons,
+    Predictor,
+)
 from foretell.model.kernels import structures
 from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
 from foretell.model.kernels.linear import PackedLinears
@@ -17,15 +25,7 @@ from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.rows import floats, in_huge_pages, row_tensor, widened
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import LANES, OPERANDS, PANEL, PANEL_KINDS, PREFIX_UNIT, Precision
-from foretell.model.sparsity import (
-    FirstNeurons,
-    GateThreshold,
-    InputThresholds,
-    NeuronRule,
-    PredictedNeurons,
-    Predictor,
-)
-from foretell.model.stored_matrix import Matrix
+from foretell.model.matrices.stored import Matrix
 
 _BY_GATE, _PREDICTED = range(2)
 """`NeuronRule` of csrc/interface.h."""

@@ -8,12 +8,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from foretell.model.block.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
+from foretell.model.cache.layout import Layout
+from foretell.model.cache.state_plan import PassPlan
+from foretell.model.cache.state_store import StateStore
+from foretell.model.config.states import DeltaNetConfig, Mamba2Config, StateConfig
 from foretell.model.kernels import build, structures
-from foretell.model.layout import Layout
-from foretell.model.state_config import DeltaNetConfig, Mamba2Config, StateConfig
-from foretell.model.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
-from foretell.model.state_plan import PassPlan
-from foretell.model.state_store import StateStore
 
 _MIXERS: tuple[type[StateMixer], ...] = (GatedDeltaNet, ShortConvolution, Mamba2)
 """In the order of `StateKind` in csrc/interface.h."""

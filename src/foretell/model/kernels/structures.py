@@ -4,10 +4,10 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any, Literal
 
-from foretell.model.linear import INT8_BLOCK, INT8_GROUP
+from foretell.model.block.linear import INT8_BLOCK, INT8_GROUP
 
 Precision = Literal["float32", "bfloat16", "int8", "int8-activations"]
-"""Arithmetic of a network; see `foretell.model.backend.ARITHMETIC`."""
+"""Arithmetic of a network; see `foretell.model.block.backend.ARITHMETIC`."""
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int8-activations")
 PANEL_KINDS = (
     "F32", "BF16", "int8", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z",
@@ -236,7 +236,7 @@ class TreePass(ctypes.Structure):
 
 
 class Layout(ctypes.Structure):
-    """Rows, slots, positions and visible slots of the new tokens; see `model.layout.Layout`."""
+    """Rows, slots, positions and visible slots of the new tokens; see `model.cache.layout.Layout`."""
 
     _fields_ = (
         *((name, c_int32) for name in ("count", "max_extra_slots")),

@@ -9,7 +9,7 @@ from foretell.model.kernels import structures
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.rows import floats, in_huge_pages, row_tensor
 from foretell.model.kernels.structures import OPERANDS, Precision
-from foretell.model.stored_matrix import Matrix
+from foretell.model.matrices.stored import Matrix
 
 
 class TwoStageHead(NativeLinear):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
-from foretell.model.expert_matrices import GatedMatrices
-from foretell.model.latent import LatentBlock
-from foretell.model.linear import AnyLinear, Linear
+from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
+from foretell.model.block.expert_matrices import GatedMatrices
+from foretell.model.block.latent import LatentBlock
+from foretell.model.block.linear import AnyLinear, Linear
+from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.block_names import block_names
 from foretell.model.load.experts import read_expert_layer
 from foretell.model.load.latent import read_latent_projection
@@ -26,8 +27,7 @@ from foretell.model.load.layer_parts import (
 from foretell.model.load.low_rank import SHORTCUTS, read_linear
 from foretell.model.load.state_blocks import build_state_parts
 from foretell.model.load.weights import Weights
-from foretell.model.moe import DenseAndExperts, ExpertFeedForward
-from foretell.model.stored_matrix import Matrix, StoredMatrix
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 Tensor = torch.Tensor
 

@@ -7,19 +7,19 @@ from functools import partial
 
 import torch
 
-from foretell.model.compress import DecoderTransform
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.sparsity import NeuronRule, sparse_decoder
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.block_names import block_names
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
 from foretell.model.load.mtp import load_mtp
 from foretell.model.load.native import read_block
+from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
-from foretell.model.mtp import MTPLayer
-from foretell.model.network import Network
-from foretell.model.sparsity import NeuronRule, sparse_decoder
+from foretell.model.run.mtp import MTPLayer
+from foretell.model.run.network import Network
 
 
 def embedding_and_head_of(decoder: Decoder) -> EmbeddingAndHead:
@@ -47,7 +47,7 @@ class Checkpoint(ABC):
 
     def sparse_network(self, network: Network, rules: Sequence[NeuronRule], label: str = "") -> Network:
         """`network`, the model itself, with a rule per layer by which tokens choose neurons; see
-        `foretell.model.sparsity`. It shares what it can with `network`.
+        `foretell.model.block.sparsity`. It shares what it can with `network`.
 
         Raises:
             ValueError: neither the kernels nor torch run it so.

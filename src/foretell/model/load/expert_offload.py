@@ -16,8 +16,8 @@ from jaxtyping import Bool
 from foretell.core.context import ModelOutput
 from foretell.core.expert_forecast import ExpertForecast
 from foretell.core.tree import TokenTree
-from foretell.model.cache import Cache
-from foretell.model.config import ModelConfig
+from foretell.model.cache.base import Cache
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import structures
 from foretell.model.kernels.block_weights import PackedBlock
 from foretell.model.kernels.decoder import NativeDecoder
@@ -28,7 +28,7 @@ from foretell.model.kernels.uncached_file import PAGE, UncachedFile
 from foretell.model.load.native import OUTER_PARTS, restore_outer
 from foretell.model.load.streamed import StreamedParts
 from foretell.model.load.weights import Weights
-from foretell.model.offload import weight_bytes
+from foretell.model.offload.block_store import weight_bytes
 
 _WEIGHT = ctypes.sizeof(structures.Weight)
 _FIELDS = {getattr(structures.Weight, name).offset: name for name in ("words", "bias")}

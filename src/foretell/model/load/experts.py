@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from jaxtyping import Float
 
-from foretell.model.config import ModelConfig
-from foretell.model.expert_matrices import ExpertMatrices, GatedMatrices
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.block.expert_matrices import ExpertMatrices, GatedMatrices
+from foretell.model.config.model import ModelConfig
+from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
 Names = tuple[str | None, str, str]

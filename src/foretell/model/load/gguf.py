@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.model.load.mapped_file import map_file, release_pages
-from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
+from foretell.model.matrices.stored import BLOCKS, FLOAT_KINDS, Kind, StoredMatrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -4,11 +4,11 @@ import re
 
 import torch
 
-from foretell.model.config import ModelConfig
-from foretell.model.config_readers.gguf import from_gguf
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.weights import HEAD, Storage, Weights
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
 

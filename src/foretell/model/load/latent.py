@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import RMSNorm
-from foretell.model.latent import LatentProjection
-from foretell.model.linear import Linear
+from foretell.model.block.decoder import RMSNorm
+from foretell.model.block.latent import LatentProjection
+from foretell.model.block.linear import Linear
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.experts import Weights
 
 Tensor = torch.Tensor

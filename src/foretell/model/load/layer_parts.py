@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import FeedForward, RMSNorm
-from foretell.model.layer_inputs import LayerInput, LayerInputs
-from foretell.model.linear import Linear
+from foretell.model.block.decoder import FeedForward, RMSNorm
+from foretell.model.block.layer_inputs import LayerInput, LayerInputs
+from foretell.model.block.linear import Linear
+from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.experts import Weights
-from foretell.model.moe import DenseAndExperts, ExpertFeedForward
 
 Tensor = torch.Tensor
 INTERLEAVED = ("llama4_text",)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from foretell.model.config import ModelConfig
-from foretell.model.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.config.model import ModelConfig
 
 FACTORS = {
     "qkv": "self_attn.qkv_v_proj",

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, RMSNorm, decoder_rope_tables
+from foretell.model.block.decoder import Decoder, RMSNorm, decoder_rope_tables
+from foretell.model.block.linear import Int8Linear, Linear, quantize_int8
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
-from foretell.model.linear import Int8Linear, Linear, quantize_int8
 from foretell.model.load.build import build_block
 from foretell.model.load.native import read_block
 from foretell.model.load.weights import Storage, Weights
-from foretell.model.mtp import MTPLayer
-from foretell.model.network import Network
-from foretell.model.stored_matrix import Matrix, StoredMatrix
+from foretell.model.matrices.stored import Matrix, StoredMatrix
+from foretell.model.run.mtp import MTPLayer
+from foretell.model.run.network import Network
 
 Tensor = torch.Tensor
 _FIRST_LAYER = "model.layers.0."

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import decoder_rope_tables
-from foretell.model.expert_matrices import GatedMatrices
+from foretell.model.block.decoder import decoder_rope_tables
+from foretell.model.block.expert_matrices import GatedMatrices
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build
 from foretell.model.kernels.block_weights import BlockWeights, LayerInputWeights, PackedBlock, plan_block
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
@@ -37,7 +37,7 @@ from foretell.model.load.layer_parts import (
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
 from foretell.model.load.streamed import StreamedHead, StreamedParts
 from foretell.model.load.weights import Weights
-from foretell.model.stored_matrix import Matrix, StoredMatrix
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 OUTER_PARTS = 2

@@ -3,19 +3,19 @@
 import torch
 
 from foretell.model import kernels as native
-from foretell.model.compress import DecoderTransform, identity
-from foretell.model.config import ModelConfig
-from foretell.model.cuda_graph import GraphedDecoder
-from foretell.model.decoder import DecoderBlock
+from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.linear import quantize_int8
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
-from foretell.model.linear import quantize_int8
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
 from foretell.model.load.expert_offload import build_expert_network
 from foretell.model.load.native import load_native, native_blocks, packed_file, weight_dtype
+from foretell.model.load.transforms import DecoderTransform, identity
 from foretell.model.load.weights import Weights
-from foretell.model.network import Network
-from foretell.model.offload import BlockStore, OffloadedDecoder, refuse_small_limit, weight_bytes
+from foretell.model.offload.block_store import BlockStore, OffloadedDecoder, refuse_small_limit, weight_bytes
+from foretell.model.run.cuda_graph import GraphedDecoder
+from foretell.model.run.network import Network
 from foretell.utils.names import unknown
 
 

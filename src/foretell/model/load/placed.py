@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from foretell.model.config import ModelConfig
+from foretell.model.block.sparsity import GateThreshold, PredictedNeurons
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.placed_neurons import PlacedBlocks
@@ -14,11 +15,10 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.load.native import pack_outer, read_block
 from foretell.model.load.network import runs_on_kernels
 from foretell.model.load.weights import Weights
-from foretell.model.neuron_placement import Placement, place_neurons
-from foretell.model.offload import weight_bytes
-from foretell.model.placement_file import NeuronProfile, file_order, read_placement
-from foretell.model.sparsity import GateThreshold, PredictedNeurons
-from foretell.model.sparsity_file import SparseModel
+from foretell.model.offload.block_store import weight_bytes
+from foretell.model.offload.neuron_placement import Placement, place_neurons
+from foretell.model.offload.placement_file import NeuronProfile, file_order, read_placement
+from foretell.model.offload.sparsity_file import SparseModel
 
 
 @dataclass(frozen=True)

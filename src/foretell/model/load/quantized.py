@@ -11,7 +11,7 @@ from foretell.model.load.quantization_config import Quantization, Scheme
 from foretell.model.load.quantized_formats import FORMATS, NOT_READ, QuantizedFormat, QuantizedModule
 from foretell.model.load.quantized_matrix import QuantizedMatrix
 from foretell.model.load.weights import SafetensorsWeights, Storage, Weights, candidate_names, refuse_quantized
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
 _WEIGHT = ".weight"

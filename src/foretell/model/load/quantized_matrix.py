@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int, UInt8
 
-from foretell.model.stored_matrix import StoredMatrix
+from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
 _GROUP = 32

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build
 from foretell.model.kernels.structures import PANEL_KINDS
 from foretell.model.load.weights import Weights
-from foretell.model.stored_matrix import BLOCKS, FLOAT_KINDS, Kind, Matrix, StoredMatrix
+from foretell.model.matrices.stored import BLOCKS, FLOAT_KINDS, Kind, Matrix, StoredMatrix
 
 log = logging.getLogger(__name__)
 _ROWS = 256

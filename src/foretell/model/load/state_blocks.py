@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from foretell.model.config import ModelConfig
-from foretell.model.linear import Linear
-from foretell.model.state_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
-from foretell.model.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
+from foretell.model.block.linear import Linear
+from foretell.model.block.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.states import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
 Tensor = torch.Tensor
 Require = Callable[..., Tensor]

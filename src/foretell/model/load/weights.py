@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.safetensors_file import SafetensorsFile
-from foretell.model.stored_matrix import Matrix, StoredMatrix
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor

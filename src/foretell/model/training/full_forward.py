@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from foretell.model.attention import AttentionBackend, masked_attention, scale_queries
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, DecoderBlock
-from foretell.model.rope import RopeTables, rope_angles
+from foretell.model.block.attention import AttentionBackend, masked_attention, scale_queries
+from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.rope import RopeTables, rope_angles
+from foretell.model.config.model import ModelConfig
 from foretell.model.training.chunked_attention import causal_attention
 
 

@@ -5,10 +5,10 @@ reads beside its own tokens.
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.attention import AttentionBackend, masked_attention, scale_queries
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, DecoderBlock
-from foretell.model.rope import rope_angles
+from foretell.model.block.attention import AttentionBackend, masked_attention, scale_queries
+from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.rope import rope_angles
+from foretell.model.config.model import ModelConfig
 
 
 def probe_forward(

@@ -10,7 +10,7 @@ of keys and values, for every query head even where heads share them.
 import math
 from dataclasses import replace
 
-from foretell.model.config import ModelConfig
+from foretell.model.config.model import ModelConfig
 from foretell.roofline.linear_cost import LinearCost
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear, with_live_activations
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import ModelConfig, RopeConfig
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.speculator.checkpoint import CONFIG, write_weights
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo

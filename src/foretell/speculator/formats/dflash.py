@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from foretell.model.config import ModelConfig
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,

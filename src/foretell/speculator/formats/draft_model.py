@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from foretell.model.decoder import Decoder
-from foretell.model.linear import Linear
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.linear import Linear
 from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.hf_writer import write_hf
 from foretell.speculator.network.base import Speculator

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, target_info
 from foretell.speculator.formats.files import PublishedCheckpoint

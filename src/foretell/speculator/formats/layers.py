@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from foretell.model.config import ModelConfig, RopeConfig
-from foretell.model.config_readers.hf import from_hf
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig, RopeConfig
+from foretell.model.config.readers.hf import from_hf
 from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, refuse_other_tensors, target_rows
 from foretell.speculator.formats.files import PublishedCheckpoint

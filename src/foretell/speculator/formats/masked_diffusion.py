@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.diffusion.config import is_diffusion, read_diffusion
 from foretell.model.diffusion.weights import read_decoder
-from foretell.model.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, target_info
 from foretell.speculator.formats.files import PublishedCheckpoint

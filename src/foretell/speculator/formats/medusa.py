@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,

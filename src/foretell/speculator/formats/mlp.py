@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,

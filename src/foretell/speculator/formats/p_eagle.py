@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,

@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.model.decoder import Decoder
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.speculator.network.low_rank import LoRAAdapters
 

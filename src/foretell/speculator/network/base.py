@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 
-from foretell.distributions.topk import top_probabilities
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import NativeLinear
+from foretell.model.run.topk import top_probabilities
 
 
 class TargetInfo(BaseModel):

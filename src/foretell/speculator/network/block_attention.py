@@ -3,7 +3,7 @@
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.attention import AttentionBackend
+from foretell.model.block.attention import AttentionBackend
 from foretell.model.training.chunked_attention import causal_attention
 
 

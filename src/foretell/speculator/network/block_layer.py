@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.attention import AttentionBackend
-from foretell.model.decoder import HeadSizes, StreamAndRoutes
-from foretell.model.rope import RopeAngles
+from foretell.model.block.attention import AttentionBackend
+from foretell.model.block.decoder import HeadSizes, StreamAndRoutes
+from foretell.model.block.rope import RopeAngles
 from foretell.speculator.network.layer import EagleLayer, EagleLayerConfig
 
 _GROUP = 16

@@ -12,18 +12,18 @@ from pydantic import Field
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, DecoderBlock, RMSNorm
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.decoder import Decoder, DecoderBlock, RMSNorm
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.linear import Linear
+from foretell.model.block.rope import RopeTables, rope_tables
+from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
-from foretell.model.linear import Linear
 from foretell.model.load.build import build_block
 from foretell.model.load.weights import Weights
-from foretell.model.network import Network
-from foretell.model.reduced_vocabulary import ReducedVocabulary
-from foretell.model.rope import RopeTables, rope_tables
-from foretell.model.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
+from foretell.model.run.reduced_vocabulary import ReducedVocabulary
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
@@ -54,8 +54,7 @@ def draft_config(target: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
         )
     if target.experts is not None:
         raise ValueError("a draft model cannot be cut from blocks with experts; train another kind of speculator")
-    windowed = tuple(i for i, block in enumerate(blocks) if block in target.window_layers)
-    return replace(target, layers=len(blocks), window_layers=windowed)
+    return target.of_layers(blocks)
 
 
 class DraftNetwork(Speculator):

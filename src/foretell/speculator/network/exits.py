@@ -9,10 +9,10 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, DecoderBlock, RMSNorm
-from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.rope import RopeTables, rope_tables
+from foretell.model.block.decoder import Decoder, DecoderBlock, RMSNorm
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.rope import RopeTables, rope_tables
+from foretell.model.config.model import ModelConfig
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.speculator.network.draft_model import DraftNetwork, blank_blocks, draft_config, frozen_copy

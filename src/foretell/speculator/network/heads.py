@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
 
 RankPath = tuple[int, ...]

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.attention import AttentionBackend
-from foretell.model.decoder import DecoderLayer, LayerModules, RMSNorm, gated_mlp
-from foretell.model.rope import RopeAngles
+from foretell.model.block.attention import AttentionBackend
+from foretell.model.block.decoder import DecoderLayer, LayerModules, RMSNorm, gated_mlp
+from foretell.model.block.rope import RopeAngles
 from foretell.model.training.chunked_attention import KeyValue, causal_attention
 
 

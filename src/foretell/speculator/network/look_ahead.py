@@ -7,7 +7,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import nn
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 
 

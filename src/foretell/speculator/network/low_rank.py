@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
-from foretell.model.linear import FactoredLinear, Linear
+from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.block.linear import FactoredLinear, Linear
 
 _SCALE = 2
 """Scale of the low-rank product (`alpha / rank` in the paper)."""

@@ -9,14 +9,14 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder, RMSNorm
+from foretell.model.block.decoder import Decoder, RMSNorm
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.linear import Linear
+from foretell.model.block.rope import rope_tables
+from foretell.model.config.model import ModelConfig
 from foretell.model.diffusion.attention import MaskedAttention
 from foretell.model.diffusion.config import DiffusionConfig
 from foretell.model.diffusion.predictor import MaskPredictor
-from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.linear import Linear
-from foretell.model.rope import rope_tables
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.speculator.network.draft_model import blank_blocks, frozen_copy

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.linear import widen
 from foretell.model.kernels import NativeStages
-from foretell.model.linear import widen
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
 
 T = TypeVar("T")

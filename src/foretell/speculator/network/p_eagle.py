@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
-from foretell.model.kv_cache import KVCache
-from foretell.model.layout import Layout
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout
 from foretell.speculator.network.base import Speculator, TokenSubset
 from foretell.speculator.network.block_attention import RolloutAttention
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS

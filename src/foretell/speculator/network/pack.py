@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.decoder import Decoder, RMSNorm
+from foretell.model.block.decoder import Decoder, RMSNorm
+from foretell.model.block.rope import rope_tables
 from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.decoder import NativeDecoder, block_weights
@@ -22,8 +23,7 @@ from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
 from foretell.model.kernels.two_stage_head import TwoStageHead
 from foretell.model.load.rounding import round_to_blocks
-from foretell.model.rope import rope_tables
-from foretell.model.stored_matrix import BLOCKS, Kind, Matrix, StoredMatrix
+from foretell.model.matrices.stored import BLOCKS, Kind, Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersNetwork
 from foretell.speculator.network.dflash import DFlash

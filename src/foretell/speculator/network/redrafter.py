@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TokenSubset
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.config import ModelConfig
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
+from foretell.model.config.model import ModelConfig
 from foretell.model.training.full_forward import full_forward
 from foretell.train.data.hidden_state_cache import HiddenStateCache
 

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.api import Model
-from foretell.model.network import Network
-from foretell.model.partial_pass import check_spans
+from foretell.model.run.network import Network
+from foretell.model.run.partial_pass import check_spans
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.draft_model import DraftNetwork

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.training.full_forward import full_forward
 from foretell.train.data.dataset import Document
 from foretell.train.exits.descent import Descent, OnStep, ignore_step, random_batches

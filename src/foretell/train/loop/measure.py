@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
-from foretell.model.runner import Runner
+from foretell.model.run.runner import Runner
 from foretell.plan import PlanEngine, PlanTask
 from foretell.tokenizer.codec import Message
 from foretell.train.data.batch_schedule import TokenizedDocument

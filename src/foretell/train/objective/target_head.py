@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 
 
 class TargetHead:

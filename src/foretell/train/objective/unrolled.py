@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.network.base import TokenSubset
 from foretell.train.objective.candidates import sample_candidates
 from foretell.train.objective.distillation import Objective, label_losses

@@ -13,13 +13,13 @@ from pydantic import BaseModel
 from torch import nn
 
 from foretell.engine.method import AnyMethod
-from foretell.model.config import ModelConfig
-from foretell.model.cuda_graph import GraphedDecoder
-from foretell.model.decoder import Decoder
-from foretell.model.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.network import Network
-from foretell.model.runner import Runner
+from foretell.model.run.cuda_graph import GraphedDecoder
+from foretell.model.run.network import Network
+from foretell.model.run.runner import Runner
 from foretell.plan import Plan
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo

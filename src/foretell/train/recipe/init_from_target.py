@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.decoder import Decoder, DecoderBlock, FeedForward
-from foretell.model.linear import Linear
+from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.block.linear import Linear
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.block_layer import TwoTapConvolution
 from foretell.speculator.network.cached_layers import CachedLayersNetwork

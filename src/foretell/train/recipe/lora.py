@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from foretell.model.decoder import Decoder
+from foretell.model.block.decoder import Decoder
 from foretell.model.training.full_forward import full_forward
 from foretell.speculator.network.base import TokenSubset
 from foretell.speculator.network.heads import HeadsNetwork

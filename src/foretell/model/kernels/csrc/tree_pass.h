@@ -10,8 +10,9 @@
 
 namespace {
 
-// The layout of the active nodes of trees, node j in slot `length + j`; model/layout.py does the same in Python. A node
-// extends the visible prefix of its parent where its slot is the next one. Decided nodes of a chunk read all pages.
+// The layout of the active nodes of trees, node j in slot `length + j`; model/cache/layout.py does the same in Python.
+// A node extends the visible prefix of its parent where its slot is the next one. Decided nodes of a chunk read all
+// pages.
 class TreeLayout {
  public:
   explicit TreeLayout(const TreePass& pass) {

@@ -1,0 +1,1 @@
+"""The laboratory: what compresses, compares and reproduces models and papers. The engine does not import it."""

@@ -1,0 +1,126 @@
+"""`foretell train free`: a changed model whose first layers answer alone where they are sure."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from foretell.cli import data
+from foretell.cli.given import refuse_unused
+from foretell.lab.cli.quantize import check_output, format_comparison
+from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
+from foretell.lab.quantize.evaluate import compare
+from foretell.lab.quantize.job import Source
+from foretell.load import load, open_checkpoint
+from foretell.model.block.decoder import Decoder
+from foretell.model.load.reference import resolve_reference
+from foretell.model.run.partial_pass import check_spans
+from foretell.train.data.dataset import Dataset, Document
+from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
+from foretell.train.loop.job import check_data
+from foretell.utils.unfinished import part_of, put_in_place, remove
+from foretell.verify.comparison import Comparison
+
+_DEFAULTS = ShallowDeepSettings(layer=0)
+_HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
+"""Share of the documents that are held out, the most of them, and the tokens of each that are compared."""
+
+
+def free(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
+    layer: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The shallow model ends after so many layers. Default: a third."),
+    ] = None,
+    data_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="SET",
+            help="Data set of `foretell data generate` with the model's answers. Default: it writes one beside DIR.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 60_000,
+    steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = _DEFAULTS.steps,
+    lr: Annotated[float, typer.Option(min=0, help="Largest learning rate.")] = _DEFAULTS.rate,
+    distillation: Annotated[
+        float, typer.Option(min=0, help="Weight of the distance to states of deeper layers; 0: none.")
+    ] = _DEFAULTS.distillation,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a batch.")] = _DEFAULTS.batch,
+    seed: Annotated[int, typer.Option(help="Seed of data and batches.")] = _DEFAULTS.seed,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+) -> None:
+    """Train a model so that its first layers answer alone more often (FREE). LOSSY: the result is another model, whose
+    answers differ.
+
+    foretell train free smollm2-135m --layer 10 --out free
+
+    foretell train exits free --kind shared --layers 10 --out free-exits
+
+    foretell generate "Why is the sky blue?" --model free --method early_exit_lossy --draft-model free-exits
+    """
+    refuse_unused(ctx, ("tokens",), "--data names the answers", data_folder is not None)
+    console = Console(file=sys.stderr)
+    check_output(out, force)
+    target = load(model)
+    check_spans(target.config)
+    source = Source.open(model, resolve_reference(model), "trained")
+    settings = ShallowDeepSettings(
+        layer or max(1, target.config.layers // 3), steps, lr, distillation, batch_tokens, seed=seed
+    )
+    settings.check(target.config.layers)
+    if data_folder is None:
+        data_folder = out.with_name(f"{out.name}-data")
+        data.generate(out=data_folder, tokens=tokens, model=model, own=True, seed=seed)
+    dataset = Dataset.open(data_folder)
+    check_data(dataset, target)
+    count = max(1, min(len(dataset) // 2, round(_HELD_OUT * len(dataset)), _MOST_HELD_OUT))
+    documents, held = ([dataset[i] for i in part] for part in dataset.split(count))
+    decoder = target.checkpoint.decoder(torch.float32)
+    with console.status("measuring") as status:
+        before = shallow_quality(decoder, held, settings.layer)
+        train_shallow_deep(
+            decoder, documents, settings, lambda step, loss: status.update(f"step {step} of {steps}, loss {loss:.3f}")
+        )
+        status.update("measuring")
+        after = shallow_quality(decoder, held, settings.layer)
+        _write(source, decoder, out)
+        found = _compare(source, out, held)
+    depth = f"{settings.layer} of {target.config.layers} layers"
+    typer.echo(
+        f"{out}: the first {depth} give the whole model's token in {after.agreement:.1%} of {after.tokens:,} tokens "
+        f"held out, {before.agreement:.1%} before\nLOSSY: another model than its source, on {found.tokens:,} positions "
+        f"held out:\n{format_comparison(found)}\n"
+        f"next: foretell train exits {out} --kind shared --layers {settings.layer} --out EXITS"
+    )
+
+
+def _write(source: Source, decoder: Decoder, out: Path) -> None:
+    """Write the trained blocks with all else of the source; the checkpoint appears whole or not at all."""
+    part = part_of(out)
+    config = source.config
+    try:
+        write_checkpoint(
+            source, config, list(range(config.layers)), lambda i: tensors_of(config, i, decoder.block(i)), part
+        )
+        put_in_place(part, out)
+    finally:
+        remove(part)
+
+
+def _compare(source: Source, out: Path, held: list[Document]) -> Comparison:
+    """The changed model beside its source on the first tokens of texts held out."""
+    texts = [d.tokens[:_COMPARED_TOKENS] for d in held if len(d.tokens) >= _COMPARED_TOKENS]
+    if not texts:
+        shortest = min(len(d.tokens) for d in held)
+        texts = [d.tokens[:shortest] for d in held]
+    opened = open_checkpoint(out)
+    tokens = torch.stack([torch.from_numpy(text).long() for text in texts])
+    return compare((source.config, source.weights), (opened.config, opened.weights), tokens)

@@ -1,0 +1,244 @@
+"""Compresses a model, one block at a time, and writes it with a card; the output appears whole or not at all."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from foretell.lab.compress import LASER, LOW_RANK, METHODS, PRUNING, SHORTGPT, SLICEGPT, SPARSEGPT
+from foretell.lab.compress.base import Compressor
+from foretell.lab.compress.card import Card, write_card
+from foretell.lab.compress.checkpoint import (
+    ChangedBlocks,
+    dtype_of,
+    share_of_zeros,
+    slice_tensors,
+    tensors_of,
+    unchanged,
+    write_checkpoint,
+)
+from foretell.lab.compress.laser import SHARES, best_reduction
+from foretell.lab.compress.low_rank import check_share, ranks_of
+from foretell.lab.compress.slicing import kept_width, sliced_config
+from foretell.lab.compress.sparsegpt import GROUP, SparseGPT
+from foretell.lab.compress.sparsity import Pattern, Sparsity
+from foretell.lab.compress.unfinished import UnfinishedResult, text_digest
+from foretell.lab.quantize.base import linears, set_matrix
+from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
+from foretell.lab.quantize.evaluate import compare
+from foretell.lab.quantize.job import Source
+from foretell.lab.quantize.layout import EMBEDDING, inputs_of, parts_of
+from foretell.load import open_checkpoint
+from foretell.model.config.compressed import LowRank
+from foretell.model.config.model import ModelConfig
+from foretell.model.kernels.pack import TWO_OF_FOUR_INPUTS
+from foretell.model.load.build import build_block
+from foretell.utils.names import unknown
+from foretell.utils.unfinished import part_of, put_in_place, remove
+
+Tensor = torch.Tensor
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method with its amount: of a method for matrices the compressor, of ShortGPT the number of blocks left out, of
+    LASER the shares of a rank that it tries.
+    """
+
+    method: str
+    amount: str
+    compressor: Compressor | None = None
+    dropped: int = 0
+    shares: tuple[float, ...] = ()
+    two_of_four: bool = False
+    """Whether at most two of four consecutive weights stay."""
+    ranks: LowRank = field(default_factory=LowRank)
+    """Of matrices that become two factors."""
+    width: int = 0
+    """Of SliceGPT, numbers of the residual stream that are left."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the method needs calibration text."""
+        return self.compressor is None or self.compressor.calibrated
+
+
+def plan(
+    source: Source,
+    method: str,
+    sparsity: float | None,
+    pattern: str | None,
+    rank_share: float | None,
+    bits: int | None = None,
+) -> Plan:
+    """Choose what is done.
+
+    Raises:
+        ValueError: an unknown method, an amount that is not the method's, or a model that it cannot compress.
+    """
+    if method not in METHODS:
+        raise unknown("method", method, METHODS)
+    if bits is not None and method != SPARSEGPT:
+        raise ValueError(f"--bits rounds the weights that sparsegpt keeps, found --method {method}; leave it out")
+    given = {"--sparsity": sparsity, "--pattern": pattern, "--rank-share": rank_share}
+    wanted = list(given)[:2]
+    if method in (*LOW_RANK, LASER):
+        wanted = ["--rank-share"]
+    elif method in (SHORTGPT, SLICEGPT):
+        wanted = ["--sparsity"]
+    found = [name for name, value in given.items() if value is not None]
+    if method == LASER and found in ([], ["--rank-share"]):
+        return _plan_reduction(rank_share)
+    if len(found) != 1 or found[0] not in wanted:
+        raise ValueError(f"--method {method} takes {' or '.join(wanted)}, found {' and '.join(found) or 'neither'}")
+    if method == SHORTGPT:
+        return _plan_blocks(source, Sparsity(sparsity or 0).share)
+    if method == SLICEGPT:
+        width = kept_width(source.config, sparsity or 0, source.name)
+        return Plan(SLICEGPT, f"{width} of {source.config.hidden} numbers of the residual stream", width=width)
+    chosen: Compressor
+    if rank_share is not None:
+        chosen, amount = LOW_RANK[method](rank_share), f"rank share {rank_share:g}"
+    else:
+        share = Sparsity.of(Pattern.parse(pattern)) if pattern is not None else Sparsity(sparsity or 0)
+        chosen, amount = PRUNING[method](share), f"sparsity {share}"
+        if bits is not None:
+            chosen, amount = SparseGPT(share, bits), f"{amount}, {bits} bits in groups of {GROUP}"
+    for role, inputs in inputs_of(source.config).items():
+        chosen.check(sum(part.outputs for part in parts_of(source.config)[role]), inputs, f"{role} in {source.name}")
+    two_of_four = pattern is not None and _within_two_of_four(Pattern.parse(pattern))
+    return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks_of(source.config, chosen))
+
+
+def _within_two_of_four(pattern: Pattern) -> bool:
+    return pattern.group == 4 and pattern.kept <= 2
+
+
+def _plan_reduction(rank_share: float | None) -> Plan:
+    if rank_share is None:
+        return Plan(LASER, "the best rank share", shares=SHARES)
+    check_share(rank_share)
+    return Plan(LASER, f"rank share {rank_share:g}", shares=(rank_share,))
+
+
+def _plan_blocks(source: Source, share: float) -> Plan:
+    layers = source.config.layers
+    dropped = round(share * layers)
+    if not 0 < dropped < layers:
+        raise ValueError(
+            f"--sparsity {share:g} leaves out {dropped} of {layers} blocks; leave out at least 1 and keep at least 1"
+        )
+    if source.config.window:
+        raise ValueError(f"{source.name}: layers with a sliding window come in a fixed order, so none is left out")
+    return Plan(SHORTGPT, f"{dropped} of {layers} blocks left out", dropped=dropped)
+
+
+def compress_model(
+    source: Source,
+    chosen: Plan,
+    job: Mapping[str, object],
+    read_text: Callable[[], CalibrationText],
+    out: Path,
+    progress: Callable[[int], None] = lambda block: None,
+) -> Card:
+    """Compress, write, read what was written, compare it with the source, and only then put it in its place.
+
+    `job`: everything that decides the result; an interrupted run of the same job is continued. `progress` is called
+    with the number of blocks done.
+
+    Raises:
+        ValueError: the text is too short, or the model cannot be written.
+    """
+    work = UnfinishedResult(out, job)
+    try:
+        text = work.text(read_text)
+        if chosen.shares:
+            chosen, changed = _reduce(source, chosen, text, progress)
+            kept = list(range(source.config.layers))
+        else:
+            kept = _run_blocks(source, chosen, text, work, progress)
+            changed = unchanged if chosen.method == SHORTGPT else work.block
+    except ValueError:
+        work.remove()
+        raise
+    part = part_of(out)
+    try:
+        write_checkpoint(source, output_config(source, chosen, kept), kept, changed, part)
+        opened = open_checkpoint(part)
+        compared = compare((source.config, source.weights), (opened.config, opened.weights), text.held_back)
+        card = Card(
+            method=chosen.method,
+            amount=chosen.amount,
+            source=source.name,
+            blocks=tuple(kept),
+            two_of_four=_runs_two_of_four(source, chosen),
+            ranks={role: rank for role, rank in vars(chosen.ranks).items() if rank},
+            zeros=share_of_zeros(part),
+            calibration=text.origin if chosen.calibrated else "none",
+            calibration_tokens=text.calibration.numel(),
+            calibration_sha256=text_digest(text),
+            comparison_text=text.origin,
+            comparison=compared,
+        )
+        write_card(part, card)
+        put_in_place(part, out)
+        work.remove()
+        return card
+    finally:
+        remove(part)
+
+
+def _reduce(
+    source: Source, chosen: Plan, text: CalibrationText, progress: Callable[[int], None]
+) -> tuple[Plan, ChangedBlocks]:
+    """Lower the rank of the best matrix; the plan that says which it is, and the tensors of its block."""
+    found, block = best_reduction(source, text.calibration, chosen.shares, progress)
+    tensors = tensors_of(source.config, found.block, block)
+    return replace(chosen, amount=found.amount), {found.block: tensors}.get
+
+
+def _run_blocks(
+    source: Source, chosen: Plan, text: CalibrationText, work: UnfinishedResult, progress: Callable[[int], None]
+) -> list[int]:
+    """Compress the blocks, or measure them; returns the indices of those that stay."""
+    c, weights, dtype, ropes = source.config, source.weights, dtype_of(source), model_rope_tables(source.config)
+    done, x = work.resume()
+    if x is None:
+        x = weights.require(EMBEDDING, c.vocab, c.hidden)[text.calibration].float() * c.embedding_scale
+    for i in range(done, c.layers):
+        block = build_block(c, i, weights, torch.float32, _CPU)
+        if chosen.width:
+            found, after = slice_tensors(c, ropes, i, block, x, chosen.width)
+        elif chosen.compressor is None:
+            after = run_block(c, ropes, i, block, x)
+            found = {"influence": 1 - torch.cosine_similarity(x.double(), after.double(), -1).mean()}
+        else:
+            inputs = collect(c, ropes, i, block, x) if chosen.compressor.calibrated else {}
+            with torch.inference_mode():
+                for role, linear in linears(block).items():
+                    set_matrix(block, role, chosen.compressor.replace(linear, inputs.get(role), dtype))
+            after = run_block(c, ropes, i, block, x) if chosen.compressor.calibrated else x
+            found = tensors_of(c, i, block)
+        x = after
+        work.add(i, found, x)
+        weights.release_pages()
+        progress(i + 1)
+    if chosen.method != SHORTGPT:
+        return list(range(c.layers))
+    influence = [float(work.block(i)["influence"]) for i in range(c.layers)]
+    least = sorted(range(c.layers), key=lambda i: (influence[i], -i))[: chosen.dropped]
+    return [i for i in range(c.layers) if i not in least]
+
+
+def output_config(source: Source, chosen: Plan, kept: Sequence[int]) -> ModelConfig:
+    """The configuration of the compressed model, which has these blocks."""
+    c = source.config if not chosen.width else sliced_config(source.config, chosen.width)
+    return replace(c.of_layers(kept), low_rank=chosen.ranks)
+
+
+def _runs_two_of_four(source: Source, chosen: Plan) -> bool:
+    """Whether the CPU kernels pack the matrices by the pattern."""
+    blocks = all(inputs % TWO_OF_FOUR_INPUTS == 0 for inputs in inputs_of(source.config).values())
+    return chosen.two_of_four and blocks and dtype_of(source) == torch.bfloat16

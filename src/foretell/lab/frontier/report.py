@@ -1,0 +1,94 @@
+"""The price list as a table, as CSV, and as a picture of gain against price."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from io import StringIO
+
+from foretell.bench.charts import canvas, png
+from foretell.bench.text_table import Cell, TextTable
+from foretell.lab.frontier.run import WayResult
+
+DEFINITIONS: Mapping[str, str] = {
+    "gain": "tokens/s over that of plain decoding of the exact model, same questions, interleaved; medians of repeats.",
+    "predicted": "the gain that the roofline model predicts, with the memory bandwidth that plain decoding had in this "
+    "run: of a dtype, a cache or a checkpoint from its formats and its shape, of exits from the mean share of layers "
+    "of their calibration, of a method with the acceptance of its papers. The error is predicted over measured, less "
+    "one.",
+    "bytes": "bytes of weights and cache per token of the exact model over those of the way. Not stated for exits.",
+    "KL": "KL(way || exact) of the next token in nats, mean per token: of another model or cache on its own greedy "
+    "answers, of a lossy method on answers sampled at temperature 1.",
+    "TV": "total variation distance, in the same way.",
+    "tokens": "share of tokens of the way's greedy answers that the exact model would not have chosen after "
+    "the same text.",
+    "answers": "share of greedy answers that differ from the exact model's in any token.",
+    "perplexity": "of the way's greedy answers under the exact model.",
+}
+_HEADER = (
+    "way", "gain", "predicted", "error", "bytes", "KL", "TV", "tokens", "answers", "perplexity",
+)  # fmt: skip
+
+
+def price_table(results: Sequence[WayResult]) -> TextTable:
+    """One row per way, lossless ones first, then by price."""
+    rows: list[list[Cell]] = []
+    for r in ordered(results):
+        p, error = r.price, r.prediction_error
+        rows.append([
+            p.way + ("" if p.lossless else " (lossy)"), r.gain, p.predicted_gain,
+            None if error is None else f"{error:+.0%}", p.bytes_gain, f"{p.kl:.4f}", f"{p.total_variation:.4f}",
+            f"{p.changed_tokens:.1%}", None if r.changed_answers is None else f"{r.changed_answers:.0%}",
+            p.answer_perplexity,
+        ])  # fmt: skip
+    return TextTable(_HEADER, rows)
+
+
+def ordered(results: Sequence[WayResult]) -> list[WayResult]:
+    """Lossless ways first, then by KL divergence."""
+    return sorted(results, key=lambda r: (not r.price.lossless, r.price.kl, -(r.gain or 0.0)))
+
+
+def unavailable_table(reasons: Mapping[str, str]) -> TextTable:
+    """Ways that cannot be run here."""
+    return TextTable(["way", "why it was not run"], list(reasons.items()))
+
+
+def as_csv(results: Sequence[WayResult]) -> str:
+    """All numbers, one line per way."""
+    rows = [
+        r.price.model_dump()
+        | {"gain": r.gain, "changed_answers": r.changed_answers, "prediction_error": r.prediction_error}
+        for r in ordered(results)
+    ]
+    buffer = StringIO()
+    writer = csv.DictWriter(buffer, list(rows[0]) if rows else ["way"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def picture(results: Sequence[WayResult]) -> bytes:
+    """Measured gain against KL divergence as PNG; a cross is the prediction. Lossless ways lie on the axis.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    figure, axes = canvas()
+    colours = {family: f"C{i}" for i, family in enumerate(dict.fromkeys(r.price.family for r in results))}
+    for r in results:
+        if r.gain is None:
+            continue
+        price, colour = r.price, colours[r.price.family]
+        axes.scatter([price.kl], [r.gain], s=36, color=colour)
+        axes.annotate(price.way, (price.kl, r.gain), textcoords="offset points", xytext=(5, 3), fontsize=7)
+        if price.predicted_gain is not None:
+            axes.plot([price.kl] * 2, [r.gain, price.predicted_gain], color=colour, linewidth=0.7)
+            axes.scatter([price.kl], [price.predicted_gain], s=24, marker="x", color=colour)
+    for family, colour in colours.items():
+        axes.scatter([], [], color=colour, label=family)
+    axes.axhline(1, color="#333333", linewidth=1)
+    axes.set_xscale("symlog", linthresh=1e-4)
+    axes.set_xlim(-3e-5, 4 * max(1e-3, *(r.price.kl for r in results)))
+    axes.set_xlabel("price: KL divergence per token, nats (0: lossless)")
+    axes.set_ylabel("gain over plain decoding")
+    axes.legend(frameon=False, fontsize=7)
+    return png(figure)

@@ -1,0 +1,123 @@
+"""GPTQ (Frantar et al., arXiv 2210.17323): the error of each input is compensated by the inputs after it."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+
+from foretell.lab.quantize.base import InputStatistics, Quantizer, Role
+from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows
+
+Tensor = torch.Tensor
+_LAZY = 128
+"""Columns that are quantised before the columns after them are updated together."""
+_MAX_DAMPING = 1.0
+
+
+@dataclass(frozen=True)
+class GPTQ(Quantizer):
+    """`damping`: added to the diagonal of the Hessian, as a share of its mean. `act_order`: inputs of large second
+    moment first, with scales from the original weights (static groups), so that the groups of the file stay in order.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+
+    def quantize(
+        self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None
+    ) -> QuantizedRows:
+        """Quantise a matrix.
+
+        Raises:
+            ValueError: the statistics of the inputs are not finite.
+        """
+        assert inputs is not None
+        hessian, weight = inputs.second_moment.clone(), weight.clone()
+        dead = hessian.diagonal() == 0
+        hessian.diagonal()[dead] = 1
+        weight[:, dead] = 0
+        order = hessian.diagonal().argsort(descending=True, stable=True) if self.act_order else None
+        factor = inverse_factor(hessian if order is None else hessian[order][:, order], self.damping)
+        importance = grid.split(hessian.diagonal()[None])[0]
+        if order is None:
+            return _quantize_in_order(weight, grid, factor, importance)
+        groups = grid.split(weight)
+        parameters = grid.store(*grid.fit(groups, importance))
+        return _quantize_by(order, weight, grid, factor, parameters)
+
+
+def inverse_factor(hessian: Float[Tensor, "i i"], damping: float) -> Float[Tensor, "i i"]:
+    """The upper Cholesky factor of the inverse; the damping grows where rounding makes the matrix indefinite."""
+    mean = hessian.diagonal().mean()
+    while damping <= _MAX_DAMPING:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed:
+                return upper
+        damping = max(10 * damping, 1e-4)
+    raise ValueError("the calibration inputs of a matrix are not finite, or too few; give more --calibration-tokens")
+
+
+def _quantize_in_order(
+    weight: Float[Tensor, "o i"], grid: Grid, factor: Float[Tensor, "i i"], importance: Float[Tensor, "n g w"]
+) -> QuantizedRows:
+    """Inputs ascending; the scales of a block come from its weights as the inputs before it have changed them."""
+    inputs, span = weight.shape[1], grid.block * -(-_LAZY // grid.block)
+    levels, parts = torch.empty(weight.shape, dtype=torch.int16), list[Parameters]()
+    for start in range(0, inputs, span):
+        end = min(start + span, inputs)
+        local, errors, corner = (
+            weight[:, start:end].clone(),
+            weight.new_empty(len(weight), end - start),
+            factor[start:end],
+        )
+        for j in range(end - start):
+            if j % grid.block == 0:
+                groups, number = grid.split(local[:, j : j + grid.block]), (start + j) // grid.block
+                parts.append(grid.store(*grid.fit(groups, importance[number : number + 1])))
+            level, value = round_column(local[:, j], grid, parts[-1], 0, j % grid.block // grid.width)
+            levels[:, start + j] = level
+            errors[:, j] = (local[:, j] - value) / corner[j, start + j]
+            local[:, j:] -= errors[:, j, None] * corner[j, start + j : end]
+        weight[:, end:] -= errors @ corner[:, end:]
+    return QuantizedRows(grid, levels, Parameters.join(parts))
+
+
+def _quantize_by(
+    order: Int[Tensor, " i"],
+    weight: Float[Tensor, "o i"],
+    grid: Grid,
+    factor: Float[Tensor, "i i"],
+    parameters: Parameters,
+) -> QuantizedRows:
+    """Inputs in this order, with given scales."""
+    inputs, permuted = weight.shape[1], weight[:, order]
+    levels = torch.empty(weight.shape, dtype=torch.int16)
+    for start in range(0, inputs, _LAZY):
+        end = min(start + _LAZY, inputs)
+        local, errors, corner = (
+            permuted[:, start:end].clone(),
+            weight.new_empty(len(weight), end - start),
+            factor[start:end],
+        )
+        for j in range(end - start):
+            column = int(order[start + j])
+            block, within = divmod(column, grid.block)
+            level, value = round_column(local[:, j], grid, parameters, block, within // grid.width)
+            levels[:, column] = level
+            errors[:, j] = (local[:, j] - value) / corner[j, start + j]
+            local[:, j:] -= errors[:, j, None] * corner[j, start + j : end]
+        permuted[:, end:] -= errors @ corner[:, end:]
+    return QuantizedRows(grid, levels, parameters)
+
+
+def round_column(
+    weight: Float[Tensor, " o"], grid: Grid, parameters: Parameters, block: int, group: int
+) -> tuple[Float[Tensor, " o"], Float[Tensor, " o"]]:
+    """Levels and numbers of one input, by the parameters of its group in a block."""
+    scale, offset = parameters.scale[:, block, group], parameters.offset[:, block, group]
+    level = ((weight - offset) * torch.where(scale == 0, 0, 1 / scale)).round().clamp(grid.low, grid.high)
+    return level, scale * level + offset

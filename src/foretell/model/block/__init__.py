@@ -1,0 +1,1 @@
+"""The parts of a decoder block in torch: the reference of the CPU kernels."""

@@ -1,0 +1,1 @@
+"""What a model is: its configuration, and the readers of published configurations."""

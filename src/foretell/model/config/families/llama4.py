@@ -1,0 +1,73 @@
+"""Llama 4: attention within chunks, layers without rotary positions, experts beside a shared one."""
+
+from typing import Any
+
+from foretell.model.config.attention import QueryScaling
+from foretell.model.config.rope import read_rope
+from foretell.utils.validation import Fields
+
+_TYPES = ("chunked_attention", "full_attention")
+
+
+def read_llama4(read: Fields, layers: int) -> dict[str, Any]:
+    """The values of `ModelConfig` that are Llama 4's own."""
+    interval = read.integer("no_rope_layer_interval", default=4, least=1)
+    rotated = read.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(layers))
+    if len(rotated) < layers:
+        raise read.wrong("no_rope_layers", f"{layers} of 0 (not rotated) or 1", list(rotated))
+    types = read.texts("layer_types") or tuple(_TYPES[not one] for one in rotated[:layers])
+    if len(types) != layers or not set(types) <= set(_TYPES):
+        raise read.wrong("layer_types", f"{layers} of {' or '.join(_TYPES)}", list(types))
+    head_dim = read.integer("head_dim", default=128, least=2)
+    scaling, parameters = read.fields("rope_scaling"), read.fields("rope_parameters")
+    trained, theta = read.integer("max_position_embeddings", least=1), read.positive("rope_theta", default=500000.0)
+    biased = read.flag("attention_bias", default=False)
+    sparse = _sparse_layers(read, layers)
+    return {
+        "head_dim": head_dim,
+        "kv_heads": read.integer("num_key_value_heads", default=8, least=1),
+        "ffn": read.integer("intermediate_size_mlp", default=16384, least=1),
+        "rope": read_rope(scaling if scaling.raw else parameters, theta, trained, head_dim, read),
+        "unrotated_layers": tuple(i for i in range(layers) if not rotated[i]),
+        "window": read.integer("attention_chunk_size", default=8192, least=1),
+        "window_layers": tuple(i for i, kind in enumerate(types) if kind == _TYPES[0]),
+        "chunked": True,
+        "unit_qk_norm": read.flag("use_qk_norm", default=True),
+        "query_scaling": _query_scaling(read),
+        "qkv_bias": biased,
+        "output_bias": biased,
+        "experts": _experts(read, sparse) if sparse else None,
+    }
+
+
+def _query_scaling(read: Fields) -> QueryScaling | None:
+    """Published files have an integer for `attn_temperature_tuning`, configurations of transformers a flag."""
+    if not read.raw.get("attn_temperature_tuning", True):
+        return None
+    return QueryScaling(
+        factor=read.number("attn_scale", default=0.1),
+        interval=read.integer("floor_scale", default=8192, least=1),
+        offset=1,
+        unrotated_only=True,
+    )
+
+
+def _sparse_layers(read: Fields, layers: int) -> tuple[int, ...]:
+    if read.raw.get("moe_layers") is not None:
+        return tuple(i for i in read.integers("moe_layers") if 0 <= i < layers)
+    step = read.integer("interleave_moe_layer_step", default=1, least=1)
+    return tuple(range(step - 1, layers, step))
+
+
+def _experts(read: Fields, layers: tuple[int, ...]) -> dict[str, Any]:
+    count, ffn = read.integer("num_local_experts", default=16, least=1), read.integer("intermediate_size", least=1)
+    return {
+        "count": count,
+        "active": read.integer("num_experts_per_tok", default=1, least=1, most=count),
+        "ffn": ffn,
+        "shared_ffn": ffn,
+        "renormalize": False,
+        "scoring": "sigmoid",
+        "layers": layers,
+        "weighs_inputs": True,
+    }

@@ -1,0 +1,38 @@
+"""Values that readers of several formats need: contexts, head widths, end-of-sequence tokens."""
+
+from typing import Any
+
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.rope import RopeConfig
+from foretell.utils.validation import Fields
+
+
+def contexts_of(rope: RopeConfig, trained: int) -> dict[str, int]:
+    """The context and the longest context of a model that was trained for so many positions."""
+    context, longest = rope.default_context(trained), rope.longest_context(trained)
+    return {"context": context, "longest_context": longest if longest != context else 0}
+
+
+def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
+    """End-of-sequence tokens under these keys (default: `eos_token_id`); each holds a token or a list of tokens."""
+    return tuple(dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name)))
+
+
+def checked_config(source: str, **values: Any) -> ModelConfig:
+    """The configuration of these values; errors name the source."""
+    try:
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def read_head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
+    """Width of a head under one of these keys, which is even.
+
+    Raises:
+        ValueError: it is odd, or no number.
+    """
+    found = read.integer(*names, default=default, least=1)
+    if found % 2:
+        raise read.wrong(names[0], "even, for rotary positions", found)
+    return found

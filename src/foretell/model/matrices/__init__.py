@@ -1,0 +1,1 @@
+"""Matrices as checkpoints store them, and their rotation."""

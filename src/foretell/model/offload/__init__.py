@@ -1,0 +1,1 @@
+"""Models larger than memory: which blocks, experts and neurons stay in it."""

@@ -1,0 +1,1 @@
+"""Networks with their caches: what the engine passes token trees through."""
