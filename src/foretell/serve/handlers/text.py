@@ -81,7 +81,7 @@ def _chat_requests(
 
 def echoed_message(body: ChatBody) -> str:
     """The text of the last message, if it is continued and the answer shall begin with it."""
-    return (body.messages[-1].content or "") if body.echo and body.continue_final_message else ""
+    return body.messages[-1].text if body.echo and body.continue_final_message else ""
 
 
 async def completions(service: Service, http: HttpRequest, body: CompletionBody) -> ASGIApp:
