@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.config.model import ModelConfig, MoEConfig, RopeConfig
@@ -27,10 +28,8 @@ from foretell.model.kernels import (
     topk_softmax,
     unavailable_reason,
 )
-from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.structures import PRECISIONS
-from foretell.model.matrices.stored import Matrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
@@ -71,7 +70,7 @@ def blocks_of(config: ModelConfig) -> list[BlockWeights]:
         return torch.randn(outputs, inputs, generator=random) / math.sqrt(inputs)
 
     def vector(size: int, wanted: bool = True, around: float = 1.0) -> Tensor | None:
-        return around - config.norm_offset * around + 0.1 * torch.randn(size, generator=random) if wanted else None
+        return around + 0.1 * torch.randn(size, generator=random) if wanted else None
 
     def norm(size: int) -> Tensor:
         weight = vector(size)
@@ -82,16 +81,18 @@ def blocks_of(config: ModelConfig) -> list[BlockWeights]:
     return [
         BlockWeights(
             attention_norm=norm(config.hidden),
-            qkv=[matrix(heads * config.head_dim, config.hidden)],
-            qkv_bias=vector(heads * config.head_dim, config.qkv_bias, around=0),
+            qkv=LinearWeights(
+                (matrix(heads * config.head_dim, config.hidden),),
+                vector(heads * config.head_dim, config.qkv_bias, around=0),
+            ),
             q_norm=vector(config.head_dim, config.qk_norm),
             k_norm=vector(config.head_dim, config.qk_norm),
-            output=matrix(config.hidden, width),
-            output_bias=vector(config.hidden, config.output_bias, around=0),
+            output=LinearWeights((matrix(config.hidden, width),), vector(config.hidden, config.output_bias, around=0)),
             mlp_norm=norm(config.hidden),
-            gate=matrix(config.ffn, config.hidden),
-            up=matrix(config.ffn, config.hidden),
-            down=matrix(config.hidden, config.ffn),
+            mlp=GatedWeights(
+                LinearWeights((matrix(config.ffn, config.hidden), matrix(config.ffn, config.hidden))),
+                LinearWeights((matrix(config.hidden, config.ffn),)),
+            ),
             post_attention_norm=vector(config.hidden, config.post_norms),
             post_mlp_norm=vector(config.hidden, config.post_norms),
         )
@@ -158,9 +159,9 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
     return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def linear(x: Tensor, weight: Matrix | None, bias: Tensor | None = None) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, layer: LinearWeights | None) -> Tensor:
+    assert layer is not None
+    return F.linear(x, torch.cat([part for part in layer.parts if isinstance(part, Tensor)]), layer.bias)
 
 
 def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
@@ -172,14 +173,14 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return x
-        return F.rms_norm(x, x.shape[-1:], weight + config.norm_offset, config.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], weight, config.norm_eps)
 
     def rotate(x: Tensor) -> Tensor:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def attention(x: Tensor, block: BlockWeights, window: int) -> Tensor:
-        heads = linear(x, block.qkv[0], block.qkv_bias).view(count, -1, config.head_dim)
+        heads = linear(x, block.qkv).view(count, -1, config.head_dim)
         q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], 1)
         q, k = rotate(norm(q, block.q_norm)), rotate(norm(k, block.k_norm))
         group = config.heads // config.kv_heads
@@ -190,12 +191,13 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
         distance = torch.arange(count)[:, None] - torch.arange(count)
         hidden = (distance < 0) | (distance >= (window or count))
         mixed = torch.einsum("hij,jhd->ihd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
-        return norm(linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
+        return norm(linear(mixed.reshape(count, -1), block.output), block.post_attention_norm)
 
     def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
-        gate, up = linear(x, block.gate), linear(x, block.up)
+        assert block.mlp is not None
+        gate, up = linear(x, block.mlp.gate_up).chunk(2, -1)
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return norm(linear(gate * up, block.down), block.post_mlp_norm)
+        return norm(linear(gate * up, block.mlp.down), block.post_mlp_norm)
 
     for i, block in enumerate(blocks):
         if f"attention {i}" not in skip:

@@ -4,12 +4,14 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from foretell.model.block.spec import GatedWeights, LinearWeights
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.pack import Panels, pack, pad_bias, plan_rows
+from foretell.model.kernels.pack import Panels, interleave_bias, pack, pad_bias, plan_inner, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.structures import OPERANDS, PANEL, PANEL_KINDS, Precision
 from foretell.model.matrices.stored import Matrix
@@ -26,7 +28,7 @@ class NativeLinear:
         self._kernels = build.library()
         self.outputs, self.inputs = weight.shape
         self.precision: Precision = dtype
-        self._packed = PackedLinears.pack([(plan_rows([weight], dtype), bias)], self._kernels)
+        self._packed = PackedLinears.pack([LinearPlan(plan_rows([weight], dtype), bias)], self._kernels)
 
     @classmethod
     def of_packed(cls, part: PackedPart, precision: Precision) -> "NativeLinear":
@@ -96,12 +98,34 @@ class NativeLinear:
         return probabilities, index
 
 
+class LinearPlan(NamedTuple):
+    """How to pack a linear layer: its weights, one below the other, and the bias of all their outputs."""
+
+    weights: Sequence[Panels]
+    bias: Tensor | None = None
+
+
+def plan_linear(linear: LinearWeights, precision: Precision) -> LinearPlan:
+    """How to pack a linear layer."""
+    return LinearPlan(plan_rows(linear.parts, precision), linear.bias)
+
+
+def plan_gate_up(network: GatedWeights, precision: Precision) -> LinearPlan:
+    """How to pack gate, if there is one, and up of a feed-forward network in one weight."""
+    gate, bias = network.gate, network.gate_up.bias
+    if gate is not None and bias is not None:
+        bias = interleave_bias(bias)
+    return LinearPlan(plan_inner(gate, network.up, precision), bias)
+
+
+def float_precision(precision: Precision) -> Precision:
+    """The precision of matrices that are floats in all precisions."""
+    return "float32" if precision == "float32" else "bfloat16"
+
+
 @dataclass(frozen=True)
 class PackedLinears:
-    """Packed linear layers that are read one after the other: their structures, and the tensors these point into.
-
-    A layer is its weights, one below the other, and the bias of all their outputs.
-    """
+    """Packed linear layers that are read one after the other: their structures, and the tensors these point into."""
 
     structs: list[structures.Weight]
     tensors: list[Tensor]
@@ -109,8 +133,8 @@ class PackedLinears:
     """Structures of the second and further weights of a layer."""
 
     @staticmethod
-    def pack(layers: Sequence[tuple[Sequence[Panels], Tensor | None]], kernels: ctypes.CDLL) -> "PackedLinears":
-        """Pack layers: for each its weights, one below the other, and its bias."""
+    def pack(layers: Sequence[LinearPlan], kernels: ctypes.CDLL) -> "PackedLinears":
+        """Pack layers."""
         words = iter(pack([weight for weights, _ in layers for weight in weights], kernels))
         made = PackedLinears([], [], [])
         for weights, bias in layers:
@@ -122,13 +146,6 @@ class PackedLinears:
             made.further.extend(parts[1:])
         return made
 
-    def set_factor(self, layer: int, factor: structures.Weight) -> None:
-        """Let a layer read its inputs through a factor, whose structure must live as long as the layer."""
-        part: structures.Weight | None = self.structs[layer]
-        while part is not None:
-            part.factor = ctypes.addressof(factor)
-            part = structures.Weight.from_address(part.next) if part.next else None
-
     def _struct(self, weight: Panels, words: Tensor, bias: Tensor | None) -> structures.Weight:
         self.tensors.append(words)
         if bias is not None:
@@ -137,6 +154,33 @@ class PackedLinears:
             *(words.data_ptr(), None if bias is None else self.tensors[-1].data_ptr(), weight.inputs, weight.outputs),
             *(PANEL_KINDS.index(weight.kind), OPERANDS.index(weight.operand), None),
         )
+
+
+class PartMemory:
+    """Collects the structures and tensors that the structure of a packed part points into."""
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self.structs, self.tensors = list[structures.Memory](), list[Tensor]()
+        self._kernels = kernels
+
+    def keep(self, struct: structures.Memory) -> int:
+        """Keep a structure; returns its address."""
+        self.structs.append(struct)
+        return ctypes.addressof(struct)
+
+    def vector(self, tensor: Tensor | None) -> int | None:
+        """Keep a tensor in float32; returns its address."""
+        if tensor is None:
+            return None
+        self.tensors.append(tensor.detach().float().contiguous())
+        return self.tensors[-1].data_ptr()
+
+    def linears(self, plans: Sequence[LinearPlan]) -> list[structures.Weight]:
+        """Pack linear layers, which are read one after the other; returns their structures, which are not kept."""
+        packed = PackedLinears.pack(plans, self._kernels)
+        self.structs += packed.further
+        self.tensors += packed.tensors
+        return packed.structs
 
 
 def pack_embedding(table: Tensor, scale: float) -> tuple[Tensor, structures.Embedding]:

@@ -124,11 +124,9 @@ def plan_inner(gate: Matrix | None, up: Matrix, precision: Precision) -> list[Pa
     return plan_rows([up], precision) if gate is None else [plan_gate_up(gate, up, precision)]
 
 
-def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
-    """The biases of gate and up in the order of `plan_inner`; None: there are none."""
-    if gate is None or up is None:
-        return up
-    return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(interleaved_rows(len(gate)))]  # index -1 is a zero
+def interleave_bias(bias: Tensor) -> Tensor:
+    """The biases of gate and up, one after the other, in the order of `plan_inner`."""
+    return pad(bias, (0, 1))[torch.from_numpy(interleaved_rows(len(bias) // 2))]  # index -1 is a zero
 
 
 def interleaved_rows(width: int) -> Int[np.ndarray, " rows"]:

@@ -2,7 +2,7 @@
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from foretell.model.block.linear import INT8_BLOCK, INT8_GROUP
 
@@ -132,6 +132,23 @@ class SparseMlp(ctypes.Structure):
 
 Memory = ctypes.Structure | ctypes.Array[Weight]
 """Structures that another one points to."""
+S = TypeVar("S", bound=ctypes.Structure)
+
+
+def make(kind: type[S], /, **values: Any) -> S:
+    """A structure with these values of its fields; None leaves a field as it is.
+
+    Raises:
+        AttributeError: it has no field of that name.
+    """
+    made = kind()
+    names = {name for name, *_ in kind._fields_}
+    for name, value in values.items():
+        if name not in names:
+            raise AttributeError(f"{kind.__name__} of csrc/interface.h has no field {name}")
+        if value is not None:
+            setattr(made, name, value)
+    return made
 
 
 class Layer(ctypes.Structure):

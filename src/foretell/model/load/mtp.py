@@ -13,7 +13,7 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.load.build import build_block
-from foretell.model.load.native import read_block
+from foretell.model.load.native import packable_block
 from foretell.model.load.weights import Storage, Weights
 from foretell.model.matrices.stored import Matrix, StoredMatrix
 from foretell.model.run.mtp import MTPLayer
@@ -133,7 +133,7 @@ def _native(config: ModelConfig, weights: Weights, target: Network, norm: RMSNor
     assert isinstance(target, NativeDecoder)
     stack = NativeStack(config, [], target.precision, *decoder_rope_tables(config))
     outer = NativeDecoder.of_parts(config, target.embedding, stack, norm.weight.detach(), target.head)
-    block = stack.pack_block(0, read_block(config, 0, weights, target.precision))
+    block = stack.pack_block(0, packable_block(config, 0, weights, target.precision))
     combine = NativeLinear(weights.round_matrix("the input of the layer", matrix), None, target.precision)
     return outer.with_blocks([block]), combine
 

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretell.model.config.attention import LayerInputConfig
+from foretell.model.config.families.base import Family
 from foretell.model.config.rope import RopeConfig, read_rope
 from foretell.utils.validation import Fields
 
+GEMMA4 = Family(names={"mlp.gate": "router.proj", "mlp.experts": "experts"})
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _PATTERN = 6
 """Every sixth layer has full attention where the configuration does not say which."""

@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from foretell.model.config.attention import QueryScaling
+from foretell.model.config.families.base import Family, Rows
+from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import read_rope
 from foretell.utils.validation import Fields
 
@@ -71,3 +75,23 @@ def _experts(read: Fields, layers: tuple[int, ...]) -> dict[str, Any]:
         "layers": layers,
         "weighs_inputs": True,
     }
+
+
+def _half_split(config: ModelConfig, layer: int) -> list[Rows]:
+    """Queries and keys, whose rotary pairs lie side by side, in the half-split order; then values."""
+    size, rows = config.head_dim, []
+    for name, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
+        order = torch.arange(heads * size).view(heads, size // 2, 2).transpose(1, 2).flatten()
+        rows.append(Rows(f"self_attn.{name}", heads * size, order))
+    return [*rows, Rows("self_attn.v_proj", config.kv_heads * size)]
+
+
+LLAMA4 = Family(
+    names={
+        "mlp": "feed_forward",
+        "mlp.gate": "feed_forward.router",
+        "mlp.shared_experts": "feed_forward.shared_expert",
+    },
+    rows={"qkv": _half_split},
+    experts="transposed",
+)
