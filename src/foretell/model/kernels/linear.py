@@ -37,7 +37,7 @@ class NativeLinear:
         made._kernels, made.precision = build.library(), precision
         first, *further = (struct for struct in part.structs if isinstance(struct, structures.Weight))
         made._packed = PackedLinears([first], list(part.tensors), further)
-        made.inputs, made.outputs = first.input, sum(struct.output for struct in (first, *further))
+        made.inputs, made.outputs = first.inputs, sum(struct.outputs for struct in (first, *further))
         return made
 
     @property

@@ -139,13 +139,13 @@ class SparseBlocks:
         """The first neurons: a part of the same panels."""
         kind = PANEL_KINDS[struct.down.kind]
         unit = _UNITS.get(kind, PREFIX_UNIT)
-        whole = struct.down.input
+        whole = struct.down.inputs
         if size != whole and size % unit:
             raise ValueError(
                 f"{size} of {whole} neurons were asked for, and the kernels read multiples of {unit} of {kind} weights"
             )
-        struct.gate_up.output = 2 * size
-        struct.down.input, struct.down.stored_input = size, whole
+        struct.gate_up.outputs = 2 * size
+        struct.down.inputs, struct.down.stored_inputs = size, whole
         return PackedBlock((struct, *dense.structs[1:]), dense.tensors)
 
     def _by_inputs(

@@ -171,7 +171,7 @@ class NativeStack:
         out = torch.empty(len(hidden_layers) + 1, *x.shape)
         out[-1] = x
         if attention_input is not None:
-            check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
+            check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.inputs)
         found = None if routes is None else self.new_routes(last - first, x.shape[0])
         for begin, end in self._segments(first, last):
             recorded = [i for i in hidden_layers if begin <= i < end]
