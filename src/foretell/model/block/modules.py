@@ -1,17 +1,18 @@
 """The modules of a decoder block from the record of its weights, and the record of a block's modules."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from foretell.model.block.decoder import DecoderBlock, DecoderLayer, FeedForward, RMSNorm
+from foretell.model.block.decoder import DecoderBlock, FeedForward, RMSNorm
 from foretell.model.block.latent import LATENT_EPS, LatentBlock, LatentProjection
 from foretell.model.block.layer_inputs import LayerInput
 from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
 from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.block.spec import (
+    VECTORS,
     BlockWeights,
     ExpertWeights,
     GatedWeights,
@@ -54,27 +55,23 @@ class _Modules:
 
     def block(self, i: int, w: BlockWeights) -> DecoderBlock:
         """A block of a record."""
-        c = self._config
+        vectors = {name: getattr(w, name) for name in VECTORS}
+        if w.attention_norm is None:
+            vectors["attention_norm"] = torch.empty(0)
+        make = {name: self._norm if name.endswith("_norm") else self._vector for name in vectors}
         return (DecoderBlock if w.latent is None else LatentBlock)(
-            attention_norm=self._norm(torch.empty(0) if w.attention_norm is None else w.attention_norm),
             qkv=self._projection(w),
             output=_nothing(0) if w.output is None else self._linear(w.output),
-            mlp_norm=self._norm(w.mlp_norm),
             mlp=self._feed_forward(w),
-            q_norm=_map(self._norm, w.q_norm),
-            k_norm=_map(self._norm, w.k_norm),
-            v_norm=_map(self._norm, w.v_norm),
-            post_attention_norm=_map(self._norm, w.post_attention_norm),
-            post_mlp_norm=_map(self._norm, w.post_mlp_norm),
             mixer=_map(self._mixer, w.mixer),
             attention_gate=w.attention_gate is not None,
-            residual_scale=c.residual_scale,
-            sinks=_map(self._vector, w.sinks),
-            reads_keys=c.kv_layer_of(i) != i,
+            residual_scale=self._config.residual_scale,
+            reads_keys=self._config.kv_layer_of(i) != i,
             layer_input=_map(self._layer_input, w.layer_input),
             scale=1.0 if w.scale is None else float(w.scale),
             attention_shortcut=_map(self._dense, w.attention_shortcut),
             mlp_shortcut=_map(self._dense, w.mlp_shortcut),
+            **{name: _map(make[name], vector) for name, vector in vectors.items()},
         )
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -189,11 +186,14 @@ def _widened(matrix: Matrix) -> Tensor:
     return matrix.widen() if isinstance(matrix, StoredMatrix) else matrix
 
 
-def to_weights(layer: DecoderLayer) -> BlockWeights:
+def to_weights(layer: nn.Module) -> BlockWeights:
     """The record of a block's modules, whose tensors it shares."""
     assert isinstance(layer, DecoderBlock)
     qkv, gate, latent = layer.qkv, None, None
+    vectors = {name: _of_vector(getattr(layer, name)) for name in VECTORS}
     mixes = len(layer.attention_norm.weight) > 0
+    if not mixes:
+        vectors["attention_norm"] = None
     if isinstance(qkv, LatentProjection):
         inputs, latent = _of_latent(qkv)
     else:
@@ -207,24 +207,17 @@ def to_weights(layer: DecoderLayer) -> BlockWeights:
         mlp=_of_network(layer.mlp.dense if isinstance(layer.mlp, DenseAndExperts) else layer.mlp),
         attention_shortcut=_map(_of_linear, layer.attention_shortcut),
         mlp_shortcut=_map(_of_linear, layer.mlp_shortcut),
-        attention_norm=layer.attention_norm.weight if mixes else None,
-        mlp_norm=layer.mlp_norm.weight,
-        q_norm=_of_norm(layer.q_norm),
-        k_norm=_of_norm(layer.k_norm),
-        v_norm=_of_norm(layer.v_norm),
-        post_attention_norm=_of_norm(layer.post_attention_norm),
-        post_mlp_norm=_of_norm(layer.post_mlp_norm),
-        sinks=layer.sinks,
         scale=None if layer.scale == 1 else torch.tensor([layer.scale], dtype=torch.float64),
         experts=_of_experts(layer.mlp),
         latent=latent,
         mixer=_map(_of_mixer, layer.mixer),
         layer_input=_map(_of_layer_input, layer.layer_input),
+        **vectors,
     )
 
 
-def _of_norm(norm: nn.Module | None) -> Tensor | None:
-    return norm.weight if isinstance(norm, RMSNorm) else None
+def _of_vector(holder: nn.Module | Tensor | None) -> Any:
+    return holder.weight if isinstance(holder, RMSNorm) else holder
 
 
 def _weight(norm: nn.Module) -> Tensor:
@@ -244,8 +237,8 @@ def _split(linear: LinearWeights, last: int) -> tuple[LinearWeights, LinearWeigh
     """A linear layer as two, of which the second has `last` outputs."""
     (matrix,), sizes = linear.parts, [linear.outputs - last, last]
     assert isinstance(matrix, Tensor)
-    biases = (None, None) if linear.bias is None else linear.bias.split(sizes)
-    first, second = (LinearWeights((p,), b) for p, b in zip(matrix.split(sizes), biases, strict=True))
+    biases = (None, None) if linear.bias is None else torch.split(linear.bias, sizes)
+    first, second = (LinearWeights((p,), b) for p, b in zip(torch.split(matrix, sizes), biases, strict=True))
     return first, second
 
 
@@ -257,7 +250,7 @@ def _of_latent(projection: LatentProjection) -> tuple[LinearWeights, LatentWeigh
     inputs = LinearWeights((*_of_linear(first).parts, *_of_linear(projection.compress).parts))
     key, value = (LinearWeights((each.detach().flatten(0, 1),)) for each in (projection.key, projection.value))
     norm = projection.norm.weight
-    return inputs, LatentWeights(_map(_of_linear, last), _of_norm(between), norm, key, value)
+    return inputs, LatentWeights(_map(_of_linear, last), _of_vector(between), norm, key, value)
 
 
 def of_gated(gate_up: nn.Module, down: nn.Module) -> GatedWeights:

@@ -580,3 +580,8 @@ def _linears(kind: type[Any], path: str = "") -> Iterator[tuple[str, LinearSpec]
 
 LINEARS: Mapping[str, LinearSpec] = dict(_linears(BlockWeights))
 """All linear layers of a block by their paths, as `mlp.gate_up`."""
+
+VECTORS = tuple(
+    name for name, spec in specs_of(BlockWeights).items() if isinstance(spec, VectorSpec) and name != "scale"
+)
+"""The block's own norms and vectors."""

@@ -82,7 +82,7 @@ class _Reader:
         name, shape = spec.name(at), spec.shape(at)
         if name is None:
             return torch.ones(shape)
-        stored = self._source.require(self._name(name), *shape)
+        stored: Tensor = self._source.require(self._name(name), *shape)
         if spec.by_width:
             return stored.float() * at.hidden**-0.5
         return stored.float() + self._config.norm_offset if spec.offset else stored
@@ -126,7 +126,7 @@ class _Reader:
         both = source.require(gate_up, experts.count, 2 * experts.ffn, hidden)
         last = source.require(down, experts.count, hidden, experts.ffn)
         for first, second in zip(both, last, strict=True):
-            halves = (StoredMatrix.of(half, source.release_pages) for half in first.split(experts.ffn))
+            halves = (StoredMatrix.of(half, source.release_pages) for half in torch.split(first, experts.ffn))
             matrix = StoredMatrix.of(second, source.release_pages)
             yield GatedWeights(LinearWeights(tuple(halves)), LinearWeights((matrix,)))
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from foretell.model.block.latent import LATENT_EPS
-from foretell.model.block.spec import BlockWeights, LatentWeights, LinearWeights, VectorSpec, specs_of
+from foretell.model.block.spec import VECTORS, BlockWeights, LatentWeights, LinearWeights
 from foretell.model.config.model import MLAConfig, ModelConfig
 from foretell.model.kernels import structures
 from foretell.model.kernels.experts import pack_experts
-from foretell.model.kernels.linear import LinearPlan, PartMemory, float_precision, plan_gate_up, plan_linear
+from foretell.model.kernels.linear import LinearPlan, PartMemory, float_precision, plan_gate_up, plan_linear, set_factor
 from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import pack_mixer
@@ -81,17 +81,12 @@ def pack_block(
 ) -> PackedBlock:
     """Block `i` of a model, without its rotary tables and its place in the cache."""
     memory = PartMemory(kernels)
-    vectors = {
-        name: memory.vector(getattr(block, name))
-        for name, spec in specs_of(BlockWeights).items()
-        if isinstance(spec, VectorSpec) and name != "scale"
-    }
     own, inputs = block.layer_input, config.layer_inputs
     scale = 0.0 if block.scale is None else float(block.scale)
     struct = structures.make(
         structures.Layer,
         **_pack_linears(plan_block(block, precision), memory),
-        **vectors,
+        **{name: memory.vector(getattr(block, name)) for name in VECTORS},
         window=config.window_of(i),
         attention=i not in config.attention_free_layers,
         mlp=i not in config.mlp_free_layers,
@@ -118,11 +113,7 @@ def _pack_linears(plans: Mapping[str, LinearPlan], memory: PartMemory) -> dict[s
     """The structures of linear layers by name, factors of low rank within those of their layers."""
     packed = dict(zip(plans, memory.linears(list(plans.values())), strict=True))
     for name in [name for name in packed if name.endswith(_FACTOR)]:
-        address = memory.keep(packed.pop(name))
-        part: structures.Weight | None = packed[name.removesuffix(_FACTOR)]
-        while part is not None:
-            part.factor = address
-            part = structures.Weight.from_address(part.next) if part.next else None
+        set_factor(packed[name.removesuffix(_FACTOR)], memory.keep(packed.pop(name)))
     return packed
 
 

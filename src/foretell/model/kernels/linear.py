@@ -156,6 +156,14 @@ class PackedLinears:
         )
 
 
+def set_factor(layer: structures.Weight, address: int) -> None:
+    """Let all weights of a layer read their inputs through the factor at an address."""
+    part: structures.Weight | None = layer
+    while part is not None:
+        part.factor = address
+        part = structures.Weight.from_address(part.next) if part.next else None
+
+
 class PartMemory:
     """Collects the structures and tensors that the structure of a packed part points into."""
 

@@ -45,7 +45,7 @@ class Family:
     """Names of modules of a block that differ from Llama's, or what names begin with; `{}` is the number of an expert.
     """
     rows: Mapping[str, RowsOf] = field(default_factory=dict)
-    """Linear layers whose rows the checkpoint stores in another way, by their field of `BlockWeights`: `mlp.gate_up`."""
+    """Linear layers whose rows the checkpoint stores otherwise, by their field of `BlockWeights`: as `mlp.gate_up`."""
     experts: ExpertStorage = "each"
     stacked_names: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     """Names of the tensors of all experts of a layer."""

@@ -10,7 +10,7 @@ _BOTH, _DOWN = "shared_mlp.input_linear", "shared_mlp.output_linear"
 
 def _halves(ffn: int) -> list[Rows]:
     """Gate and up, which are one matrix."""
-    return [Rows(_BOTH, 2 * ffn, half) for half in torch.arange(2 * ffn).split(ffn)]
+    return [Rows(_BOTH, 2 * ffn, half) for half in torch.arange(2 * ffn).view(2, ffn)]
 
 
 def _shared_network(config: ModelConfig, layer: int) -> list[Rows]:

@@ -13,7 +13,7 @@ QWEN_MOE = Family(names=_EXPERTS)
 def _grouped(name: str, key_heads: int, parts: list[int]) -> list[Rows]:
     """Parts that a checkpoint stores per key head, in the order of the parts."""
     whole = torch.arange(key_heads * sum(parts)).view(key_heads, -1)
-    return [Rows(name, whole.numel(), torch.cat([part.flatten() for part in whole.split(parts, 1)]))]
+    return [Rows(name, whole.numel(), torch.cat([part.flatten() for part in torch.split(whole, parts, 1)]))]
 
 
 def _projections(config: ModelConfig, layer: int) -> list[Rows] | None:
