@@ -21,7 +21,7 @@ from foretell.api import Model
 from foretell.draft import DraftModel
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.offload.block_store import OffloadedDecoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import LLMCadTree
 
 CONFIGURATIONS = ("whole, plain", "limited, plain", "limited, suffix", "limited, llmcad")

@@ -32,8 +32,9 @@ from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
 from foretell.model.offload.sparsity_file import SparsityFile
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner
 from foretell.shape import (
     BranchingTree,
     Chain,
@@ -160,7 +161,7 @@ def _thresholds_of_gates() -> str:
     return str(folder)
 
 
-_OPTIONS: Mapping[str, Mapping[str, object]] = {
+OPTIONS: Mapping[str, Mapping[str, object]] = {
     "sparse_mlp_draft": {"sparsity": _thresholds_of_gates()},
     "early_exit_lossy": {"exit_threshold": 0.02},
     "skip_decode_lossy": {"min_layers": 1, "horizon": 2},
@@ -172,8 +173,13 @@ _OPTIONS: Mapping[str, Mapping[str, object]] = {
 
 def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> AnyMethod:
     """A method for a target, with small models and a trained speculator to draft with."""
+    return entry.build(parts_for(entry, network, drafts, trained), OPTIONS.get(entry.name))
+
+
+def parts_for(entry: Entry, network: Decoder, drafts: Sequence[Runner], trained: Path | None) -> BuildContext:
+    """What a method is built from: a target, small models, a trained speculator and references."""
     vocab = network.config.vocab
-    context = BuildContext(
+    return BuildContext(
         vocab,
         network,
         tuple(drafts[: 2 if entry.name == "specinfer" else 1]),
@@ -183,7 +189,6 @@ def of_catalogue(entry: Entry, network: Decoder, drafts: Sequence[Runner], train
         checkpoint=TinyCheckpoint(network) if entry.name == "mtp" else None,
         speculators=() if trained is None else (trained,),
     )
-    return entry.build(context, _OPTIONS.get(entry.name))
 
 
 def _of_catalogue(entry: Entry) -> Variant:

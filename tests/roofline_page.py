@@ -3,7 +3,8 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 
 from foretell.cli.roofline import app
 from foretell.roofline.hardware import known_hardware
-from foretell.roofline.viewer.page import page
+from foretell.roofline.viewer.answers import Answers
 from foretell.roofline.viewer.server import serve
+from foretell.roofline.viewer.settings import Known
 
 SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
 """A folder to keep the screenshots of the documentation in."""
@@ -22,7 +24,7 @@ SHOTS = os.environ.get("FORETELL_SCREENSHOTS")
 @contextmanager
 def served_page() -> Iterator[str]:
     """The address of the page."""
-    server = serve(lambda: page(known_hardware()), 0)
+    server = serve(Answers(Known(known_hardware(), {})), 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -84,5 +86,16 @@ def show_state(browser: Any, address: str, state: str) -> None:
 
 
 def settle(browser: Any) -> None:
-    """Wait until what the page draws after its first paint is there."""
-    browser.execute_async_script("setTimeout(arguments[0], 90)")
+    """Wait until the page has drawn all that it asked for."""
+    browser.execute_async_script(
+        "const done = arguments[0], look = () => document.querySelector('main').ariaBusy === 'false' ? done() : "
+        "setTimeout(look, 10); setTimeout(look, 0)"
+    )
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never held"
+        time.sleep(0.02)

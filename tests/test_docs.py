@@ -20,7 +20,7 @@ from foretell.draft import Predictor
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, Shape
 from foretell.testing import TINY, tiny_decoder
 

@@ -15,7 +15,8 @@ from foretell.draft import Drafter, DraftModel, MixtureDrafter
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
 from foretell.model.cache.kv_cache import KVCache
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 from helpers import (
     VARIANTS,
     VOCAB,

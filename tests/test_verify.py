@@ -17,7 +17,7 @@ from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft import DraftModel, PromptLookup
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.block.decoder import Decoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.codec import TextCodec

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretell.core.sampling import SamplingParams
     from foretell.engine.engine import Engine
     from foretell.engine.method import Method
-    from foretell.engine.request import Completion, Request, Update
+    from foretell.engine.request import Completion, Output, Request, Update
     from foretell.engine.statistics import RequestStatistics
     from foretell.load import load
     from foretell.plan import SkeletonPlan
@@ -37,6 +37,7 @@ __all__ = [
     "Engine",
     "Method",
     "Model",
+    "Output",
     "Request",
     "RequestStatistics",
     "SamplingParams",
@@ -54,6 +55,7 @@ _MODULES = {
     "Engine": "engine.engine",
     "Method": "engine.method",
     "Model": "api",
+    "Output": "engine.request",
     "Request": "engine.request",
     "RequestStatistics": "engine.statistics",
     "SamplingParams": "core.sampling",

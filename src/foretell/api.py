@@ -11,15 +11,14 @@ from foretell.catalogue import BuildContext, build
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
 from foretell.catalogue.speculators import read_speculator, trained_speculator
+from foretell.core.parameters import PARAMETERS
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.controller import Controller
 from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
-from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Request, Update, describe_error
-from foretell.engine.statistics import RequestStatistics
 from foretell.model.block.backend import Backend
 from foretell.model.cache.policy import CachePolicy
 from foretell.model.config.model import ModelConfig
@@ -28,10 +27,11 @@ from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.load.expert_offload import ExpertOffloadedDecoder
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.transformers import HFRunner, ImagePrompt
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.evicting_runner import EvictingRunner
 from foretell.model.run.network import Network
 from foretell.model.run.resized_vocabulary import ResizedVocabulary
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner
 from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator
@@ -41,33 +41,23 @@ from foretell.tokenizer.codec import Message, TextCodec
 from foretell.utils.names import unknown
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A generated text with its tokens and statistics."""
+@dataclass(frozen=True, kw_only=True)
+class Answer(Completion):
+    """A generated text with its tokens and statistics, and what generated it.
 
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str
+    `plan`: how the answer of a plan came about; its `tokens` are those of all requests of the plan.
+    """
+
     method: str
     drafter: str
     """What drafted, in a few words."""
     lossless: bool
     """Whether the method keeps the target's distribution; a plan does not."""
-    statistics: RequestStatistics
     backend: Backend
     """Implementation and precision of the target's passes."""
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    """The most probable tokens in the place of each token with their log-probabilities, best first."""
-    prompt_logprobs: tuple[float, ...] = ()
-    """Of the prompt's tokens from the second one on."""
-    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
-    stop_reason: str | int | None = None
-    """The stop string or the token of `stop_token_ids` that ended the answer."""
-    error: str = ""
+    error: str = ""  # type: ignore[assignment]
     """The error message, where `finish_reason` is `error`."""
     plan: PlanReport | None = None
-    """How the answer of a plan came about; its `tokens` are those of all requests of the plan."""
 
     @staticmethod
     def from_completion(
@@ -77,23 +67,15 @@ class Answer:
         the report of the plan that wrote it.
         """
         method = method or engine.method
-        return Answer(
-            text=completion.text,
-            tokens=completion.tokens,
-            finish_reason=completion.finish_reason,
-            method=method.name,
-            drafter=method.drafter_label or method.draft.label,
-            lossless=method.lossless and plan is None and not engine.runner.backend.lossy,
-            statistics=completion.statistics,
-            backend=engine.runner.backend,
-            logprobs=completion.logprobs,
-            top_logprobs=completion.top_logprobs,
-            prompt_logprobs=completion.prompt_logprobs,
-            prompt_top_logprobs=completion.prompt_top_logprobs,
-            stop_reason=completion.stop_reason,
-            error="" if completion.error is None else describe_error(completion.error),
-            plan=plan,
-        )
+        own: dict[str, Any] = {
+            "method": method.name,
+            "drafter": method.drafter_label or method.draft.label,
+            "lossless": method.lossless and plan is None and not engine.runner.backend.lossy,
+            "backend": engine.runner.backend,
+            "error": "" if completion.error is None else describe_error(completion.error),
+            "plan": plan,
+        }
+        return Answer(**vars(completion) | own)
 
     @property
     def exact(self) -> bool:
@@ -369,7 +351,7 @@ class Model:
         """
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             raise ValueError("the prompt is empty: write what the model should answer")
-        stop, bad_words = _texts("stop", stop), _texts("bad_words", bad_words)
+        stop_strings, bad_words = PARAMETERS["stop"].read(stop), PARAMETERS["bad_words"].read(bad_words)
         sampling = sampling or SamplingParams()
         if bad_words:
             sampling = replace(sampling, bad_words=(*sampling.bad_words, *self.bad_words(bad_words)))
@@ -377,7 +359,7 @@ class Model:
             self.tokens(prompt, raw, allow_special_tokens=allow_special_tokens),
             sampling,
             max_new_tokens,
-            stop,
+            stop_strings,
             self.eos,
             logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -475,10 +457,3 @@ def named_inputs(drafts: Sequence[Model | Path], references: Sequence[str] = ())
         [str(d) for d in drafts if isinstance(d, Path)],
         [f"of {len(text):,} characters" for text in references],
     )
-
-
-def _texts(name: str, values: str | Sequence[str]) -> tuple[str, ...]:
-    values = (values,) if isinstance(values, str) else tuple(values)
-    if not all(isinstance(v, str) for v in values):
-        raise ValueError(f"{name} must be a string or several strings, found {values!r}")
-    return values

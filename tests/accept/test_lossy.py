@@ -24,7 +24,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.engine.statistics import RequestStatistics
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, RootOnly
 from helpers import (
     VOCAB,

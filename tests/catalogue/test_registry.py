@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from command import run_foretell
@@ -19,12 +22,14 @@ from foretell.catalogue import (
     installed_methods,
     registry,
 )
+from foretell.catalogue.build_context import Input
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.catalogue.registry import find
 from foretell.draft import CombinedRetriever, DraftModel, HybridDrafter
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.retrieval.datastore import write_datastore
 from foretell.shape import (
     AdaptiveChain,
     BranchingTree,
@@ -35,7 +40,8 @@ from foretell.shape import (
     RetrievalOrModel,
     Trie,
 )
-from helpers import DISTINCT, VARIANTS, VOCAB, Variant, sibling, speculator, target
+from helpers import DISTINCT, OPTIONS, VARIANTS, VOCAB, Variant, parts_for, sibling, speculator, target
+from word_codec import word_codec
 
 FAMILIES = {
     "baseline", "retrieval", "draft model", "self-drafting", "heads", "feature level", "parallel decoding", "hybrid",
@@ -89,6 +95,43 @@ def test_an_option_that_a_method_does_not_read_is_refused(entry: Entry) -> None:
         with pytest.raises(ValueError, match=f"method {entry.name} does not read '{name}'") as error:
             entry.parse_options({name: 1})
         assert all(o.name in str(error.value) for o in entry.option_list())
+
+
+class Unread(tuple[Any, ...]):
+    """An input of a method that must not look at it."""
+
+    def _look(self, *_: object) -> Any:
+        raise LookupError("a builder has read what its entry does not declare")
+
+    __bool__ = __iter__ = __len__ = __getitem__ = _look
+
+
+INPUTS = get_args(Input)
+CASES = [
+    *((entry, OPTIONS.get(entry.name, {})) for entry in BUILT_IN),
+    *((find("triforce"), {"first_level": level}) for level in ("ngram", "sam_recycling", "eagle3")),
+]
+
+
+@pytest.mark.parametrize(("entry", "options"), CASES, ids=lambda part: getattr(part, "name", ""))
+def test_an_entry_declares_what_it_reads(entry: Entry, options: dict[str, object]) -> None:
+    kind = "eagle3" if options.get("first_level") == "eagle3" else entry.speculator
+    parts = parts_for(entry, target(), [DecoderRunner(sibling())] * 2, speculator(kind) if kind else None)
+    read = {name for name in INPUTS if name in entry.reads} - entry.parse_options(options).unread
+    unread: dict[str, Any] = {name: Unread() for name in INPUTS if name not in read}
+    only_these = replace(parts, **unread)
+    assert entry.build(only_these, options).inputs == read
+    for name in read:
+        wrong: dict[str, Any] = {name: Unread()}
+        with pytest.raises(LookupError):
+            entry.build(replace(only_these, **wrong), options)
+
+
+def test_a_datastore_takes_the_place_of_references(tmp_path: Path) -> None:
+    codec = word_codec("a")
+    write_datastore(tmp_path / "store", [np.array([1, 2, 3], np.uint32)], codec, "m")
+    parts = BuildContext(VOCAB, target(), codec=codec, references=Unread())
+    assert build("rest", parts, {"datastore": str(tmp_path / "store")}).inputs == frozenset()
 
 
 def test_every_option_is_read_somewhere() -> None:

@@ -11,9 +11,9 @@ from foretell.draft import DraftModel, HeadsDrafter, HybridDrafter, MixtureDraft
 from foretell.engine.request import Request
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.reduced_vocabulary import ReducedVocabulary
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, generate, naive, random_tokens, sibling, speculator, target
 

@@ -83,10 +83,10 @@ def test_a_template_that_exceeds_the_limits(tmp_path: Path) -> None:
 
 def test_numbers_out_of_range() -> None:
     assert "at least 1, found -5" in generate_hello("--max-new-tokens", "-5")
-    assert "temperature must be" in generate_hello("--temperature", "nan")
+    assert "--temperature must be" in generate_hello("--temperature", "nan")
     assert "temperature must be" in generate_hello("--temperature", "-1")
-    assert "top_p must be" in generate_hello("--top-p", "0")
-    assert "top_k must be" in generate_hello("--top-k", "-1")
+    assert "--top-p must be" in generate_hello("--top-p", "0")
+    assert "--top-k must be" in generate_hello("--top-k", "-2")
     assert "at least 1" in generate("--prompts", __file__, "--rows", "0", "--model", tiny_target())
     assert "--max-new-tokens" in expect_error("generate", "hello", "--max-new-tokens", "many", status=2)
     assert "samples must be at least 1" in expect_error("verify", "suffix", "--model", tiny_target(), "--samples", "0")

@@ -14,7 +14,7 @@ from foretell.draft import NoDrafter
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import RootOnly
 from foretell.testing import TINY, tiny_decoder
 

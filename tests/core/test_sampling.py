@@ -187,7 +187,7 @@ def test_the_targets_sample_depends_on_the_position_only() -> None:
         ("temperature", float("nan"), "at least 0"),
         ("temperature", -0.1, "at least 0"),
         ("temperature", float("inf"), "at least 0"),
-        ("top_k", -1, "at least 0"),
+        ("top_k", -2, "at least -1"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.1, "above 0 and at most 1"),
         ("min_p", -0.1, "at least 0 and at most 1"),

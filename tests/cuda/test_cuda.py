@@ -25,8 +25,8 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.block.linear import quantize_int8
 from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.run.cuda_graph import GraphedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
     VOCAB,

@@ -12,7 +12,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.cache.kv_cache import KVCache
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, Shape, Trie
 from helpers import VOCAB, chain_tree, generate, good_model, random_tokens, sibling, target
 

@@ -13,7 +13,7 @@ from foretell.draft.cross_tokenizer import RetokenizedText, decode_from, encode_
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import letter_codec
 from foretell.tokenizer.codec import TextCodec

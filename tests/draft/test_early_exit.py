@@ -14,7 +14,7 @@ from foretell.accept import AcceptExits, Match, Rejection
 from foretell.catalogue import BuildContext, build
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
-from foretell.core.tree import root_tree
+from foretell.core.tree import TokenTree, root_tree
 from foretell.draft import NoDrafter
 from foretell.draft.early_exit import EarlyExitDrafter
 from foretell.draft.exit_heads import ExitRule, SharedHead, TrainedExits
@@ -22,7 +22,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Completion, Request
 from foretell.model.load.checkpoint import embedding_and_head_of
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import TargetInfo
@@ -112,10 +112,12 @@ def test_the_state_measure_compares_the_last_two_layers() -> None:
     draft = EarlyExitDrafter(TrainedExits(network(), (2, 4)), ExitRule("state", (-1.0, -1.0)))
     engine = engine_of(Method(draft, Chain(2, draw=False), Match()))
     seen = list[torch.Tensor]()
-    begin = engine.runner.begin_pass
+    runner = engine.runner
+    assert isinstance(runner, DecoderRunner)
+    begin = runner.begin_pass
 
-    def spied(rows: Sequence[int], tree: object) -> object:
-        run = begin(rows, tree)  # type: ignore[arg-type]
+    def spied(rows: Sequence[int], tree: TokenTree) -> object:
+        run = begin(rows, tree)
         advance = run.advance
 
         def advance_and_keep(wanted: np.ndarray, layer: int) -> object:
@@ -127,7 +129,7 @@ def test_the_state_measure_compares_the_last_two_layers() -> None:
         run.advance = advance_and_keep  # type: ignore[method-assign,assignment]
         return run
 
-    engine.runner.begin_pass = spied  # type: ignore[method-assign,assignment]
+    runner.begin_pass = spied  # type: ignore[method-assign,assignment]
     completed = engine.complete(REQUESTS)
     assert [list(c.tokens) for c in completed] == [naive(target(layers=LAYERS), r) for r in REQUESTS]
     assert seen and all((s.abs() <= 1 + 1e-9).all() for s in seen)

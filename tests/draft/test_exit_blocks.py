@@ -22,7 +22,7 @@ from foretell.model import kernels as native
 from foretell.model.block.decoder import Decoder
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.checkpoint import embedding_and_head_of
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.exits import Exits, ExitsConfig, block_config

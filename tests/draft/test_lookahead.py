@@ -14,7 +14,7 @@ from foretell.draft.lookahead import LookaheadWindow, NgramPool
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import TINY
 from helpers import all_logits, engine_for, generate, naive, random_tokens, run, target

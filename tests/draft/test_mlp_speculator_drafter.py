@@ -21,7 +21,7 @@ from foretell.model import kernels as native
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.kernels import DynamicTrees, Precision
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, LLMCadTree
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig

@@ -30,8 +30,8 @@ from foretell.model.load.build import build_decoder
 from foretell.model.load.mtp import load_mtp
 from foretell.model.load.native import load_native
 from foretell.model.load.weights import SafetensorsWeights
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.mtp import MTPLayer
-from foretell.model.run.runner import DecoderRunner
 from helpers import TinyCheckpoint, chain_tree, context_of, random_tokens
 
 SIZES: dict[str, Any] = {

@@ -21,7 +21,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.linear import Linear
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain
 from foretell.speculator.network.draft_model import DraftModelConfig, DraftNetwork
 from foretell.testing import TINY, tiny_decoder

@@ -24,8 +24,8 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import available
 from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.model.training.probe_forward import probe_forward
 from foretell.shape import BranchingTree, Chain, CostAwareTrie, DynamicTree, RetrievalOrModel, RootOnly, Shape
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings

@@ -13,7 +13,7 @@ from foretell.draft import CombinedRetriever, PhraseRetriever, SuffixRetriever
 from foretell.draft.phrases import PhraseIndex, encode_documents
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import TINY
 from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, target

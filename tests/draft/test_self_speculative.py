@@ -14,7 +14,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Completion, Request
 from foretell.model.block.decoder import SkipSet
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain
 from helpers import VOCAB, chain_tree, naive, random_tokens, target
 

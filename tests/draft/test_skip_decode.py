@@ -14,7 +14,7 @@ from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.layout import Layout
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import RootOnly
 from helpers import chain_tree, naive, random_tokens, target
 

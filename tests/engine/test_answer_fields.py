@@ -15,7 +15,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.tokenizer.stream import Detokenizer
 from helpers import VOCAB, all_logits, engine_for, letters, naive, random_tokens, target, wide_target

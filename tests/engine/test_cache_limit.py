@@ -8,7 +8,7 @@ from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Request
 from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.cache.kv_cache import KVCache
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from helpers import VARIANTS, VOCAB, random_tokens, target, unchecked
 
 NAMES = ("autoregressive", "ngram", "eagle3", "jacobi")

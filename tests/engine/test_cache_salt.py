@@ -9,7 +9,7 @@ from foretell.draft import NoDrafter, TokenRecycling
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import RootOnly, Trie
 from helpers import VOCAB, naive, random_tokens, target
 

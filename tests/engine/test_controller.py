@@ -17,7 +17,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.request import Completion, Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, PassCost, RootOnly, Trie
 from helpers import (
     VARIANTS,

@@ -15,7 +15,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.eagle import Eagle3, EagleConfig, EagleNetwork

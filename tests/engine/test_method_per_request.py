@@ -18,7 +18,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from helpers import (
     VARIANTS,

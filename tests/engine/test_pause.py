@@ -7,7 +7,7 @@ import pytest
 from foretell.core.sampling import SamplingParams
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from helpers import VARIANTS, VOCAB, random_tokens, target, unchecked
 
 NAMES = ("autoregressive", "sam_recycling", "eagle3")

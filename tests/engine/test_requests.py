@@ -22,7 +22,7 @@ from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.request import Completion, Request, Update, describe_error
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, RootOnly, Trie
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer

@@ -19,7 +19,7 @@ from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.lab.tune.skip import DraftingOptions, GreedyAnswer, _count_rounds, count_passes, greedy_answers, tune_skip
 from foretell.model.block.decoder import Decoder, SkipSet
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.skip import SkipFile, SkipTrial, default_skip, kept_weight_share, read_skip
 from foretell.shape import Chain
 from foretell.testing import TINY, tiny_decoder

@@ -10,8 +10,8 @@ from foretell.model.cache.attention_sums import AttentionSums
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.compact_runner import observe_queries
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from helpers import chain_tree, random_tokens, wide_target
 
 native = pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no compiler"))

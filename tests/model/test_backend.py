@@ -13,8 +13,8 @@ from foretell.model.block.linear import Int8Linear, Linear, rotate_and_round
 from foretell.model.kernels import NativeLinear, Precision
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.offload.block_store import OffloadedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights, letter_codec, tiny_moe
 from helpers import VOCAB, chain_tree, random_tokens
 

@@ -26,8 +26,9 @@ from foretell.model.run.compact_runner import (
     observe_queries,
     select_slots,
 )
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.runner import ForksRows, RunsLayers, offered
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, context_of, engine_for, random_tokens, target, wide_target
 
@@ -342,8 +343,7 @@ def test_methods_that_need_the_whole_cache_say_so() -> None:
         SparseCacheRunner(target(), Quest(8), 3).attach(ReplayRunner(VOCAB, 256))
     with pytest.raises(ValueError, match="works in an engine only"):
         SparseCacheRunner(target(), Quest(8), 3).follow(context_of(TEXT))
-    with pytest.raises(ValueError, match="keeps a part of it"):
-        runner.begin_pass([0], root_tree([1]))
+    assert offered(runner, RunsLayers) is None and offered(runner, ForksRows) is None
     with pytest.raises(ValueError, match="this method needs a draft model"):
         build("triforce", BuildContext(VOCAB, target()))
     with pytest.raises(ValueError, match=r"cache_budget.*8"):

@@ -12,7 +12,7 @@ from foretell.model.block.decoder import Decoder, DecoderBlock
 from foretell.model.block.moe import ExpertFeedForward
 from foretell.model.load.transforms import fake_quantize, fake_quantize_weight, magnitude_prune, magnitude_prune_weight
 from foretell.model.offload.influence import measure_influence
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_moe
 from helpers import VOCAB, all_logits, random_tokens, run, statistics_of
 

@@ -20,9 +20,9 @@ from foretell.model.kernels.block_weights import PackedBlock
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.packed_file import PackedReader, PackedWriter
 from foretell.model.kernels.structures import PRECISIONS, Precision
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import supports_spans
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import all_logits, chain_tree, random_tokens
 

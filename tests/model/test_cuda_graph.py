@@ -10,8 +10,8 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model.run.cuda_graph import GraphedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.shape import Trie
 from foretell.testing import TINY, tiny_decoder
 from helpers import chain_tree

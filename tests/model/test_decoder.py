@@ -15,8 +15,8 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.load.build import build_decoder
 from foretell.model.load.weights import SafetensorsWeights
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from helpers import LLAMA3, chain_tree, oracle_logits, random_tokens
 
 SIZES: dict[str, Any] = {

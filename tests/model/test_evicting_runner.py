@@ -18,9 +18,10 @@ from foretell.model import kernels
 from foretell.model.cache.policy import H2O, CachePolicy, SnapKV, StreamingLLM, parse_target_policy
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.evicting_runner import EVICTION_INTERVAL, EvictingRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.network_runner import NetworkRunner
 from helpers import VOCAB, chain_tree, context_of, random_tokens, wide_target
 
 native = pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no compiler"))
@@ -32,7 +33,7 @@ def network_of(kind: str) -> Network:
     return NativeDecoder(wide_target(), "float32") if kind == "native" else wide_target()
 
 
-def read(runner: DecoderRunner, tokens: list[int]) -> torch.Tensor:
+def read(runner: NetworkRunner, tokens: list[int]) -> torch.Tensor:
     """Read a prompt and then a token, as decoding does; logits after the token."""
     runner.forward([0], chain_tree(tokens[:-1]))
     runner.commit(0, range(len(tokens) - 1))

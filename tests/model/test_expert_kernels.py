@@ -16,7 +16,7 @@ from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig, RopeC
 from foretell.model.kernels import structures
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PRECISIONS, Precision
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

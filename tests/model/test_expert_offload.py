@@ -30,8 +30,8 @@ from foretell.model.load.native import finish_writing, packed_file
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.load.streamed import StreamedHead
 from foretell.model.offload.block_store import OffloadedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.shape import RootOnly, Trie
 from foretell.testing import TINY
 from helpers import chain_tree, random_tokens

@@ -31,7 +31,7 @@ from foretell.model.load.native import load_native
 from foretell.model.load.quantization_config import parse_quantization
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.weights import SafetensorsWeights, Weights
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import letter_codec
 from helpers import all_logits, chain_tree, random_tokens
 

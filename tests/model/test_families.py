@@ -34,7 +34,7 @@ from foretell.model.load.native import finish_writing, load_native
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.cuda_graph import GraphedDecoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree
 from helpers import all_logits, chain_tree, random_tokens
 

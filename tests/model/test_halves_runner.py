@@ -15,7 +15,7 @@ from foretell.model.config.model import CacheDtype
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.structures import Precision
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

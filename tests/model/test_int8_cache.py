@@ -17,8 +17,8 @@ from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.numbers import INT8_LIMIT, quantize, rotate_blocks, widen
 from foretell.model.config.model import CacheDtype, ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

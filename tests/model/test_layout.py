@@ -10,7 +10,7 @@ from foretell.core.tree import root_tree, tree_from_lists
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.config.model import ModelConfig, RopeConfig
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import chain_tree, random_tokens
 

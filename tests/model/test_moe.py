@@ -19,7 +19,7 @@ from foretell.model.block.moe import ExpertFeedForward
 from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import VOCAB, chain_tree, random_tokens

@@ -18,8 +18,8 @@ from foretell.model.block.decoder import Decoder, DecoderBlock, SkipSet
 from foretell.model.load.build import build_block, build_without_blocks
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.offload.block_store import BlockStore, OffloadedDecoder, weight_bytes
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.shape import Chain, LLMCadTree
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, all_logits, chain_tree, random_tokens, run, tokens_of

@@ -26,8 +26,8 @@ from foretell.model.load.native import finish_writing, weight_dtype
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.load.packed_cache import PackedWeightsFile, cache_entries, cache_folder, cache_limit
 from foretell.model.load.rounding import RoundedWeights
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, RandomWeights
 from helpers import VOCAB, chain_tree, random_tokens
 

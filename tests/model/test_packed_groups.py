@@ -26,9 +26,9 @@ from foretell.model.cache.packed_groups import (
 from foretell.model.cache.policy import Retrieval, SnapKV
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.evicting_runner import EvictingRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, chain_tree, random_tokens
 

@@ -21,8 +21,8 @@ from foretell.model.cache.policy import Quest
 from foretell.model.config.model import CacheDtype
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.compact_runner import SparseCacheRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from helpers import VOCAB, chain_tree, random_tokens, wide_target
 
 native = pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no compiler"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.bench.replay import ReplayRunner
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model import kernels
 from foretell.model.block.decoder import BlockRange
@@ -13,9 +14,10 @@ from foretell.model.cache.layout import Layout
 from foretell.model.config.states import ShortConvConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.offload.block_store import BlockStore, OffloadedDecoder, weight_bytes
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import check_spans
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import RunsLayers, required
 from foretell.testing import TINY
 from helpers import chain_tree, random_tokens, target, wide_target
 
@@ -179,14 +181,5 @@ def test_models_without_keys_of_their_own_per_layer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^early exit needs layers with keys .* has recurrent states; use another"):
         check_spans(replace(TINY, state=ShortConvConfig((0,), channels=16, taps=3)))
     with pytest.raises(ValueError, match=r"^early exit needs a model of the own decoder"):
-        Recorded().begin_pass([0], TREE)
+        required(ReplayRunner(TINY.vocab, 256), RunsLayers, "early exit needs a model of the own decoder")
     check_spans(TINY)
-
-
-class Recorded(DecoderRunner):
-    """A runner of another kind."""
-
-    begin_pass = Runner.begin_pass
-
-    def __init__(self) -> None:
-        """No network."""

@@ -32,8 +32,8 @@ from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import load_native
 from foretell.model.offload.sparsity_file import SparsityFile, read_sparsity
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from helpers import chain_tree
 

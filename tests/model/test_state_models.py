@@ -35,7 +35,7 @@ from foretell.model.kernels.structures import Precision
 from foretell.model.load import packed_cache
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import build_network, build_streamed_network
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder

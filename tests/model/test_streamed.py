@@ -18,8 +18,8 @@ from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import build_network, build_streamed_network
 from foretell.model.offload.block_store import BlockStore, OffloadedDecoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.testing import TINY
 from helpers import chain_tree, random_tokens
 

@@ -10,7 +10,7 @@ from foretell.core.tree import tree_from_lists
 from foretell.model import kernels as native
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason())

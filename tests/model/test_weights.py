@@ -25,7 +25,7 @@ from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
 from foretell.model.load.reference import resolve_reference
 from foretell.model.load.weights import SafetensorsWeights
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import letter_codec
 from helpers import LLAMA3, all_logits, chain_tree, random_tokens
 

@@ -109,7 +109,7 @@ def test_ten_thousand_workloads_take_under_five_cpu_seconds() -> None:
         (["plan", "llama-3-8b", "--method", "ngram-copying"], "its name is ngram"),
         (["plan", "llama-3-8b", "--accept", "1.2"], "between 0 and 1"),
         (["plan", "llama-3-8b", "--nodes", "0"], "at least one node"),
-        (["plan", "gpt-j-6b", "--method", "sequoia", "--curve"], "name one with --draft"),
+        (["plan", "gpt-j-6b", "--method", "sequoia", "--curve"], "choose a draft model (--draft)"),
         (["figure", "4", "--out", "x.png"], "figure 4 cannot be drawn"),
         (["export", "/nowhere/page.html"], "there is no directory"),
         (["figure", "5", "--out", "/nowhere/5.png"], "there is no directory /nowhere"),

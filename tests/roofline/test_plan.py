@@ -111,7 +111,7 @@ def test_parameters_added_by_drafters() -> None:
     assert eagle and eagle.added_parameters == 2 * 4096 * 4096 + 4096 + 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
     medusa = drafter_cost("heads", LLAMA)
     assert medusa and medusa.added_parameters == 5 * (4096 * 4096 + 4096 + 4096 * 32000)
-    with pytest.raises(ValueError, match="name one with --draft"):
+    with pytest.raises(ValueError, match=r"choose a draft model \(--draft\)"):
         drafter_cost("model", AnalyzedModel(*find_model("gpt-j-6b")))
     with pytest.raises(ValueError, match="must share the vocabulary"):
         drafter_cost("model", LLAMA, AnalyzedModel(*find_model("qwen3-0.6b")))

@@ -11,7 +11,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model.block.linear import Linear
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, HeuristicSchedule, RootOnly
 from foretell.shape.adaptive import ChainHistory
 from foretell.shape.chain import ChainLimits

@@ -27,7 +27,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.engine.statistics import RequestStatistics
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, CostAwareTrie, PassCost, RetrievalOrModel, RootOnly
 from foretell.shape.cost_aware_trie import Candidates, DraftController
 from helpers import VOCAB, generate, good_model, random_tokens, small_model, target

@@ -21,7 +21,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
 from foretell.model.block.decoder import Decoder
 from foretell.model.config.model import MoEConfig
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import DynamicTree, ExpertAwareTree, ExpertSizes, RootOnly, Shape
 from foretell.testing import TINY, tiny_decoder
 from helpers import VOCAB, context_of, random_tokens

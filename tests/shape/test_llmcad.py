@@ -12,7 +12,7 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import LLMCadTree
 from foretell.shape.llmcad import GrowingBranch, token_share
 from helpers import good_model, random_tokens, run, small_model, target, tokens_of

@@ -16,7 +16,7 @@ from foretell.catalogue.inputs import NamedInputs
 from foretell.catalogue.speculators import trained_speculator
 from foretell.draft import NoDrafter
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import RootOnly
 from foretell.speculator import is_speculator, network
 from foretell.speculator.checkpoint import save

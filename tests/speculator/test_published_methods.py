@@ -15,7 +15,7 @@ from foretell.catalogue import BuildContext, build
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.config.model import ModelConfig
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import letter_codec, tiny_decoder
 from helpers import naive, random_tokens, run, statistics_of, tokens_of
 

@@ -13,7 +13,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.objective.block import (

@@ -14,8 +14,8 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import TargetInfo

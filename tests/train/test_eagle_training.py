@@ -14,7 +14,7 @@ from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.linear import Linear
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, RootOnly
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.base import TargetInfo

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.features import (
     CachedFeatures,

@@ -16,7 +16,7 @@ from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import FixedTree, PathCounts
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.base import TargetInfo

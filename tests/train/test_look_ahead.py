@@ -15,7 +15,7 @@ from foretell.engine.request import Request
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.training.probe_forward import probe_forward
 from foretell.shape import RootOnly
 from foretell.speculator.network.base import TargetInfo

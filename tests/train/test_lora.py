@@ -15,8 +15,8 @@ from foretell.engine.request import Request
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.heads import HeadsNetwork

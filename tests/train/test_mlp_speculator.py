@@ -13,7 +13,7 @@ from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import RootOnly
 from foretell.speculator.network.base import TargetInfo
 from foretell.testing import TINY, tiny_decoder

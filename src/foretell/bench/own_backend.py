@@ -12,7 +12,8 @@ from foretell.core.tree import tree_from_lists
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.run.cuda_graph import GraphedDecoder
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 
 _WARM_UP_TOKENS = 4
 """New tokens of the first request that an engine decides before it is timed: by then every prompt has been read."""

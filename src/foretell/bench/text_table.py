@@ -1,4 +1,6 @@
-"""A table with renderings as Markdown and as HTML."""
+"""A table with renderings as Markdown and as HTML; `rich`, which has neither, shows it in a terminal
+(`bench.console`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 from foretell.bench.machine import synchronize
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, root_tree
-from foretell.model.run.partial_pass import PartialPass
 from foretell.model.run.runner import Runner
 
 _PREFILL_CHUNK = 512
@@ -63,10 +62,6 @@ class TracingRunner(Runner):
         synchronize(self.output.logits.device)
         return self.output
 
-    def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
-        """A pass that runs its first layers now; see `Runner.begin_pass`."""
-        return self.inner.begin_pass(rows, tree)
-
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree."""
         if self._tree is not None:
@@ -80,24 +75,6 @@ class TracingRunner(Runner):
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""
         return self.inner.restorable(row, length)
-
-    def limit_cache(self, nbytes: int) -> None:
-        """Limit the memory of the cache."""
-        self.inner.limit_cache(nbytes)
-
-    @property
-    def free_tokens(self) -> int | None:
-        """Tokens that the cache has room for."""
-        return self.inner.free_tokens
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether `copy_row` copies any number of a row's tokens."""
-        return self.inner.shares_prefixes
-
-    def copy_row(self, source: int, target: int, length: int) -> bool:
-        """Replace the tokens of a row by the first ones of another."""
-        return self.inner.copy_row(source, target, length)
 
     def count_acceptance(self, row: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Passes of a row (None: of all) that tested, and that accepted, a draft at depth 1, 2, …

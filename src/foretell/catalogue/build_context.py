@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from foretell.accept import Acceptor, BlockVerification, Match, Rejection
 from foretell.catalogue.options.shared import BeamOptions, ChainOptions, HybridOptions, RejectionOptions, TrieOptions
@@ -14,8 +14,9 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner
 from foretell.shape import (
     AdaptiveChain,
     Chain,
@@ -37,8 +38,8 @@ MAX_NODES = 64
 """Most nodes of a tree whose size follows the machine."""
 _NODES_PER_EXPANDED_NODE = 6
 """Nodes of a dynamic tree per node that is expanded in a level: EAGLE-2's 60 and 10 (arXiv 2406.16858)."""
-INPUTS = frozenset({"drafts", "speculators", "references"})
-"""Fields of a `BuildContext` with what a user names for methods to draft with."""
+Input = Literal["drafts", "speculators", "references"]
+"""A field of a `BuildContext` with what a user names for methods to draft with."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,6 @@ class BuildContext:
     """Speculators that were read for this target before, by their directories and when these were written."""
     speculators: tuple[Path, ...] = ()
     """Directories of trained speculators; empty: the one that is installed for this target is used."""
-    read: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
-    """Those of `INPUTS` that a builder has read: what it has not read has no effect on its method."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in INPUTS:
-            self.read.add(name)
-        return super().__getattribute__(name)
 
     @property
     def speculator(self) -> Path | None:

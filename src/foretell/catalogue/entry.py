@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from foretell.accept import Acceptor
-from foretell.catalogue.build_context import BuildContext
+from foretell.catalogue.build_context import BuildContext, Input
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.options.base import MethodOptions, option_names
 from foretell.catalogue.options.shared import FixedTreeOptions
@@ -66,6 +66,10 @@ class Entry:
     """Class of each part of the method that `builder` makes with default options."""
     builder: Callable[[BuildContext, Any], AnyMethod]
     """Builds the method from the target and the options. Raises ValueError where something that it needs is missing."""
+    reads: tuple[Input, ...] = ()
+    """What the builder reads of that which a user names to draft with. The rest has no effect on the method, so that it
+    is refused where no other method reads it; see `MethodOptions.unread`.
+    """
     options: type[MethodOptions] = MethodOptions
     needs: str = ""
     """What the user has to provide: a draft model, references."""
@@ -134,10 +138,10 @@ class Entry:
         Raises:
             ValueError: an invalid option, or something that the method needs is missing or does not fit.
         """
-        own = replace(context)
-        method = self.builder(own, self.parse_options(config or {}))
+        options = self.parse_options(config or {})
+        method = self.builder(context, options)
         label = method.drafter_label or self.draft
-        return replace(method, name=self.name, drafter_label=label, inputs=frozenset(own.read))
+        return replace(method, name=self.name, drafter_label=label, inputs=frozenset(self.reads) - options.unread)
 
 
 def _describe_schema(schema: Mapping[str, Any]) -> str:

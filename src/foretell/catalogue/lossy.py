@@ -26,8 +26,8 @@ from foretell.catalogue.speculators import names_only_draft_models, require_draf
 from foretell.draft import DraftModel, EarlyExitDrafter, HeadsDrafter, SkipDecodeDrafter
 from foretell.draft.skip_decode import LayerBudget
 from foretell.engine.method import AnyMethod, Method
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import check_spans
-from foretell.model.run.runner import DecoderRunner
 from foretell.shape import Chain, FixedTree, RootOnly
 
 
@@ -40,6 +40,8 @@ def blockwise_lossy(context: BuildContext, options: BlockwiseLossyOptions) -> An
     """Accepts drafts by rank or by distance; drafts with heads, or with the draft models that were named."""
     shape = Chain(options.num_speculative_tokens, draw=False)
     only_models = names_only_draft_models(context)
+    if context.drafts and not only_models:
+        raise ValueError("this method drafts with heads or with draft models, and both were named; leave out one")
     draft = require_draft_predictor(context) if only_models else HeadsDrafter(trained_heads(context, "blockwise"))
     if options.accept_distance is not None:
         return Method(draft, shape, DistanceAcceptor(options.accept_distance, minimum_block=options.minimum_block))
@@ -109,6 +111,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=LenientRejection,
         builder=lenience,
+        reads=("drafts", "speculators"),
         options=LenienceOptions,
         needs="draft model",
     ),
@@ -125,6 +128,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=TopKAcceptor,
         builder=blockwise_lossy,
+        reads=("drafts", "speculators"),
         options=BlockwiseLossyOptions,
         needs="draft model",
         drafts_with="draft model, or trained heads",
@@ -145,6 +149,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=BiLDRollback,
         builder=bild,
+        reads=("drafts", "speculators"),
         options=BiLDOptions,
         needs="draft model",
     ),
@@ -168,6 +173,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=AcceptExits,
         builder=early_exit,
+        reads=("speculators",),
         options=EarlyExitOptions,
         speculator="exits",
         drafts_with="exits of the target",
@@ -209,6 +215,7 @@ ENTRIES = (
         shape=FixedTree,
         acceptor=TypicalAcceptance,
         builder=medusa_typical,
+        reads=("speculators",),
         options=MedusaTypicalOptions,
         speculator="medusa",
     ),
@@ -222,6 +229,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=TypicalAcceptance,
         builder=typical,
+        reads=("drafts", "speculators"),
         options=TypicalOptions,
         needs="draft model",
     ),

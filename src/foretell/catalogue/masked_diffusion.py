@@ -35,6 +35,7 @@ ENTRIES = (
         shape=DynamicTree,
         acceptor=Match,
         builder=masked_diffusion,
+        reads=("speculators",),
         options=MaskedDiffusionOptions,
         speculator="masked_diffusion",
         aliases=("speculative_diffusion",),

@@ -8,7 +8,8 @@ from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.catalogue.speculators import check_draft_vocabs, trained_speculator
 from foretell.draft import DFlashDrafter, PardDrafter, PEagleDrafter
 from foretell.engine.method import AnyMethod
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 from foretell.shape import CostAwareTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
@@ -112,6 +113,7 @@ ENTRIES = (
         shape=CostAwareTree,
         acceptor=Match,
         builder=dflash,
+        reads=("speculators",),
         options=DFlashOptions,
         speculator="dflash",
         aliases=("block_diffusion",),
@@ -129,6 +131,7 @@ ENTRIES = (
         shape=CostAwareTree,
         acceptor=Match,
         builder=p_eagle,
+        reads=("speculators",),
         options=DFlashOptions,
         speculator="p_eagle",
         aliases=("parallel_eagle",),
@@ -146,6 +149,7 @@ ENTRIES = (
         shape=CostAwareTree,
         acceptor=Match,
         builder=pard,
+        reads=("drafts", "speculators"),
         options=DFlashOptions,
         speculator="pard",
         aliases=("parallel_draft_model",),

@@ -120,6 +120,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=Rejection,
         builder=look_ahead_embeddings,
+        reads=("speculators",),
         options=LookAheadEmbeddingsOptions,
         speculator="pass",
         aliases=("look_ahead_embeddings",),

@@ -25,7 +25,7 @@ from foretell.draft import (
 )
 from foretell.draft.phrases import encode_documents
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.run.runner import DecoderRunner
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.retrieval.datastore import Datastore, open_datastore
 from foretell.shape import CostAwareTrie, Trie
 
@@ -131,6 +131,7 @@ ENTRIES = (
         shape=Trie,
         acceptor=Match,
         builder=ngram,
+        reads=("references",),
         options=NgramOptions,
         aliases=("prompt_lookup", "pld"),
     ),
@@ -147,6 +148,7 @@ ENTRIES = (
         shape=Trie,
         acceptor=Match,
         builder=llma,
+        reads=("references",),
         options=LlmaOptions,
         needs="references",
         drafts_with="n-gram match in references",
@@ -167,6 +169,7 @@ ENTRIES = (
         shape=Trie,
         acceptor=Match,
         builder=suffix,
+        reads=("references",),
         options=SuffixOptions,
         aliases=("sam",),
     ),
@@ -201,6 +204,7 @@ ENTRIES = (
         shape=Trie,
         acceptor=Match,
         builder=sam_recycling,
+        reads=("references",),
         options=SamRecyclingOptions,
         drafts_with=RETRIEVAL_LABEL,
     ),
@@ -217,6 +221,7 @@ ENTRIES = (
         shape=Trie,
         acceptor=Match,
         builder=rest,
+        reads=("references",),
         options=RestOptions,
         needs="datastore or references",
     ),
@@ -236,6 +241,7 @@ ENTRIES = (
         shape=Trie,
         acceptor=Match,
         builder=phrases,
+        reads=("references",),
         options=PhraseOptions,
         aliases=("copy_is_all_you_need",),
     ),
@@ -252,6 +258,7 @@ ENTRIES = (
         shape=CostAwareTrie,
         acceptor=Match,
         builder=hybrid,
+        reads=("references",),
         options=HybridOptions,
         drafts_with=RETRIEVAL_LABEL,
     ),

@@ -27,8 +27,8 @@ from foretell.draft.exit_heads import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.load.transforms import fake_quantize, identity, magnitude_prune
 from foretell.model.offload.influence import measure_influence
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import supports_spans
-from foretell.model.run.runner import DecoderRunner
 from foretell.model.run.skip import default_skip, read_skip
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, CostAwareTree, DynamicTree, Shape
 
@@ -37,6 +37,10 @@ def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
     """LayerSkip: the target's first blocks draft."""
     network = require_network(context, "drafts with the target's first layers")
     if not supports_spans(network.config):
+        if context.speculators:
+            raise ValueError(
+                "this target cannot run some of its layers alone, so that exits cannot draft; leave them out"
+            )
         return Method(
             early_exit_draft(context, options.exit_layer),
             chain(options),
@@ -151,6 +155,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=Rejection,
         builder=layer_skip,
+        reads=("speculators",),
         options=LayerSkipOptions,
         drafts_with="first blocks of the target",
         aliases=("early_exit",),
@@ -209,6 +214,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=Rejection,
         builder=pruned_draft,
+        reads=("references",),
         options=PrunedDraftOptions,
         drafts_with="target without its least influential blocks",
     ),

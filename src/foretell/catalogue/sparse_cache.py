@@ -103,6 +103,7 @@ ENTRIES = (
         shape=Chain,
         acceptor=Match,
         builder=triforce,
+        reads=("drafts", "speculators", "references"),
         options=TriForceOptions,
         needs="draft model, or another first_level",
         drafts_with="target over a part of its cache, itself drafted for by a draft model or text",

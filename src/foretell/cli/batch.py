@@ -5,7 +5,6 @@ submitted when the one before it is answered.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from foretell.api import Answer
 from foretell.cli.interrupt import Interrupt, run_until_interrupt
@@ -89,26 +88,15 @@ class Batch:
         return found
 
     def _submit(self, line: int, prompt: PromptSpec) -> None:
-        model, asked = (
-            self._setup.model,
-            dict[str, Any](
-                max_new_tokens=prompt.max_new_tokens,
-                stop=prompt.stop,
-                raw=prompt.raw,
-                logprobs=self._logprobs,
-                prompt_logprobs=self._prompt_logprobs,
-                allow_special_tokens=prompt.allow_special_tokens,
-                **vars(prompt.options),
-                max_drafts=prompt.max_drafts,
-            ),
-        )
+        model, asked = self._setup.model, dict(prompt.options)
+        asked |= {"logprobs": self._logprobs, "prompt_logprobs": self._prompt_logprobs}
         try:
             asked["method"] = self._method(prompt)
             if self._plan is not None and self._planned is not None:
-                run = model.plan_run(prompt.prompt, self._plan, prompt.sampling, **asked)
+                run = model.plan_run(prompt.prompt, self._plan, **asked)
                 self._active[self._planned.submit(run)] = _ActiveRequest(line, prompt, run)
                 return
-            request = replace(model.request(prompt.prompt, prompt.sampling, **asked), priority=prompt.priority)
+            request = replace(model.request(prompt.prompt, **asked), priority=prompt.priority)
             self._active[self._engine.submit(request)] = _ActiveRequest(line, prompt, None)
         except ValueError as error:
             self.errors.append(LineError(line, str(error)))

@@ -29,19 +29,11 @@ HELP = """/method NAME   decode with another method from now on
 
 
 @app.command()
+@options.with_parameters(in_chat=True, max_new_tokens=512)
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     method: options.Method = None,
-    max_new_tokens: options.MaxNewTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = 0,
-    stop: options.Stop = None,
+    parameters: options.Parameters = options.NO_PARAMETERS,
     system: options.System = None,
     allow_special_tokens: options.AllowSpecialTokens = False,
     dtype: options.Dtype = "auto",
@@ -59,24 +51,18 @@ def chat(
     """
     from foretell.cli.prompts import PromptDefaults
     from foretell.cli.setup import load_models, parse_method
-    from foretell.core.sampling import SamplingParams
     from foretell.load import TargetOptions
 
-    sampling = SamplingParams(
-        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed=seed
-    )
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
     selection = parse_method(method, speculative_config, draft_model)
     target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype)
     setup = load_models(model, dtype, device, selection, reference, target_options=target_options)
     if setup.model.codec.chat_template is None:
         raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")
-    defaults = PromptDefaults(sampling, max_new_tokens, tuple(stop or ()), False, system, allow_special_tokens)
-    run_conversation(Conversation(setup, selection.name, defaults))
+    defaults = PromptDefaults(parameters, False, system, allow_special_tokens)
+    run_conversation(Chat(setup, selection.name, defaults))
 
 
-def run_conversation(conversation: "Conversation") -> None:
+def run_conversation(conversation: "Chat") -> None:
     """Read and handle lines until /quit or the end of the input."""
     terminal = sys.stdin.isatty()
     if terminal:
@@ -103,7 +89,7 @@ def run_conversation(conversation: "Conversation") -> None:
 
 
 @dataclass
-class Conversation:
+class Chat:
     """The messages so far, and the engine that answers."""
 
     setup: "ModelSetup"
@@ -172,13 +158,7 @@ class Conversation:
 
         defaults, model = self.defaults, self.setup.model
         messages: list[Message] = [*self.messages, {"role": "user", "content": line}]
-        request = model.request(
-            messages,
-            defaults.sampling,
-            max_new_tokens=defaults.max_new_tokens,
-            stop=defaults.stop,
-            allow_special_tokens=defaults.allow_special_tokens,
-        )
+        request = model.request(messages, **defaults.options())
         number, received = self._submit(request), list[Update]()
         writer = AnswerWriter(DraftHighlighter(model.codec.detokenizer()))
         with Interrupt() as interrupt:

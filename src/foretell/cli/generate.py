@@ -25,6 +25,7 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
 @app.command()
+@options.with_parameters()
 def generate(
     ctx: typer.Context,
     prompt: Annotated[
@@ -32,23 +33,7 @@ def generate(
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     method: options.Method = None,
-    max_new_tokens: options.MaxNewTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = 0,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    include_stop: options.IncludeStop = False,
-    ignore_eos: options.IgnoreEos = False,
-    min_tokens: options.MinTokens = 0,
-    bad_word: options.BadWord = None,
-    allowed_token_id: options.AllowedTokenId = None,
-    show_special_tokens: options.ShowSpecialTokens = False,
+    parameters: options.Parameters = options.NO_PARAMETERS,
     json_schema: options.JsonSchema = None,
     json_object: options.JsonObject = False,
     regex: options.Regex = None,
@@ -107,34 +92,23 @@ def generate(
 
         foretell generate "What are the benefits of regular sleep?" --plan skeleton
     """
-    from foretell.cli.prompts import AnswerOptions, PromptDefaults
+    from foretell.cli.prompts import PromptDefaults
     from foretell.cli.setup import load_models, parse_method, read_text
-    from foretell.core.sampling import SamplingParams
     from foretell.load import TargetOptions
     from foretell.plan import parse_plan
 
     _refuse_unused(ctx, one_prompt=prompts is None)
-    sampling = SamplingParams(
-        *(temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty),
-        seed=seed,
-        min_tokens=min_tokens,
-        allowed_token_ids=None if allowed_token_id is None else tuple(allowed_token_id),
-    )
-    answer_options = AnswerOptions(
-        bad_words=tuple(bad_word or ()),
-        stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos,
-        include_stop_str_in_output=include_stop,
-        skip_special_tokens=not show_special_tokens,
-        structured_outputs=_structured_outputs(json_schema, json_object, regex, choice, grammar, any_whitespace),
-        prediction=None if prediction is None else read_text(prediction),
-    )
-    if max_new_tokens < 1 or rows < 1:
-        raise ValueError(f"--max-new-tokens and --rows must be at least 1, found {max_new_tokens} and {rows}")
+    if rows < 1:
+        raise ValueError(f"--rows must be at least 1, found {rows}")
     chosen_plan = None if plan is None else parse_plan(plan, "--plan")
     selection = parse_method(method, speculative_config, draft_model)
     defaults = PromptDefaults(
-        sampling, max_new_tokens, tuple(stop or ()), raw, system, allow_special_tokens, answer_options
+        parameters,
+        raw,
+        system,
+        allow_special_tokens,
+        _structured_outputs(json_schema, json_object, regex, choice, grammar, any_whitespace),
+        None if prediction is None else read_text(prediction),
     )
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
     target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy, sparsity)

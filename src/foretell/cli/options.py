@@ -1,9 +1,15 @@
 """Command-line options that several commands share."""
 
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.models import OptionInfo
+
+from foretell.core.parameters import PARAMETERS, Parameter
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -39,34 +45,25 @@ Dtype = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0: greedy.")]
-TopK = Annotated[int, typer.Option(metavar="K", help="Sample among the K most probable tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(metavar="P", help="Sample among the fewest tokens with this total probability.")]
-MinP = Annotated[float, typer.Option(metavar="P", help="Leave out tokens below this share of the highest probability.")]
-RepetitionPenalty = Annotated[float, typer.Option(metavar="X", help="Above 1: less repetition of prompt and answer.")]
-PresencePenalty = Annotated[
-    float, typer.Option(metavar="X", help="Subtracted once from the logit of every token in the answer.")
-]
-FrequencyPenalty = Annotated[float, typer.Option(metavar="X", help="Subtracted for every occurrence in the answer.")]
-Seed = Annotated[int, typer.Option(metavar="N", help="Equal seeds give equal answers in every batch.")]
-Stop = Annotated[list[str] | None, typer.Option(metavar="S", help="End before this text; repeatable.")]
-StopTokenId = Annotated[
-    list[int] | None, typer.Option("--stop-token-id", metavar="ID", help="End at this token; repeatable.")
-]
-IncludeStop = Annotated[
-    bool, typer.Option("--include-stop", help="Show the stop string or stop token that ends the answer.")
-]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
-MinTokens = Annotated[int, typer.Option(metavar="N", help="Fewest tokens of an answer.")]
-BadWord = Annotated[
-    list[str] | None, typer.Option("--bad-word", metavar="S", help="A word that must not occur; repeatable.")
-]
-AllowedTokenId = Annotated[
-    list[int] | None,
-    typer.Option("--allowed-token-id", metavar="ID", help="The only tokens that an answer may hold; repeatable."),
-]
-ShowSpecialTokens = Annotated[bool, typer.Option("--show-special-tokens", help="Show special tokens in the text.")]
+
+
+def _option(parameter: Parameter) -> OptionInfo:
+    """Its option, which raises ValueError where the value is wrong."""
+
+    def check(value: Any) -> Any:
+        if value is not None:
+            parameter.read(value, parameter.option_name)
+        return value
+
+    made: OptionInfo = typer.Option(
+        parameter.option_name, metavar=parameter.metavar, help=parameter.help, callback=check
+    )
+    return made
+
+
+MaxNewTokens = Annotated[int, _option(PARAMETERS["max_new_tokens"])]
+Temperature = Annotated[float, _option(PARAMETERS["temperature"])]
+Seed = Annotated[int, _option(PARAMETERS["seed"])]
 JsonSchema = Annotated[
     Path | None, typer.Option("--json-schema", metavar="FILE", help="Answer with JSON that fits this schema.")
 ]
@@ -154,6 +151,50 @@ KvCacheDtype = Annotated[
         "groups of 32 tokens, the last 128 tokens whole).",
     ),
 ]
+
+Parameters = Mapping[str, Any]
+"""The generation parameters of a command line by their names; see `with_parameters`."""
+NO_PARAMETERS: Parameters = {}
+
+
+def with_parameters(in_chat: bool = False, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of the table of generation parameters, in the place of its argument `parameters`,
+    which gets their values. `in_chat`: those of a chat only. `defaults`: where the command has another default.
+    """
+    chosen = [p for p in PARAMETERS.values() if p.help and (p.in_chat or not in_chat)]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            values = {p.name: _value(p, given.pop(p.name)) for p in chosen}
+            command(**given, parameters=values)
+
+        options = [_signature(p, defaults.get(p.name, p.default)) for p in chosen]
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        places = [options if parameter.name == "parameters" else [parameter] for parameter in own]
+        signature = inspect.Signature([parameter for place in places for parameter in place])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        return run
+
+    return decorate
+
+
+def _signature(parameter: Parameter, default: Any) -> inspect.Parameter:
+    """The option of a parameter as an argument of a command; a switch is off unless it is given."""
+    kind: Any = list[parameter.kind] | None if parameter.many else parameter.kind
+    default = None if parameter.many else False if parameter.kind is bool else default
+    annotation = Annotated[kind, _option(parameter)]
+    return inspect.Parameter(
+        parameter.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
+    )
+
+
+def _value(parameter: Parameter, given: Any) -> Any:
+    """The value of an option: a switch, where it is given, changes the default."""
+    if parameter.kind is bool:
+        return parameter.default != given
+    return parameter.default if given is None else parameter.read(given)
 
 
 def split_commas(text: str) -> list[str]:

@@ -1,14 +1,16 @@
 """A file of prompts: one JSON value per line, with sampling parameters of its own where it names them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foretell.catalogue import find
+from foretell.core.parameter_fields import parameter_model
+from foretell.core.parameters import PARAMETERS
 from foretell.core.sampling import SamplingParams
 from foretell.structured.outputs import StructuredOutputs
 from foretell.tokenizer.codec import Message
@@ -24,42 +26,33 @@ class ChatMessage(BaseModel):
     content: str
 
 
-class PromptLine(BaseModel):
-    """The keys of a line: exactly one of `prompt`, `messages` and `turns`, and parameters. Other keys are ignored.
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+if TYPE_CHECKING:
+    _Parameters = _Line
+else:
+    _Parameters = parameter_model("_Parameters", _Line, PARAMETERS)
+
+
+class PromptLine(_Parameters):
+    """The keys of a line: exactly one of `prompt`, `messages` and `turns`, and the generation parameters by their
+    names. Other keys are ignored.
 
     `turns` are the user's messages of a conversation: each is answered after the earlier ones and their answers.
-    `method`: what decodes it, by its name. `max_drafts`: most drafted tokens per step. `priority`: lower ones first.
+    `method`: what decodes it, by its name. `priority`: lower ones first.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True)
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     turns: Annotated[list[str], Field(min_length=1)] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     prediction: str | None = None
     """A text that the answer is expected to resemble."""
     structured_outputs: dict[str, Any] | None = None
     """The fields of `StructuredOutputs`."""
-    max_new_tokens: int | None = None
-    stop: list[str] | str | None = None
     raw: bool | None = None
     method: str | None = None
-    max_drafts: Annotated[int, Field(ge=0)] | None = None
     priority: int = 0
 
     @model_validator(mode="before")
@@ -80,47 +73,48 @@ class PromptLine(BaseModel):
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """Further parameters of `Model.request`, under its names."""
-
-    bad_words: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputs | None = None
-    prediction: str | None = None
-
-
-@dataclass(frozen=True)
 class PromptDefaults:
-    """The parameters that the command line gives for all prompts."""
+    """What the command line gives for all prompts; `parameters`: the generation parameters by their names."""
 
-    sampling: SamplingParams
-    max_new_tokens: int
-    stop: tuple[str, ...]
+    parameters: Mapping[str, Any]
     raw: bool
     system: str | None
     allow_special_tokens: bool = False
-    options: AnswerOptions = AnswerOptions()
+    structured_outputs: StructuredOutputs | None = None
+    prediction: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `Model.request` beside the prompt.
+
+        Raises:
+            ValueError: a parameter is wrong.
+        """
+        sampling = {name: value for name, value in self.parameters.items() if PARAMETERS[name].is_sampling}
+        return {name: value for name, value in self.parameters.items() if name not in sampling} | {
+            "sampling": SamplingParams(**sampling),
+            "raw": self.raw,
+            "allow_special_tokens": self.allow_special_tokens,
+            "structured_outputs": self.structured_outputs,
+            "prediction": self.prediction,
+        }
 
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """A prompt with its parameters: the conversation or raw text, and the user's turns that follow its answer."""
+    """A prompt and how it is answered: the conversation or raw text, and the user's turns that follow its answer."""
 
     prompt: str | tuple[Message, ...]
     turns: tuple[str, ...]
-    sampling: SamplingParams
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    raw: bool
-    allow_special_tokens: bool = False
-    options: AnswerOptions = AnswerOptions()
+    options: Mapping[str, Any]
+    """Arguments of `Model.request`."""
     method: str | None = None
     """What decodes it, by its name; None: the method of the command line."""
-    max_drafts: int | None = None
     priority: int = 0
+
+    @property
+    def raw(self) -> bool:
+        """Whether the prompt is continued as it is, without the chat template."""
+        return bool(self.options["raw"])
 
     @property
     def title(self) -> str:
@@ -155,7 +149,7 @@ def read_all_prompts(path: Path) -> list[PromptSpec]:
         ValueError: an invalid line, or a file without prompts.
     """
     prompts = list[PromptSpec]()
-    for number, found in read_prompts(path, PromptDefaults(SamplingParams(), 1, (), False, None)):
+    for number, found in read_prompts(path, PromptDefaults({}, False, None)):
         if isinstance(found, LineError):
             raise ValueError(f"{path}, line {number}: {found.reason}")
         prompts.append(found)
@@ -185,33 +179,14 @@ def apply_defaults(line: PromptLine, defaults: PromptDefaults) -> PromptSpec:
         ValueError: the prompt is empty, a parameter is out of range, there is no method of this name, or raw text has
             several turns or a system message.
     """
-    options = _given(line, AnswerOptions)
-    if isinstance(structured := options.get("structured_outputs"), dict):
-        options["structured_outputs"] = _structured_outputs(structured)
-    sampling = {name: value for name, value in _given(line, SamplingParams).items() if name not in options}
-    stop = defaults.stop if line.stop is None else (line.stop,) if isinstance(line.stop, str) else tuple(line.stop)
-    raw = defaults.raw if line.raw is None else line.raw
-    prompt, turns = _split_turns(line, raw, defaults.system)
-    return PromptSpec(
-        prompt=prompt,
-        turns=turns,
-        sampling=replace(defaults.sampling, **sampling),
-        max_new_tokens=defaults.max_new_tokens if line.max_new_tokens is None else line.max_new_tokens,
-        stop=stop,
-        raw=raw,
-        allow_special_tokens=defaults.allow_special_tokens,
-        options=replace(defaults.options, **options),
-        method=None if line.method is None else find(line.method).name,
-        max_drafts=line.max_drafts,
-        priority=line.priority,
-    )
-
-
-def _given(line: PromptLine, kind: type) -> dict[str, Any]:
-    """The fields of a dataclass that a line gives, lists as tuples."""
-    names = {f.name for f in fields(kind)} & set(PromptLine.model_fields)
-    values = {name: value for name in names if (value := getattr(line, name)) is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    given = line.model_dump(include={*PARAMETERS, "raw", "prediction"}, exclude_none=True)
+    own: dict[str, Any] = {name: given.pop(name) for name in ("raw", "prediction") if name in given}
+    if line.structured_outputs is not None:
+        own["structured_outputs"] = _structured_outputs(line.structured_outputs)
+    mixed = replace(defaults, **own, parameters={**defaults.parameters, **given})
+    prompt, turns = _split_turns(line, mixed.raw, defaults.system)
+    method = None if line.method is None else find(line.method).name
+    return PromptSpec(prompt, turns, mixed.options(), method, line.priority)
 
 
 def _structured_outputs(values: dict[str, Any]) -> StructuredOutputs:

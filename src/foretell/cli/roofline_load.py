@@ -24,12 +24,18 @@ from foretell.cli.roofline_options import (
 )
 from foretell.roofline import cli_inputs, records
 from foretell.roofline.analysis import AnalyzedModel
-from foretell.roofline.arrivals import LoadComparison, StepCosts, advice, poisson_requests, read_trace, simulate
+from foretell.roofline.arrivals import (
+    LoadComparison,
+    advice,
+    drafts_text,
+    load_costs,
+    poisson_requests,
+    read_trace,
+    simulate,
+)
 from foretell.roofline.method_profiles import find_method
 from foretell.roofline.model_configs import find_model
-from foretell.roofline.plan import cost_of_profile, profiles_for
 from foretell.roofline.runtime import DEFAULT_RUNTIME
-from foretell.roofline.speculation import estimate_method
 
 
 class SimulationProgress:
@@ -111,18 +117,15 @@ def load_command(
     device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
     shape = cli_inputs.parse_shape(3 if tokens is None and tree is None else tokens, tree, tau)
-    (profile,) = profiles_for(target, {method: find_method(method)}, draft_model).values()
-    drafter = cost_of_profile(profile, target, draft_model)
     workload = cli_inputs.parse_workload("decode", 1, prompt, weights, activations, kv, devices=devices)
     assert shape is not None
-    shape = estimate_method(profile, drafter, target, device, workload, shape=shape).shape
+    profile = find_method(method)
+    plain, drafted = load_costs(profile, target, device, workload, shape, draft_model, draft_devices)
     loads = (
         [read_trace(trace)]
         if trace
         else [poisson_requests(each, requests, prompt, output) for each in cli_inputs.parse_rates(rate)]
     )
-    plain = StepCosts(target, device, workload)
-    drafted = StepCosts(target, device, workload, shape, drafter, draft_devices)
     compared = list[LoadComparison]()
     with SimulationProgress(2 * sum(map(len, loads))) as progress:
         for load in loads:
@@ -133,7 +136,7 @@ def load_command(
             compared.append(LoadComparison(*results))
     if not as_json and not as_csv:
         typer.echo(advice(compared))
-    drafts = f"{profile.name}, {shape.nodes - 1} drafted, {shape.tokens:.2f} tokens per pass"
+    drafts = drafts_text(profile.name, drafted)
     units = "rates and goodput in requests/s, times in seconds, speedup: of the mean latency"
     title = f"{target.name} on {device.title}: {drafts}; {units}"
     print_records([records.load_record(c) for c in compared], as_json, as_csv, title)

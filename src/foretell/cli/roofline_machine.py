@@ -20,8 +20,8 @@ from foretell.load import load
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.native import finish_writing
 from foretell.model.load.reference import DEFAULT_MODEL
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.calibrate import PROBES, PassTimer
 from foretell.roofline.drafting_time import DraftingSample, at_predicted_pace, fit_drafting_time

@@ -10,8 +10,10 @@ from foretell.cli.roofline_options import DeviceFile, ExtraModels, check_folder
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.model_configs import find_model
-from foretell.roofline.viewer.page import page
+from foretell.roofline.viewer.answers import Answers
+from foretell.roofline.viewer.page import page, question_of_link, saved_answers
 from foretell.roofline.viewer.server import serve
+from foretell.roofline.viewer.settings import Known
 
 
 def view(
@@ -21,8 +23,8 @@ def view(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Show the analyzer as a local page."""
-    known, extra = known_hardware(hardware_file), [AnalyzedModel(*find_model(m)) for m in model or ()]
-    server = serve(lambda: page(known, extra), port)
+    answers = _answers(model, hardware_file)
+    server = serve(answers, port)
     address = f"http://127.0.0.1:{server.server_address[1]}/"
     typer.echo(f"{address} (stop with Ctrl+C)")
     if browser:
@@ -39,9 +41,18 @@ def export(
     out: Annotated[Path, typer.Argument(help="HTML file to write.")],
     model: ExtraModels = None,
     hardware_file: DeviceFile = None,
+    link: Annotated[
+        str, typer.Option(help="Setting whose figures are written: a link that the page copied, or what follows its #.")
+    ] = "",
 ) -> None:
-    """Write the analyzer as one HTML file that opens from disk."""
+    """Write the page with the figures of one setting as an HTML file that opens from disk."""
     check_folder(out)
-    text = page(known_hardware(hardware_file), [AnalyzedModel(*find_model(m)) for m in model or ()])
+    answers = _answers(model, hardware_file)
+    text = page(answers, saved_answers(answers, question_of_link(link, answers)))
     out.write_text(text, "utf-8")
     typer.echo(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
+
+
+def _answers(model: list[str] | None, hardware_file: Path | None) -> Answers:
+    extra = [AnalyzedModel(*find_model(m)) for m in model or ()]
+    return Answers(Known(known_hardware(hardware_file), {m.name: m for m in extra}))

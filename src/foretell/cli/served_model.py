@@ -8,6 +8,7 @@ from foretell.cli.setup import MethodSelection, load_models, set_threads
 from foretell.load import TargetOptions
 from foretell.model.load.memory import available_memory
 from foretell.model.load.reference import resolve_reference
+from foretell.model.run.runner import shares_prefixes
 from foretell.serve.defaults import read_defaults
 from foretell.serve.fingerprint import system_fingerprint
 from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
@@ -63,6 +64,6 @@ class ServedModel:
             # References are for the retrieval methods that requests may ask for.
             replace(setup.inputs, references=()).require_used({first.name: first.inputs})
         runner, memory, engine = setup.model.runner(), available_memory(), self.engine
-        if engine.cache_bytes is None and runner.shares_prefixes and memory is not None:
+        if engine.cache_bytes is None and shares_prefixes(runner) and memory is not None:
             engine = replace(engine, cache_bytes=int(memory * CACHE_SHARE / self.sharing))
         return LoadedModel(setup.model, methods, engine, system_fingerprint(path, runner.backend), defaults)

@@ -55,6 +55,13 @@ class TokenBuffer:
         self.length = end
 
 
+def common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
+    """Number of tokens at their beginning that two sequences share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
 @dataclass(frozen=True)
 class Context:
     """The `b` requests of a step.

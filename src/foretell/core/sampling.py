@@ -11,21 +11,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from math import inf, isfinite, sqrt
+from math import sqrt
 from numbers import Real
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from foretell.core.parameters import PARAMETERS, check, is_integer
+
 _MASK = (1 << 64) - 1
 """64 bits."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _LN2 = 0.6931471805599453
 _LOG_TERMS = 12
+"""Terms of the series of the inverse hyperbolic tangent in `exponential_variates`."""
 _LARGEST = 3e38
 """Bound of a penalised logit: what float32 holds."""
-"""Terms of the series of the inverse hyperbolic tangent in `exponential_variates`."""
+_SAMPLING = tuple(name for name, parameter in PARAMETERS.items() if parameter.is_sampling)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class SamplingParams:
 
     temperature: float = 0.0
     top_k: int = 0
-    """Number of most probable tokens to keep; 0: all."""
+    """Number of most probable tokens to keep; 0 or -1: all, and 0 is what it holds then."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -57,22 +60,13 @@ class SamplingParams:
     """The only tokens of the answer; None: all."""
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed", "min_tokens"):
-            if not is_integer(value := getattr(self, name)):
-                raise ValueError(f"{name} must be a whole number, found {value!r}")
+        check(vars(self), _SAMPLING)
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else ((None, None),)
         if not all(is_integer(token) and isinstance(value, Real) for token, value in bias):
             raise ValueError(f"logit_bias must give a number for every token id, found {self.logit_bias!r}")
-        _check_range("temperature", self.temperature, 0)
-        _check_range("top_k", self.top_k, 0)
-        _check_range("top_p", self.top_p, 0, 1, above=True)
-        _check_range("min_p", self.min_p, 0, 1)
-        _check_range("repetition_penalty", self.repetition_penalty, 0, above=True)
-        _check_range("presence_penalty", self.presence_penalty, -2, 2)
-        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_range("min_tokens", self.min_tokens, 0)
         if not isinstance(self.bad_words, Sequence):
             raise ValueError(f"bad_words must hold sequences of token ids, found {self.bad_words!r:.80}")
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         object.__setattr__(self, "bad_words", tuple(_token_ids("each of bad_words", word) for word in self.bad_words))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
@@ -99,23 +93,10 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def _check_range(name: str, value: float, low: float, high: float = inf, above: bool = False) -> None:
-    if not isinstance(value, Real):
-        raise ValueError(f"{name} must be a number, found {value!r}")
-    if not (isfinite(value) and low <= value <= high) or (above and value == low):
-        bound = f"{'above' if above else 'at least'} {low:g}" + ("" if high == inf else f" and at most {high:g}")
-        raise ValueError(f"{name} must be {bound}, found {value}")
-
-
 def _token_ids(name: str, tokens: object) -> tuple[int, ...]:
     if not isinstance(tokens, Sequence) or not all(is_integer(t) for t in tokens) or not tokens:
         raise ValueError(f"{name} must be a sequence of token ids that is not empty, found {tokens!r:.80}")
     return tuple(int(t) for t in tokens)
-
-
-def is_integer(value: object) -> bool:
-    """Whether this is an integer; a bool is not."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Stream(IntEnum):
@@ -158,7 +139,7 @@ class CounterRNG:
         self._key = _splitmix64((seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK)
 
     def uniform(self, position: int, stream: int = Stream.TARGET) -> float:
-        """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `AnswerWriter`, below 2^32."""
+        """A number in [0, 1) for the token at `position` of the sequence; `stream`: see `Stream`, below 2^32."""
         return (self.key(position, stream) >> 11) / 2.0**53
 
     def key(self, position: int, stream: int = Stream.TARGET) -> int:

@@ -13,7 +13,7 @@ from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.draft_model import read_backlog, unread_tokens
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Runner, copy_row
 
 
 @runtime_checkable
@@ -159,7 +159,7 @@ class CascadeDrafter(Predictor):
     def copy_row(self, source: int, target: int, length: int) -> int:
         """Copy the shared tokens, as far as the proposer does."""
         length = self.proposer.copy_row(source, target, length)
-        self.runner.copy_row(source, target, self.runner.restorable(source, length))
+        copy_row(self.runner, source, target, self.runner.restorable(source, length))
         return length
 
     def bind(self, engine: BindingEngine) -> bool:

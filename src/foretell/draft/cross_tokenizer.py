@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.context import Context, StepResult, TokenBuffer, common_prefix
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree, tree_from_lists
@@ -167,7 +167,7 @@ class RetokenizedText:
         continuation = decode_from(codec, text.tokens, start).rstrip("\ufffd")
         encoding = draft_codec.tokenizer.encode(continuation, add_special_tokens=draft_start == 0)
         old, new = self.buffer.tokens, np.append(self.buffer.tokens[:draft_start], encoding.ids).astype(np.int64)
-        same = _common_prefix_length(old, new)
+        same = common_prefix(old, new)
         if same == len(old):
             self.buffer.append(new[same:].tolist())
             self.unchanged = len(new)
@@ -186,13 +186,6 @@ class RetokenizedText:
             if continuation.startswith(head) and len(head) in starts[1:]:
                 self.settled = place, draft_start + starts.index(len(head), 1)
                 return
-
-
-def _common_prefix_length(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
-    """Length of the common prefix."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
 
 
 def decode_from(codec: TextCodec, tokens: Int[np.ndarray, " t"], place: int) -> str:

@@ -11,7 +11,7 @@ from foretell.core.tree import TokenTree, root_tree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Predictor
 from foretell.model.kernels import NodeLimits
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import GrowsTrees, Runner, copy_row, offered
 
 
 class OwnCache(Predictor):
@@ -32,7 +32,7 @@ class OwnCache(Predictor):
 
     def copy_row(self, source: int, target: int, length: int) -> int:
         """Copy the tokens that this model has read; it reads the others before its next draft."""
-        self.runner.copy_row(source, target, self.runner.restorable(source, length))
+        copy_row(self.runner, source, target, self.runner.restorable(source, length))
         return length
 
 
@@ -95,14 +95,14 @@ class DraftModel(OwnCache):
     def _grow_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float], limits: NodeLimits
     ) -> TokenTree | None:
-        active = np.flatnonzero(context.max_depth)
-        if not len(active):
+        active, grower = np.flatnonzero(context.max_depth), offered(self.runner, GrowsTrees)
+        if not len(active) or grower is None:
             return None
         read_backlog(self.runner, context, self._chunk)
         unread, part = unread_tokens(self.runner, context), context.select(active.tolist())
         prefixes = root_tree(part.last_tokens).with_prefix([unread[i] for i in active])
         noise = kernel_noise(part, sizes[0])
-        trees = self.runner.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds, noise, limits)
+        trees = grower.grow_dynamic_tree(part.rows, prefixes, part.max_depth, sizes, bounds, noise, limits)
         if trees is None:
             return None
         tree = tree_from_scores(

@@ -18,12 +18,13 @@ from foretell.draft.exit_heads import ExitHeads, ExitRule, measure_confidence
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.compact_runner import check_whole
 from foretell.model.run.partial_pass import NodeStates, PartialPass
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Runner, RunsLayers, required
 
 MissingKeys = Literal["recompute", "copy"]
 """Keys and values of the layers above an exit: computed when a later token needs them (FREE, arXiv 2310.05424; EE-LLM,
 arXiv 2312.04916), or those of the exit's state (CALM).
 """
+_NO_ENGINE = "a drafter with the target's first layers works in an engine only: it shares its cache"
 
 
 class EarlyExitDrafter(Predictor):
@@ -62,6 +63,8 @@ class EarlyExitDrafter(Predictor):
         self.exit_counts: Int[np.ndarray, " e"] = np.zeros(len(heads.layers), np.int64)
         """Nodes that left at every exit so far."""
         self._runner: Runner | None = None
+        self._layers: RunsLayers | None = None
+        """The target, whose passes begin with their first layers."""
         self._pass: PartialPass | None = None
         self._chain: ExitChain | None = None
         """Chains of the only exit, where the kernels can run them."""
@@ -76,11 +79,12 @@ class EarlyExitDrafter(Predictor):
         """Draft in the cache of this runner.
 
         Raises:
-            ValueError: it keeps a part of the text's keys and values only.
+            ValueError: it keeps a part of the text's keys and values only, or runs all layers at once.
         """
         check_whole(runner)
         if runner is self._runner:
             return
+        self._layers = required(runner, RunsLayers, "early exit needs a model of the own decoder")
         self._runner, self._pass = runner, None
         self._blocks = ExitBlocks(self.heads.blocks, self.heads.layers[0], runner) if self.heads.blocks else None
         self._chain = ExitChain.of(self.heads, runner, self._blocks)
@@ -96,7 +100,7 @@ class EarlyExitDrafter(Predictor):
     @property
     def _target(self) -> Runner:
         if self._runner is None:
-            raise ValueError("a drafter with the target's first layers works in an engine only: it shares its cache")
+            raise ValueError(_NO_ENGINE)
         return self._runner
 
     def _is_read(self, row: int, length: int) -> bool:
@@ -269,7 +273,9 @@ class EarlyExitDrafter(Predictor):
     def _begin(self, tree: TokenTree, context: Context) -> PartialPass:
         """The pass over the tree so far."""
         if tree.nodes == 1 or self._pass is None:
-            self._pass = self._target.begin_pass(context.rows, tree)
+            if self._layers is None:
+                raise ValueError(_NO_ENGINE)
+            self._pass = self._layers.begin_pass(context.rows, tree)
             self._pass.keeps_previous = self.rule is not None and self.rule.confidence == "state"
         else:
             self._pass.extend(tree)

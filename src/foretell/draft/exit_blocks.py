@@ -16,7 +16,8 @@ from foretell.model.cache.base import LayeredCache
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner, offered
 
 
 @dataclass
@@ -55,8 +56,8 @@ class ExitBlocks:
     """
 
     def __init__(self, blocks: Sequence[DecoderBlock], layer: int, runner: Runner) -> None:
-        inner = runner.innermost
-        network, cache = (inner.network, inner.cache) if isinstance(inner, DecoderRunner) else (None, None)
+        inner = offered(runner, DecoderRunner)
+        network, cache = (None, None) if inner is None else (inner.network, inner.cache)
         if not isinstance(network, NativeDecoder | Decoder) or not isinstance(cache, KVCache):
             raise ValueError(
                 "exits with decoder blocks need a model of the own decoder whose layers have keys and values of one "

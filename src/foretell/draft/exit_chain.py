@@ -11,8 +11,9 @@ from foretell.distributions.coupling import kernel_noise
 from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_heads import ChainDecoder, ExitHeads
 from foretell.model.kernels import DynamicTrees, NodeLimits
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import PartialPass
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner, RunsLayers, offered
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,17 @@ class GrownChains:
 class ExitChain:
     """Grows chains in the target's cache, for an exit after `layer` layers, and after `blocks` if it has some."""
 
-    def __init__(self, decoder: ChainDecoder, layer: int, runner: Runner, blocks: ExitBlocks | None = None) -> None:
+    def __init__(self, decoder: ChainDecoder, layer: int, runner: RunsLayers, blocks: ExitBlocks | None = None) -> None:
         self._decoder, self._layer, self._runner, self._blocks = decoder, layer, runner, blocks
 
     @staticmethod
     def of(heads: ExitHeads, runner: Runner, blocks: ExitBlocks | None = None) -> "ExitChain | None":
         """None: there are several exits, or the kernels cannot run them."""
-        runner = runner.innermost
-        if len(heads.layers) != 1 or not isinstance(runner, DecoderRunner):
+        target = offered(runner, DecoderRunner)
+        if len(heads.layers) != 1 or target is None:
             return None
-        decoder = heads.chain_decoder(0, runner.network if blocks is None else blocks.network)
-        return None if decoder is None else ExitChain(decoder, heads.layers[0], runner, blocks)
+        decoder = heads.chain_decoder(0, target.network if blocks is None else blocks.network)
+        return None if decoder is None else ExitChain(decoder, heads.layers[0], target, blocks)
 
     def grow(self, context: Context, length: int, limits: NodeLimits, refused: float | None) -> GrownChains:
         """Chains for requests that may all draft; `refused`: nodes of at most this confidence are not valid."""

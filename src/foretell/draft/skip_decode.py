@@ -11,7 +11,7 @@ from foretell.core.tree import TokenTree, root_tree
 from foretell.draft.base import Drafter
 from foretell.draft.draft_model import read_backlog, unread_tokens
 from foretell.model.run.compact_runner import check_whole
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Runner, RunsLayers, required
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class SkipDecodeDrafter(Drafter):
     def __init__(self, budget: LayerBudget, reference: Runner | None = None, chunk: int = 512) -> None:
         self.budget, self._reference, self._chunk = budget, reference, chunk
         self._runner: Runner | None = None
+        self._layers: RunsLayers | None = None
+        """The target, whose passes begin with their first layers."""
         self._logits: dict[int, Float[torch.Tensor, " v"]] = {}
         self._read: dict[int, int] = {}
         self.layer_counts: Int[np.ndarray, " n"] = np.zeros(budget.layers + 1, np.int64)
@@ -84,15 +86,16 @@ class SkipDecodeDrafter(Drafter):
         """Run this runner's passes.
 
         Raises:
-            ValueError: it keeps a part of the text's keys and values only.
+            ValueError: it keeps a part of the text's keys and values only, or runs all layers at once.
         """
         check_whole(runner)
+        self._layers = required(runner, RunsLayers, "early exit needs a model of the own decoder")
         self._runner = runner
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Begin the pass with the first layers of all answers' last tokens, after which it goes on higher up."""
-        runner = self._runner
-        if runner is None:
+        runner, layers = self._runner, self._layers
+        if runner is None or layers is None:
             raise ValueError("a budget of layers works in an engine only: it changes the passes of its target")
         if self._reference is not None:
             self._read_whole(self._reference, context)
@@ -101,7 +104,7 @@ class SkipDecodeDrafter(Drafter):
         if ready:
             part = context.select(ready)
             trees = tree if len(ready) == len(context.rows) else tree.select(np.array(ready))
-            run = runner.begin_pass(part.rows, trees)
+            run = layers.begin_pass(part.rows, trees)
             position = np.array([s.length - s.prompt_length for s in part.sequences])
             run.skip_layers(self.budget.warm_up, self.budget.resumes_at(position))
             run.advance(run.tree.valid, self.budget.warm_up)

@@ -11,7 +11,9 @@ from foretell.draft.early_exit import frontier_nodes
 from foretell.model.run.compact_runner import check_whole
 from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import with_ancestors
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import DraftsInCache, Runner, required
+
+_NO_ENGINE = "a drafter with a part of the target's neurons works in an engine only: it shares a cache"
 
 
 class SparseTargetDrafter(Predictor):
@@ -27,6 +29,8 @@ class SparseTargetDrafter(Predictor):
     def __init__(self, network: Network) -> None:
         self.network = network
         self._runner: Runner | None = None
+        self._cache: DraftsInCache | None = None
+        """The target, whose cache takes the drafts."""
         self._read: Bool[np.ndarray, "b n"] = np.zeros((0, 0), bool)
         """Nodes of the tree that grows which the network has read."""
 
@@ -34,15 +38,16 @@ class SparseTargetDrafter(Predictor):
         """Draft in the cache of this runner.
 
         Raises:
-            ValueError: it keeps a part of the text's keys and values only.
+            ValueError: it keeps a part of the text's keys and values only, or has no cache for another network.
         """
         check_whole(runner)
+        self._cache = required(runner, DraftsInCache, "a draft in the target's cache needs a model of the own decoder")
         self._runner = runner
 
     @property
     def _target(self) -> Runner:
         if self._runner is None:
-            raise ValueError("a drafter with a part of the target's neurons works in an engine only: it shares a cache")
+            raise ValueError(_NO_ENGINE)
         return self._runner
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
@@ -62,7 +67,9 @@ class SparseTargetDrafter(Predictor):
         if tree.nodes > 1:
             read[:, : self._read.shape[1]] = self._read
         active = (with_ancestors(tree, wanted) & ~read) | wanted
-        output = self._target.forward_draft(self.network, context.rows, tree, active, wanted)
+        if self._cache is None:
+            raise ValueError(_NO_ENGINE)
+        output = self._cache.forward_draft(self.network, context.rows, tree, active, wanted)
         self._read = read | active
         return output.logits, output.logit_index
 

@@ -20,13 +20,13 @@ from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.live_request import LiveRequest
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.prompt_chunks import PromptChunks
-from foretell.engine.request import Completion, Request, Update, validate_request
+from foretell.engine.request import Completion, Request, Update, complete, validate_request
 from foretell.engine.rows import RowPool
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
 from foretell.model.cache.block_table import OutOfBlocksError
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import LimitsCache, Runner, free_tokens, offered, required
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode
@@ -91,8 +91,8 @@ class Engine:
         can_switch = method.accept.same_seed and not isinstance(method.draft, NoDrafter)
         self.switch = switch if can_switch else None
         if cache_bytes is not None:
-            runner.limit_cache(cache_bytes)
-        self._cache_tokens = runner.free_tokens or rows * runner.context
+            required(runner, LimitsCache, "cache_bytes limits the key-value cache").limit_cache(cache_bytes)
+        self._cache_tokens = free_tokens(runner) or rows * runner.context
         """Tokens that the cache has room for."""
         pool, chunks = RowPool(runner, rows, prefix_caching), PromptChunks(chunk, itl_target)
         self._scheduler = Scheduler(runner, pool, chunks, self._clock)
@@ -210,6 +210,12 @@ class Engine:
         return any(self.load)
 
     @property
+    def cache_bytes(self) -> int:
+        """Memory of the key-value cache; 0: unknown."""
+        cache = offered(self.runner, LimitsCache)
+        return 0 if cache is None else cache.cache_bytes
+
+    @property
     def cache_usage(self) -> float:
         """Share of the cache that the tokens of running requests fill; tokens that several share count for each. Any
         thread may ask.
@@ -273,20 +279,7 @@ class Engine:
         """
         if self.busy:
             raise ValueError("the engine is busy with other requests: wait until they are over")
-        numbers = list[int]()
-        try:
-            for request in requests:
-                numbers.append(self.submit(request))
-        except ValueError:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        updates: dict[int, list[Update]] = {number: [] for number in numbers}
-        for update in self.run():
-            updates[update.request].append(update)
-            if on_update is not None:
-                on_update(update)
-        completions = [Completion.of(updates[number]) for number in numbers]
+        completions = complete(self, requests, on_update)
         error = next((c.error for c in completions if c.error is not None), None)
         if error is not None and raise_errors:
             raise error

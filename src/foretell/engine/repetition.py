@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foretell.core.sampling import is_integer
+from foretell.core.parameters import is_integer
 
 REPETITION = "repetition"
 """The `finish_reason` of such an answer."""

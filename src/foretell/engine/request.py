@@ -1,17 +1,21 @@
 """Requests, their updates and completions."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
+from typing import Protocol, TypeVar
 
-from foretell.core.sampling import SamplingParams, is_integer
+from foretell.core.parameters import PARAMETERS, check, is_integer
+from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.logprobs import TopLogprobs
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.provenance import PassDrafts
 from foretell.engine.repetition import RepetitionDetection
 from foretell.engine.statistics import RequestStatistics
+
+T = TypeVar("T", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Update:
-    """What a request got in one step."""
+class Output:
+    """What a request got: in one step, or in several."""
 
     request: int
     tokens: tuple[int, ...]
@@ -99,62 +103,80 @@ class Update:
     """The drafts of the pass, where `Request.return_drafts` asks for them."""
 
     @staticmethod
-    def join(updates: "Sequence[Update]") -> "Update":
-        """Consecutive updates of a request as one."""
+    def join(outputs: "Sequence[Output]") -> "Output":
+        """Consecutive outputs of a request as one."""
+        if len(outputs) == 1:
+            return outputs[0]
         return replace(
-            updates[-1],
-            tokens=tuple(t for u in updates for t in u.tokens),
-            text="".join(u.text for u in updates),
-            accepted=sum(u.accepted for u in updates),
-            logprobs=tuple(p for u in updates for p in u.logprobs),
-            top_logprobs=tuple(p for u in updates for p in u.top_logprobs),
-            prompt_logprobs=tuple(p for u in updates for p in u.prompt_logprobs),
-            prompt_top_logprobs=tuple(p for u in updates for p in u.prompt_top_logprobs),
-            drafted=sum(u.drafted for u in updates),
-            passes=tuple(p for u in updates for p in u.passes),
+            outputs[-1],
+            tokens=tuple(t for o in outputs for t in o.tokens),
+            text="".join(o.text for o in outputs),
+            accepted=sum(o.accepted for o in outputs),
+            logprobs=tuple(p for o in outputs for p in o.logprobs),
+            top_logprobs=tuple(p for o in outputs for p in o.top_logprobs),
+            prompt_logprobs=tuple(p for o in outputs for p in o.prompt_logprobs),
+            prompt_top_logprobs=tuple(p for o in outputs for p in o.prompt_top_logprobs),
+            drafted=sum(o.drafted for o in outputs),
+            passes=tuple(p for o in outputs for p in o.passes),
         )
 
 
-@dataclass(frozen=True)
-class Completion:
+Update = Output
+"""The output of one step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(Output):
     """All that a request got."""
 
-    tokens: tuple[int, ...]
-    text: str
-    logprobs: tuple[float, ...]
     finish_reason: str
-    error: Exception | None
     statistics: RequestStatistics
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    prompt_logprobs: tuple[float, ...] = ()
-    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
-    stop_reason: str | int | None = None
-    passes: tuple[PassDrafts, ...] = ()
 
     @staticmethod
-    def of(updates: Sequence[Update]) -> "Completion":
-        """Join all updates of a request.
+    def of(outputs: Sequence[Output]) -> "Completion":
+        """Join all outputs of a request.
 
         Raises:
-            ValueError: the last update is not among them.
+            ValueError: the last one is not among them.
         """
-        last = updates[-1] if updates else None
+        last = outputs[-1] if outputs else None
         if last is None or last.finish_reason is None or last.statistics is None:
             raise ValueError("the request is not over: its last update is missing")
-        all_of_it = Update.join(updates)
-        return Completion(
-            tokens=all_of_it.tokens,
-            text=all_of_it.text,
-            logprobs=all_of_it.logprobs,
-            finish_reason=last.finish_reason,
-            error=last.error,
-            statistics=last.statistics,
-            top_logprobs=all_of_it.top_logprobs,
-            prompt_logprobs=all_of_it.prompt_logprobs,
-            prompt_top_logprobs=all_of_it.prompt_top_logprobs,
-            stop_reason=last.stop_reason,
-            passes=all_of_it.passes,
-        )
+        return Completion(**vars(Output.join(outputs)))
+
+
+class _Decoder(Protocol[T]):
+    def submit(self, request: T, /) -> int: ...
+    def cancel(self, number: int) -> Output | None: ...
+    def run(self) -> Iterator[Output]: ...
+
+
+def complete(
+    engine: _Decoder[T], requests: Sequence[T], on_update: Callable[[Output], None] | None = None
+) -> list[Completion]:
+    """Submit requests and run until all are over; their completions in the same order. `on_update` is called with the
+    output of every step.
+
+    Raises:
+        ValueError: a request is invalid; then none is run.
+    """
+    numbers = list[int]()
+    try:
+        for request in requests:
+            numbers.append(engine.submit(request))
+    except ValueError:
+        for number in numbers:
+            engine.cancel(number)
+        raise
+    outputs: dict[int, list[Output]] = {number: [] for number in numbers}
+    for output in engine.run():
+        outputs[output.request].append(output)
+        if on_update is not None:
+            on_update(output)
+    return [Completion.of(outputs[number]) for number in numbers]
+
+
+_CHECKED = tuple(f.name for f in fields(Request) if f.name in PARAMETERS)
 
 
 def validate_request(request: Request, vocab: int, context: int) -> None:
@@ -167,11 +189,10 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         raise ValueError("the prompt must be a sequence of token ids, which are whole numbers; encode text first")
     if not isinstance(request.sampling_params, SamplingParams):
         raise ValueError(f"sampling_params must be a SamplingParams, found {type(request.sampling_params).__name__}")
-    if not is_integer(request.max_new_tokens):
-        raise ValueError(f"max_new_tokens must be a whole number, found {request.max_new_tokens!r}")
-    if isinstance(request.stop, str) or not all(isinstance(s, str) and s for s in request.stop):
+    check(vars(request), _CHECKED)
+    if isinstance(request.stop, str):
         raise ValueError(f"stop must be a sequence of strings that are not empty, found {request.stop!r}")
-    for name in ("eos", "stop_token_ids", "logprob_token_ids"):
+    for name in ("eos", "logprob_token_ids"):
         if not all(is_integer(t) for t in getattr(request, name)):
             raise ValueError(f"{name} must be a sequence of token ids, found {getattr(request, name)!r}")
     for name in ("logprobs", "prompt_logprobs"):
@@ -189,8 +210,6 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
         )
     _validate_serving(request)
     _validate_prediction(request, vocab)
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not all(0 <= t < vocab for t in request.prompt):
         raise ValueError(f"the prompt holds a token outside the model's vocabulary of {vocab}")
     sampling = request.sampling_params
@@ -214,8 +233,6 @@ def _validate_serving(request: Request) -> None:
         raise ValueError(
             f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"
         )
-    if request.max_drafts is not None and not (is_integer(request.max_drafts) and request.max_drafts >= 0):
-        raise ValueError(f"max_drafts must be a whole number from 0 on, found {request.max_drafts!r}")
     if not is_integer(request.priority):
         raise ValueError(f"priority must be a whole number, found {request.priority!r}")
     if request.deadline is not None and not isinstance(request.deadline, Real):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from foretell.core.context import TokenBuffer
+from foretell.core.context import TokenBuffer, common_prefix
 from foretell.engine.method import BoundMethod
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Runner, copy_row, free_tokens, shares_prefixes
 
 _MIN_AWAITED = 16
 """Tokens that another request must be about to read for a prompt to wait for them."""
@@ -42,7 +42,7 @@ class RowPool:
 
     def __init__(self, runner: Runner, running: int, prefix_caching: bool) -> None:
         self._runner, self._prefix_caching = runner, prefix_caching
-        keeps_many = prefix_caching and runner.shares_prefixes and runner.free_tokens is not None
+        keeps_many = prefix_caching and shares_prefixes(runner) and free_tokens(runner) is not None
         rows = running + _KEPT_ROWS if keeps_many else running
         self._kept = rows - running
         self.free = list(range(rows))[::-1]
@@ -101,10 +101,10 @@ class RowPool:
 
     def awaits(self, sequence: TokenBuffer, method: BoundMethod, salt: str = "") -> bool:
         """Whether a running request is about to read more of this prompt than any row holds yet."""
-        if not self._prefix_caching or not self._runner.shares_prefixes:
+        if not self._prefix_caching or not shares_prefixes(self._runner):
             return False
         coming = [
-            _common_prefix(content.sequence.tokens[: content.sequence.prompt_length], sequence.tokens) - 1
+            common_prefix(content.sequence.tokens[: content.sequence.prompt_length], sequence.tokens) - 1
             for row, content in self._candidates(method, salt)
             if row not in self.free
         ]
@@ -118,7 +118,7 @@ class RowPool:
         if self._prefix_caching:
             # A row of its own method goes before others with as long a prefix: its drafter has observed it.
             for row, content in sorted(self._contents.items(), key=lambda item: item[1].method is not method):
-                usable = content.salt == salt and (row in self.free or self._runner.shares_prefixes)
+                usable = content.salt == salt and (row in self.free or shares_prefixes(self._runner))
                 if usable and (content.method is method or not method.method.needs_own_rows):
                     yield row, content
 
@@ -127,7 +127,7 @@ class RowPool:
         best = -1, 0
         for row, content in self._candidates(method, salt):
             # The last common token is read again: drafters need its hidden state, and the token after it may differ.
-            common = _common_prefix(content.tokens, sequence.tokens) - 1
+            common = common_prefix(content.tokens, sequence.tokens) - 1
             length = self._runner.restorable(row, common) if common > best[1] else 0
             if length > best[1]:
                 best = row, length
@@ -142,7 +142,7 @@ class RowPool:
             other = self._contents[source].method
             is_observed = self._kept > 0 and other is not method and bool(other.method.hidden_layers)
             fits = 2 * length >= self._runner.length(source) and not is_observed
-            if fits or not self._runner.shares_prefixes:
+            if fits or not shares_prefixes(self._runner):
                 return source
         empty = [row for row in reversed(self.free) if row not in self._contents]
         oldest = [row for row in self._contents if row in self.free and row != source]
@@ -160,14 +160,8 @@ class RowPool:
         if copies:
             if source in self.free:
                 self._contents[source] = self._contents.pop(source)  # it was of use: others are forgotten before it
-            return kept if self._runner.copy_row(source, row, kept) else 0
+            return kept if copy_row(self._runner, source, row, kept) else 0
         if self._runner.restorable(row, kept) < kept:
             return 0
         self._runner.truncate(row, kept)
         return kept
-
-
-def _common_prefix(a: Int[np.ndarray, " s"], b: Int[np.ndarray, " t"]) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n

@@ -7,7 +7,7 @@ from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import StepTime
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Runner, free_tokens
 
 _ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""
@@ -158,7 +158,7 @@ class Scheduler:
         ended requests where it must. A request that runs alone is always given a try.
         """
         needed = tokens + sum(r.sequence.length - self._runner.length(r.row) for r in self.running)
-        while (free := self._runner.free_tokens) is not None and free < needed:
+        while (free := free_tokens(self._runner)) is not None and free < needed:
             if not self.rows.evict():
                 return not self.running
         return True

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from foretell.engine.engine import Engine
-from foretell.engine.request import Completion, Request, Update
+from foretell.engine.request import Completion, Request, Update, complete
 from foretell.plan.base import PlanRun, PlanStep
 
 
@@ -86,18 +86,7 @@ class PlanEngine:
         Raises:
             ValueError: a first request is invalid; then none is run.
         """
-        numbers = list[int]()
-        try:
-            for run in runs:
-                numbers.append(self.submit(run))
-        except ValueError:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        updates: dict[int, list[Update]] = {number: [] for number in numbers}
-        for update in self.run():
-            updates[update.request].append(update)
-        return [Completion.of(updates[number]) for number in numbers]
+        return complete(self, runs)
 
     def _observe(self, number: int, updates: Sequence[tuple[int, Update]], in_step: bool = False) -> None:
         run = self._runs[number]

@@ -5,6 +5,7 @@ F = 1 + the sum over drafted nodes of the product of p along their paths; the 1 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 
 from foretell.core.best_tree import best_paths
@@ -87,6 +88,7 @@ def best_trees(acceptance: AcceptanceByRank, nodes: int, depth: int) -> BestTree
     return BestTrees(tuple(tokens), tuple(expanded))
 
 
+@lru_cache(maxsize=512)
 def fit_acceptance(tokens: float, nodes: int, depth: int, source: str, chain: bool = False) -> AcceptanceByRank:
     """The `geometric_acceptance` whose best tree of that size yields the given tokens per pass.
 

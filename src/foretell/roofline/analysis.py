@@ -1,5 +1,6 @@
 """The analysis of a workload on a device: every operation, totals, memory, and the largest sizes that fit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -8,6 +9,7 @@ from foretell.roofline.attention import Fusion
 from foretell.roofline.cost import CostBreakdown, DeviceRates, OpCost, device_rates, op_costs, scalar, total_cost
 from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import Hardware
+from foretell.roofline.linear_cost import Number
 from foretell.roofline.memory import MemoryUse, largest_fitting, memory_use
 from foretell.roofline.op_graph import OpGraph
 from foretell.roofline.workload import (
@@ -104,12 +106,24 @@ def analyse(model: AnalyzedModel, hardware: Hardware, workload: Workload) -> Ana
     rates = device_rates(workload, hardware)
     costs: list[OpCost] = []
     for graph, phase in phase_graphs(model, workload):
-        costs = _merge(costs, op_costs(graph, phase, rates))
+        costs = merge_costs(costs, op_costs(graph, phase, rates))
     if workload.devices == 1:
         costs = [c for c in costs if not c.op.is_collective]
-    batch, context = (_largest_fitting(n, model, workload, rates, hardware) for n in ("batch", "context"))
+    batch, context = largest_sizes(model, hardware, workload)
     memory = workload_memory(model, workload, rates)
     return Analysis(model, hardware, workload, tuple(costs), total_cost(costs), memory, batch, context)
+
+
+def largest_sizes(
+    model: AnalyzedModel,
+    hardware: Hardware,
+    workload: Workload,
+    resident: Callable[[MemoryUse], Number] = lambda memory: memory.total,
+) -> tuple[int | None, int | None]:
+    """The largest batch and the longest context of which the `resident` bytes fit; None: capacity unknown."""
+    rates = device_rates(workload, hardware)
+    batch, context = (_largest_fitting(n, model, workload, rates, hardware, resident) for n in ("batch", "context"))
+    return batch, context
 
 
 def workload_memory(model: AnalyzedModel, workload: Workload, rates: DeviceRates) -> MemoryUse:
@@ -123,7 +137,7 @@ def predict_seconds(model: AnalyzedModel, hardware: Hardware, workload: Workload
     return sum(scalar(total_cost(op_costs(g, p, rates)).seconds) for g, p in phase_graphs(model, workload))
 
 
-def _merge(first: list[OpCost], second: list[OpCost]) -> list[OpCost]:
+def merge_costs(first: list[OpCost], second: list[OpCost]) -> list[OpCost]:
     """The costs of two phases added by operation; an operation of the second alone goes to the end of its group."""
     merged = list(first)
     for new in second:
@@ -137,7 +151,12 @@ def _merge(first: list[OpCost], second: list[OpCost]) -> list[OpCost]:
 
 
 def _largest_fitting(
-    name: str, model: AnalyzedModel, workload: Workload, rates: DeviceRates, hardware: Hardware
+    name: str,
+    model: AnalyzedModel,
+    workload: Workload,
+    rates: DeviceRates,
+    hardware: Hardware,
+    resident: Callable[[MemoryUse], Number],
 ) -> int | None:
     """Largest `batch` or `context` that fits; None: capacity unknown."""
     capacity = hardware.capacity
@@ -151,6 +170,6 @@ def _largest_fitting(
         elif resized.stage == "chunked":
             # At most 64 chunks: more would not change the peak but take long to evaluate.
             resized = replace(resized, chunk=max(resized.chunk, resized.context // 64))
-        return scalar(workload_memory(model, resized, rates).total) <= capacity
+        return scalar(resident(workload_memory(model, resized, rates))) <= capacity
 
     return largest_fitting(name, fits)

@@ -17,15 +17,19 @@ from pathlib import Path
 import numpy as np
 
 from foretell.roofline.analysis import AnalyzedModel
-from foretell.roofline.cost import device_rates, op_costs, scalar, total_cost
+from foretell.roofline.cost import device_rates, op_costs, total_cost
 from foretell.roofline.drafter_cost import DrafterCost
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.linear_cost import Array
-from foretell.roofline.speculation import DraftShape
+from foretell.roofline.method_profiles import MethodProfile
+from foretell.roofline.plan import cost_of_profile, profiles_for
+from foretell.roofline.speculation import DraftShape, estimate_method
 from foretell.roofline.workload import Phase, SequenceGroup, Workload
 
 CONTEXT_STEP = 128
 """Mean contexts are rounded to this many tokens, so that pass times can be kept."""
+_RUNNING_AT_ONCE, _CONTEXTS_AT_ONCE = 32, 8
+"""Steps of neighbouring sizes are evaluated together, as arrays."""
 TRACE_COLUMNS = ("arrival", "prompt", "output")
 
 
@@ -109,21 +113,30 @@ class StepCosts:
     shape: DraftShape | None = None
     drafter: DrafterCost | None = None
     draft_devices: int | None = None
-    _kept: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
+    _kept: dict[tuple[int, int, int, int], Array] = field(default_factory=dict)
 
     def seconds(self, running: int, context: int, prompt: int, prompts: int = 1) -> float:
         """A step over `running` requests of that mean context and `prompts` pieces of `prompt` tokens of a prompt."""
-        key = (running, -(-context // CONTEXT_STEP) * CONTEXT_STEP, prompt, prompts)
+        block, row = divmod(running, _RUNNING_AT_ONCE)
+        contexts, column = divmod(-(-context // CONTEXT_STEP), _CONTEXTS_AT_ONCE)
+        key = block, contexts, prompt, prompts
         if key not in self._kept:
-            self._kept[key] = self._step(*key)
-        return self._kept[key]
+            self._kept[key] = self._steps(*key)
+        return float(self._kept[key][row, column])
 
-    def _step(self, running: int, context: int, prompt: int, prompts: int) -> float:
+    def _steps(self, block: int, contexts: int, prompt: int, prompts: int) -> Array:
+        """Steps over neighbouring numbers of running requests and contexts, [_RUNNING_AT_ONCE, _CONTEXTS_AT_ONCE]."""
+        sizes = block * _RUNNING_AT_ONCE + np.arange(float(_RUNNING_AT_ONCE))
+        steps = contexts * _CONTEXTS_AT_ONCE + np.arange(float(_CONTEXTS_AT_ONCE))
+        running, context = (a.reshape(-1, 1) for a in np.meshgrid(sizes, CONTEXT_STEP * steps, indexing="ij"))
         nodes = self.shape.nodes if self.shape else 1
         took = self._pass(self.model, self.workload, running, nodes, context, prompt, prompts)
-        if self.shape is None or not running:
-            return took
-        took += self.hardware.runtime.step_seconds(running, self.drafter is None)
+        if self.shape is not None:
+            took = took + np.where(running[:, 0] > 0, self._drafting(self.shape, running, context), 0.0)
+        return took.reshape(_RUNNING_AT_ONCE, _CONTEXTS_AT_ONCE)
+
+    def _drafting(self, shape: DraftShape, running: Array, context: Array) -> Array:
+        took = self.hardware.runtime.step_seconds(running[:, 0], self.drafter is None)
         if self.drafter is None:
             return took
         formats = replace(
@@ -132,26 +145,54 @@ class StepCosts:
             kv=self.drafter.kv or self.workload.kv,
             devices=self.workload.devices if self.draft_devices is None else self.draft_devices,
         )
-        widths = self.shape.widths if self.drafter.per == "level" else (1,)
-        return took + sum(self._pass(self.drafter, formats, running, width, context) for width in widths)
+        widths = shape.widths if self.drafter.per == "level" else (1,)
+        passes = {width: self._pass(self.drafter, formats, running, width, context) for width in set(widths)}
+        for width in widths:
+            took = took + passes[width]
+        return took
 
     def _pass(
         self,
         of: AnalyzedModel | DrafterCost,
         workload: Workload,
-        running: int,
+        running: Array,
         tokens: int,
-        context: int,
+        context: Array,
         prompt: int = 0,
         prompts: int = 0,
-    ) -> float:
+    ) -> Array:
+        """Seconds of passes over `running` sequences of a `context` each, both [steps, 1]."""
         graph = of.graph if isinstance(of, DrafterCost) else of.graph(workload.fusion, False, workload.square)
         sequences, width = (running * tokens, 1) if self.hardware.runtime.expansion else (running, tokens)
-        groups = [SequenceGroup(np.array([float(sequences)]), float(width), float(context))]
+        groups = [SequenceGroup(sequences, float(width), context)]
         groups += [SequenceGroup(float(prompts), float(prompt), 0.0)] if prompt else []
-        rows = np.array([float(running * tokens + (prompts if prompt else 0))])
+        rows = running * tokens + (prompts if prompt else 0)
         phase = Phase(tuple(groups), rows, 1.0, False)
-        return scalar(total_cost(op_costs(graph, phase, device_rates(workload, self.hardware))).seconds)
+        seconds = total_cost(op_costs(graph, phase, device_rates(workload, self.hardware))).seconds
+        return np.broadcast_to(np.asarray(seconds), (len(running),))
+
+
+def load_costs(
+    profile: MethodProfile,
+    target: AnalyzedModel,
+    hardware: Hardware,
+    workload: Workload,
+    shape: DraftShape,
+    draft_model: AnalyzedModel | None = None,
+    draft_devices: int | None = None,
+) -> tuple[StepCosts, StepCosts]:
+    """Steps of a server without drafts, and with those of a method in a given shape at the workload's context.
+
+    Raises:
+        ValueError: the method cannot be used, or cannot draft the shape.
+    """
+    (fitting,) = profiles_for(target, {profile.name: profile}, draft_model).values()
+    drafter = cost_of_profile(fitting, target, draft_model)
+    yielding = estimate_method(fitting, drafter, target, hardware, workload, shape=shape).shape
+    return (
+        StepCosts(target, hardware, workload),
+        StepCosts(target, hardware, workload, yielding, drafter, draft_devices),
+    )
 
 
 @dataclass(frozen=True)
@@ -307,6 +348,13 @@ class LoadComparison:
     def speedup(self) -> float:
         """Mean time of an answer without drafts over that with them."""
         return self.plain.mean_latency / self.drafted.mean_latency
+
+
+def drafts_text(method: str, drafted: StepCosts) -> str:
+    """What is drafted, in words."""
+    if drafted.shape is None:
+        return f"{method}, nothing drafted"
+    return f"{method}, {drafted.shape.nodes - 1} drafted, {drafted.shape.tokens or 1.0:.2f} tokens per pass"
 
 
 def advice(comparisons: Sequence[LoadComparison]) -> str:

@@ -99,25 +99,33 @@ def select_hardware(
     return with_overrides(hardware, scaled(bandwidth, 1e9), scaled(peak, 1e12), scaled(capacity, 1e9)).run_by(chosen)
 
 
-def parse_shape(tokens: int | None, tree: str | None, tau: float | None) -> DraftShape | None:
+def parse_shape(
+    tokens: int | None,
+    tree: str | None,
+    tau: float | None,
+    names: tuple[str, str, str] = ("--tokens", "--tree", "--tau"),
+) -> DraftShape | None:
     """The chain of `tokens` drafted tokens, or the tree "60x6" (drafted nodes x depth); `tau`: its tokens per pass.
+
+    names: what a message calls the three.
 
     Raises:
         ValueError: a chain and a tree, tokens per pass of neither, or not of this form.
     """
+    chain_name, tree_name, tau_name = names
     if tokens is None and tree is None:
         if tau is not None:
-            raise ValueError("--tau states what a chain or tree yields: give it with --tokens or --tree")
+            raise ValueError(f"{tau_name} states what a chain or tree yields: give it with {chain_name} or {tree_name}")
         return None
     if tokens is not None:
         if tree is not None:
-            raise ValueError("--tokens and --tree were given; leave out one of them")
+            raise ValueError(f"{chain_name} and {tree_name} were given; leave out one of them")
         if tokens < 1:
-            raise ValueError(f"--tokens must be at least 1, found {tokens}")
+            raise ValueError(f"{chain_name} must be at least 1, found {tokens}")
         return DraftShape(tokens + 1, tokens, tau)
     drafted, cross, depth = (tree or "").lower().partition("x")
     if not cross or not drafted.isdigit() or not depth.isdigit():
-        raise ValueError(f"--tree looks like 60x6 (drafted nodes x depth), found {tree!r}")
+        raise ValueError(f"{tree_name} looks like 60x6 (drafted nodes x depth), found {tree!r}")
     return DraftShape(int(drafted) + 1, int(depth), tau)
 
 
@@ -222,8 +230,8 @@ def speedup_curves(
     return records
 
 
-def parse_rates(text: str) -> list[float]:
-    """Parse `0.5,1,2,4`: requests a second.
+def parse_rates(text: str, name: str = "--rate") -> list[float]:
+    """Parse `0.5,1,2,4`: requests a second; `name`: what a message calls them.
 
     Raises:
         ValueError: not positive numbers.
@@ -233,5 +241,5 @@ def parse_rates(text: str) -> list[float]:
     except ValueError:
         rates = []
     if not rates or not all(0 < rate < 1e6 for rate in rates):
-        raise ValueError(f"--rate takes requests a second, as 1,4,16; found {text!r}")
+        raise ValueError(f"{name} takes requests a second, as 1,4,16; found {text!r}")
     return rates

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from foretell.roofline.analysis import AnalyzedModel
@@ -77,6 +78,7 @@ def over_fewer_keys(model: AnalyzedModel, keys: int) -> AnalyzedModel:
     return AnalyzedModel(f"{model.name}, over {keys} keys", replace(c, window=window, window_layers=every))
 
 
+@lru_cache(maxsize=256)
 def drafter_cost(
     kind: DraftKind,
     target: AnalyzedModel,
@@ -121,7 +123,9 @@ def drafter_cost(
 def _find_draft_model(target: AnalyzedModel) -> AnalyzedModel:
     name = default_draft_model(target.name)
     if name is None:
-        raise ValueError(f"no smaller built-in model shares the vocabulary of {target.name}; name one with --draft")
+        raise ValueError(
+            f"no smaller built-in model shares the vocabulary of {target.name}; choose a draft model (--draft)"
+        )
     return AnalyzedModel(*find_model(name))
 
 

@@ -1,8 +1,7 @@
 """Costs of one operation as linear functions of the sizes of a forward pass.
 
 Every cost of a transformer operation (OPs, elements moved, elements stored) is linear in six sizes and a constant, so
-seven coefficients describe it. The same coefficients serve a single workload, a sweep (the sizes are arrays) and the
-web page (the coefficients are embedded in it).
+seven coefficients describe it. The same coefficients serve a single workload and a sweep (the sizes are arrays).
 """
 
 from dataclasses import dataclass

@@ -109,6 +109,16 @@ class ModelVariant:
         return self.baseline_seconds / self.seconds
 
 
+def check_part(name: str, part: float) -> None:
+    """Check a share of the layers or a density.
+
+    Raises:
+        ValueError: it lies outside (0, 1].
+    """
+    if not 0 < part <= 1:
+        raise ValueError(f"the {name} must lie in (0, 1], found {part:g}")
+
+
 def model_variants(
     model: AnalyzedModel, hardware: Hardware, workload: Workload, share: float = 0.5, density: float = 0.2
 ) -> list[ModelVariant]:
@@ -120,9 +130,8 @@ def model_variants(
     Raises:
         ValueError: a share or density outside (0, 1].
     """
-    for name, part in (("share of layers", share), ("density", density)):
-        if not 0 < part <= 1:
-            raise ValueError(f"the {name} must lie in (0, 1], found {part:g}")
+    check_part("share of layers", share)
+    check_part("density", density)
     decode, config = replace(workload, stage="decode"), model.config
     base = model.graph(workload.fusion, False, workload.square)
     rows = float(workload.batch)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foretell.roofline.analysis import Analysis
+from foretell.roofline.analysis import Analysis, largest_sizes
 from foretell.roofline.cost import OpCost, scalar
 from foretell.roofline.hardware import Hardware, MemoryTier
 from foretell.roofline.linear_cost import Number
+from foretell.roofline.memory import MemoryUse
 from foretell.roofline.names import look_up
 
 CAPACITY_FOR_WEIGHTS = 0.8
@@ -62,13 +63,26 @@ def place_offload(offload: Offload, device: Hardware, hardware: Mapping[str, Har
 
 
 @dataclass(frozen=True)
+class PlacedOp:
+    """An operation in one layer under offloading: its seconds, the bytes fetched for it, and what bounds it."""
+
+    seconds: float
+    fetched: float
+    bound: str
+
+
+@dataclass(frozen=True)
 class OffloadResult:
-    """Time of the workload, bytes left on the device, bytes fetched from the tier, and what bounds the time."""
+    """Time of the workload, bytes left on the device, bytes fetched from the tier, what bounds the time, and the
+    largest sizes that fit; None: capacity unknown.
+    """
 
     seconds: float
     resident: float
     fetched: float
     bound: str
+    largest_batch: int | None
+    longest_context: int | None
 
 
 def apply_offload(analysis: Analysis, placed: PlacedOffload) -> OffloadResult:
@@ -80,19 +94,38 @@ def apply_offload(analysis: Analysis, placed: PlacedOffload) -> OffloadResult:
     seconds_by_bound = {"compute": 0.0, "memory": 0.0, "link": 0.0, "host": 0.0}
     seconds = fetched = 0.0
     for each in analysis.op_costs:
-        times = _times(each, placed)
-        took = scalar(_op_seconds(each, times, placed))
-        seconds, fetched = seconds + took * each.count, fetched + scalar(_offloaded_bytes(each, placed)) * each.count
-        alternatives = {name: scalar(value) for name, value in times.items()}
-        seconds_by_bound[max(alternatives, key=lambda name: alternatives[name])] += took * each.count
+        op = place_op(each, placed)
+        seconds, fetched = seconds + op.seconds * each.count, fetched + op.fetched * each.count
+        seconds_by_bound[op.bound] += op.seconds * each.count
     bound = max(seconds_by_bound, key=lambda name: seconds_by_bound[name])
-    return OffloadResult(seconds, resident_bytes(analysis, placed.offload), fetched, bound)
+    sizes = largest_sizes(
+        analysis.model,
+        analysis.hardware,
+        analysis.workload,
+        lambda memory: resident_memory(memory, placed.offload).total,
+    )
+    return OffloadResult(seconds, resident_bytes(analysis, placed.offload), fetched, bound, *sizes)
+
+
+def place_op(op_cost: OpCost, placed: PlacedOffload) -> PlacedOp:
+    """One operation under offloading."""
+    times = _times(op_cost, placed)
+    alternatives = {name: scalar(value) for name, value in times.items()}
+    return PlacedOp(
+        scalar(_op_seconds(op_cost, times, placed)),
+        scalar(_offloaded_bytes(op_cost, placed)),
+        max(alternatives, key=lambda name: alternatives[name]),
+    )
 
 
 def resident_bytes(analysis: Analysis, offload: Offload) -> float:
     """Bytes of a workload that stay on the device."""
-    m = analysis.memory
-    return scalar(m.weights) * (1 - offload.weights) + scalar(m.kv) * (1 - offload.kv) + scalar(m.activations)
+    return scalar(resident_memory(analysis.memory, offload).total)
+
+
+def resident_memory(memory: MemoryUse, offload: Offload) -> MemoryUse:
+    """What of the memory stays on the device."""
+    return MemoryUse(memory.weights * (1 - offload.weights), memory.kv * (1 - offload.kv), memory.activations)
 
 
 def offloaded_seconds(costs: Sequence[OpCost], placed: PlacedOffload) -> Number:

@@ -12,7 +12,14 @@ from foretell.roofline.family_acceptance import profile_for_target
 from foretell.roofline.hardware import Hardware
 from foretell.roofline.method_profiles import MethodProfile, method_profiles, profile_for_draft
 from foretell.roofline.offload import PlacedOffload, resident_bytes
-from foretell.roofline.speculation import MAX_NODES, DraftShape, MethodEstimate, estimate_method
+from foretell.roofline.speculation import (
+    MAX_NODES,
+    DraftShape,
+    MethodEstimate,
+    estimate_method,
+    target_passes,
+    widest_pass,
+)
 from foretell.roofline.workload import Workload
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -115,10 +122,12 @@ def rank_methods(
     profiles = profiles_for(target, method_profiles() if profiles is None else profiles, draft_model)
     costs, unavailable = drafter_costs(target, profiles, draft_model)
     estimates = list[MethodEstimate]()
+    widest = max((widest_pass(profile, max_nodes, shape) for profile in profiles.values()), default=1)
+    passes = target_passes(target, hardware, workload, widest, offload)
     for name, cost in costs.items():
         try:
             estimates.append(
-                estimate_method(profiles[name], cost, target, hardware, workload, max_nodes, shape, offload)
+                estimate_method(profiles[name], cost, target, hardware, workload, max_nodes, shape, offload, passes)
             )
         except ValueError as error:
             unavailable[name] = str(error)
@@ -126,7 +135,7 @@ def rank_methods(
     plain = MethodProfile(
         "autoregressive", "Plain decoding", "none", "fixed", AcceptanceByRank((0.0,), ""), "exact", nodes=1, tokens=1.0
     )
-    baseline = estimate_method(plain, None, target, hardware, workload, 1, offload=offload)
+    baseline = estimate_method(plain, None, target, hardware, workload, 1, offload=offload, passes=passes)
     analysis = analyse(target, hardware, replace(workload, stage="decode"))
     target_bytes = scalar(analysis.memory.total) if offload is None else resident_bytes(analysis, offload.offload)
     fits = {name: _fits(cost, target_bytes, hardware, workload) for name, cost in costs.items()}
@@ -152,10 +161,12 @@ def estimates_by_batch(
     hardware: Hardware,
     workload: Workload,
     offload: PlacedOffload | None = None,
+    max_nodes: int = MAX_NODES,
+    shape: DraftShape | None = None,
 ) -> list[MethodEstimate]:
-    """The method at its best shape, for each of BATCHES."""
+    """The method at its best shape, or at a given one, for each of BATCHES."""
     return [
-        estimate_method(profile, drafter, target, hardware, replace(workload, batch=b), offload=offload)
+        estimate_method(profile, drafter, target, hardware, replace(workload, batch=b), max_nodes, shape, offload)
         for b in BATCHES
     ]
 

@@ -38,9 +38,10 @@ def memory_warning(a: Analysis, offload: OffloadResult | None = None) -> str | N
     if a.hardware.capacity is None or (a.fits if offload is None else offload.resident <= a.hardware.capacity):
         return None
     need = format_number(scalar(a.memory.total) if offload is None else offload.resident, "B")
-    remedy = f"the largest batch that fits is {a.largest_batch}"
-    if not a.largest_batch:
-        remedy = "not even a batch of 1 fits: use fewer bits, more devices (--devices) or --offload"
+    largest = (offload or a).largest_batch
+    remedy = f"the largest batch that fits is {largest}"
+    if not largest:
+        remedy = "not even a batch of 1 fits: use fewer bits, more devices or offloading"
     each = " on each device" if a.workload.devices > 1 else ""
     capacity = format_number(a.hardware.capacity, "B")
     return f"{a.model.name} does not fit: it needs {need}{each} and {a.hardware.title} has {capacity}; {remedy}"
@@ -50,7 +51,9 @@ def offload_text(offload: OffloadResult) -> str:
     """Time and traffic under offloading, in one line."""
     fetched, left = format_number(offload.fetched, "B"), format_number(offload.resident, "B")
     time = f"{format_seconds(offload.seconds)}, bound by {offload.bound}"
-    return f"offloaded  {time}; {fetched} fetched, {left} left on the device"
+    sizes = f"; largest batch {offload.largest_batch}, longest context {offload.longest_context}"
+    sizes = "" if offload.largest_batch is None else sizes
+    return f"offloaded  {time}; {fetched} fetched, {left} left on the device{sizes}"
 
 
 def new_table(title: str = "") -> Table:

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
+from foretell.roofline.linear_cost import Array
 from foretell.roofline.names import look_up
+
+Requests = TypeVar("Requests", float, Array)
 
 DEFAULT_RUNTIME = "graphs"
 """What a server does; the runtime of a prediction where none is named."""
@@ -76,7 +79,7 @@ class Runtime:
                 what = name.replace("_", " ")
                 raise ValueError(f"runtime {self.name!r}: the {what} must not be negative, found {seconds:g}")
 
-    def step_seconds(self, requests: float, copied: bool) -> float:
+    def step_seconds(self, requests: Requests, copied: bool) -> Requests:
         """Seconds of a speculative step outside the passes; `copied`: its drafts are found in the text."""
         return self.step_overhead + requests * (self.request_overhead + (self.lookup_overhead if copied else 0.0))
 

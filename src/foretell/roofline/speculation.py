@@ -132,21 +132,21 @@ def estimate_method(
     max_nodes: int = MAX_NODES,
     shape: DraftShape | None = None,
     offload: PlacedOffload | None = None,
+    passes: CostBreakdown | None = None,
 ) -> MethodEstimate:
     """The method at its fastest shape, among all chains or trees of up to `max_nodes` tokens, or at a given `shape`.
 
-    offload: of the target; a drafter that is part of it is offloaded with it.
+    offload: of the target; a drafter that is part of it is offloaded with it. passes: `target_passes` of the workload,
+    where they are known.
 
     Raises:
         ValueError: fewer than one node, or a given shape that the method cannot draft.
     """
     if max_nodes < 1:
         raise ValueError(f"a tree needs at least one node, found a budget of {max_nodes}")
-    fixed = profile.nodes if profile.shape == "fixed" else 1
-    widths = np.arange(1.0, max(shape.nodes if shape else max_nodes, fixed) + 1)
-    graph = model.graph(workload.fusion, False, workload.square)
-    target = verification_cost(graph, hardware, workload, widths, offload)
-    pass_seconds = np.broadcast_to(np.asarray(target.seconds), widths.shape)
+    widths = np.arange(1.0, widest_pass(profile, max_nodes, shape) + 1)
+    target = passes or target_passes(model, hardware, workload, len(widths), offload)
+    pass_seconds = np.asarray(target.seconds)
     draft_costs = _drafting_cost(drafter, hardware, workload, widths, offload)
     step = hardware.runtime.step_seconds(workload.batch, drafter is None)
     if shape is not None:
@@ -164,6 +164,20 @@ def estimate_method(
         (_at(target.ops, n) + draft_ops) / tokens / workload.batch,
         0.0 if shape is not None and shape.tokens is not None else profile.spread, hardware.runtime.error,
     )  # fmt: skip
+
+
+def widest_pass(profile: MethodProfile, max_nodes: int, shape: DraftShape | None) -> int:
+    """Tokens per sequence of the widest pass that an estimate considers."""
+    return max(shape.nodes if shape else max_nodes, profile.nodes if profile.shape == "fixed" else 1)
+
+
+def target_passes(
+    model: AnalyzedModel, hardware: Hardware, workload: Workload, widest: int, offload: PlacedOffload | None = None
+) -> CostBreakdown:
+    """Cost of a pass of the target over 1, 2, ..., `widest` tokens per sequence."""
+    widths = np.arange(1.0, widest + 1)
+    cost = verification_cost(model.graph(workload.fusion, False, workload.square), hardware, workload, widths, offload)
+    return replace(cost, seconds=np.broadcast_to(np.asarray(cost.seconds), widths.shape))
 
 
 def _at(values: Number, n: int) -> float:
@@ -198,7 +212,7 @@ def _given(
         raise ValueError(f"{profile.name} has {profile.max_depth} heads and cannot draft a tree of depth {shape.depth}")
     tokens = shape.tokens
     if tokens is None and profile.shape == "fixed":
-        raise ValueError(f"{profile.name} has no acceptance by node: give the tokens per pass of the tree with --tau")
+        raise ValueError(f"{profile.name} has no acceptance by node: give the tokens per pass of the tree (--tau)")
     if tokens is None:
         tokens = cached_best_trees(profile.acceptance, shape.nodes, shape.depth).tokens[-1]
     if drafter is None:

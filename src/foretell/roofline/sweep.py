@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foretell.roofline.analysis import AnalyzedModel, check_devices, phase_graphs
-from foretell.roofline.cost import CostBreakdown, device_rates, op_costs, total_cost
+from foretell.roofline.analysis import AnalyzedModel, check_devices, merge_costs, phase_graphs
+from foretell.roofline.cost import OpCost, device_rates, op_costs, total_cost
 from foretell.roofline.formats import parse_format
 from foretell.roofline.hardware import Hardware, with_overrides
 from foretell.roofline.linear_cost import Array, Number
 from foretell.roofline.memory import memory_use
 from foretell.roofline.names import look_up
+from foretell.roofline.offload import PlacedOffload, offloaded_seconds, resident_memory
 from foretell.roofline.workload import LIMITS, Workload, WorkloadSizes, throughput_tokens
 from foretell.utils.assignments import split_assignment
 
@@ -113,8 +114,14 @@ class SweepResult:
         return list(itertools.product(*self.axes.values()))
 
 
-def sweep(model: AnalyzedModel, hardware: Hardware, workload: Workload, axes: Mapping[str, Axis]) -> SweepResult:
-    """Predict the costs of a workload with the axes varied.
+def sweep(
+    model: AnalyzedModel,
+    hardware: Hardware,
+    workload: Workload,
+    axes: Mapping[str, Axis],
+    offload: PlacedOffload | None = None,
+) -> SweepResult:
+    """Predict the costs of a workload with the axes varied; `offload`: of weights and cache.
 
     Raises:
         ValueError: no axis, more than MAX_WORKLOADS workloads, or an impossible workload.
@@ -136,7 +143,7 @@ def sweep(model: AnalyzedModel, hardware: Hardware, workload: Workload, axes: Ma
         check_devices(model, fixed)
         selected = np.flatnonzero(mask)
         lengths = {n: np.asarray(axes[n], dtype=np.float64)[grid[row[n]][selected]] for n in LENGTH_AXES if n in axes}
-        for name, values in _evaluate(model, device, fixed, lengths, len(selected)).items():
+        for name, values in _evaluate(model, device, fixed, lengths, len(selected), offload).items():
             results[name][selected] = values
     return SweepResult(axes, **results)
 
@@ -157,7 +164,12 @@ def _with_fixed_axes(
 
 
 def _evaluate(
-    model: AnalyzedModel, hardware: Hardware, workload: Workload, lengths: Mapping[str, Array], count: int
+    model: AnalyzedModel,
+    hardware: Hardware,
+    workload: Workload,
+    lengths: Mapping[str, Array],
+    count: int,
+    offload: PlacedOffload | None,
 ) -> dict[str, Array]:
     """Costs of workloads that differ in lengths alone, a slice at a time."""
     sizes = {n: lengths.get(n, np.full(count, float(getattr(workload, n)))) for n in LENGTH_AXES}
@@ -171,14 +183,17 @@ def _evaluate(
         part = WorkloadSizes(*(sizes[n][start : start + step] for n in LENGTH_AXES))
         shape = part.batch.shape
         graphs = phase_graphs(model, workload, part)
-        cost = CostBreakdown()
+        costs: list[OpCost] = []
         for graph, phase in graphs:
-            cost = cost + total_cost(op_costs(graph, phase, rates))
+            costs = merge_costs(costs, op_costs(graph, phase, rates))
+        if workload.devices == 1:
+            costs = [c for c in costs if not c.op.is_collective]
+        cost, memory = total_cost(costs), memory_use(graphs, rates)
         figures: dict[str, Number] = {
-            "seconds": cost.seconds,
+            "seconds": cost.seconds if offload is None else offloaded_seconds(costs, offload),
             "ops": cost.ops,
             "bytes": cost.bytes,
-            "memory": memory_use(graphs, rates).total,
+            "memory": memory.total if offload is None else resident_memory(memory, offload.offload).total,
             "tokens": throughput_tokens(workload.stage, part),
         }
         for name, figure in figures.items():

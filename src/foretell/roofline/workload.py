@@ -32,6 +32,17 @@ LIMITS = {
 """Largest accepted value of each size; far beyond what is in use, so that typing errors are refused."""
 
 
+def check_size(name: str, value: int, stage: Stage) -> None:
+    """Check a size of a workload, one of LIMITS.
+
+    Raises:
+        ValueError: it is outside its limits.
+    """
+    least = 0 if name == "context" and stage in ("decode", "verify") else 1
+    if not least <= value <= LIMITS[name]:
+        raise ValueError(f"{name} must lie between {least} and {LIMITS[name]}, found {value}")
+
+
 @dataclass(frozen=True)
 class Workload:
     """What is to be predicted. Lengths are in tokens per sequence.
@@ -76,9 +87,7 @@ class Workload:
         if self.fusion not in FUSIONS:
             raise ValueError(f"there is no fusion {self.fusion!r}; use {', '.join(FUSIONS)}")
         for name in (f.name for f in fields(self) if f.name in LIMITS):
-            value, least = getattr(self, name), 0 if name == "context" and self.stage in ("decode", "verify") else 1
-            if not least <= value <= LIMITS[name]:
-                raise ValueError(f"{name} must lie between {least} and {LIMITS[name]}, found {value}")
+            check_size(name, getattr(self, name), self.stage)
 
 
 @dataclass(frozen=True)

@@ -4,61 +4,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretell.engine.provenance import PassDrafts
-from foretell.engine.request import Request, Update, describe_error
+from foretell.engine.request import Output, Request, describe_error
 from foretell.engine.statistics import RequestStatistics
 from foretell.serve.errors import bad_request, server_error, unavailable
 
-TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens of a position with their log-probabilities."""
-
 
 @dataclass(frozen=True)
-class Piece:
-    """New text of a choice with its tokens; `finish_reason` as OpenAI knows it, in the last piece only."""
+class Piece(Output):
+    """What a choice got since its last piece; `finish_reason` as OpenAI knows it, in the last piece only."""
 
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    prompt_logprobs: tuple[float, ...] = ()
-    """Of the prompt's tokens from the second one on; in the first piece only."""
-    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    passes: tuple[PassDrafts, ...] = ()
-    """Where the request asks for its drafts."""
+    index: int = 0
+    """Number of the choice."""
 
     @staticmethod
-    def of(index: int, updates: Sequence[Update]) -> "Piece":
-        """Consecutive updates of a request as one piece."""
-        last = updates[-1]
-        if len(updates) == 1:
-            return Piece(
-                index,
-                last.text,
-                last.tokens,
-                last.logprobs,
-                last.top_logprobs,
-                last.prompt_logprobs,
-                last.prompt_top_logprobs,
-                last.finish_reason,
-                last.stop_reason,
-                last.passes,
-            )
-        return Piece(
-            index,
-            "".join(u.text for u in updates),
-            tuple(t for u in updates for t in u.tokens),
-            tuple(p for u in updates for p in u.logprobs),
-            tuple(p for u in updates for p in u.top_logprobs),
-            tuple(p for u in updates for p in u.prompt_logprobs),
-            tuple(p for u in updates for p in u.prompt_top_logprobs),
-            last.finish_reason,
-            last.stop_reason,
-            tuple(p for u in updates for p in u.passes),
-        )
+    def of(index: int, outputs: Sequence[Output]) -> "Piece":
+        """Consecutive outputs of a request as one piece."""
+        return Piece(**vars(Output.join(outputs)), index=index)
 
 
 @dataclass
@@ -81,7 +42,7 @@ class Choice:
         """Tokens that were asked."""
         return len(self.request.prompt) if self.statistics is None else self.statistics.prompt_tokens
 
-    def add(self, at: float, updates: Sequence[Update]) -> Piece:
+    def add(self, at: float, updates: Sequence[Output]) -> Piece:
         """Add updates and return them as one piece.
 
         Raises:
@@ -97,8 +58,8 @@ class Choice:
         piece = Piece.of(self.index, updates)
         self.first_at, self.last_at = self.first_at or at, at
         self.tokens += len(piece.tokens)
-        self.drafted += sum(u.drafted for u in updates)
-        self.accepted += sum(u.accepted for u in updates)
+        self.drafted += piece.drafted
+        self.accepted += piece.accepted
         self.statistics = last.statistics
         return piece
 
@@ -111,13 +72,13 @@ class Choices:
         self.per_prompt = per_prompt
         self.started = time.monotonic() if started is None else started
 
-    def add(self, batch: Sequence[tuple[int, float, Update]]) -> list[Piece]:
+    def add(self, batch: Sequence[tuple[int, float, Output]]) -> list[Piece]:
         """Add the updates of a batch: one piece per choice that got any.
 
         Raises:
             ApiError: the engine has ended a request with an error.
         """
-        updates: dict[int, list[Update]] = {}
+        updates: dict[int, list[Output]] = {}
         for index, _, update in batch:
             updates.setdefault(index, []).append(update)
         at = {index: at for index, at, _ in batch}

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foretell.core.parameters import PARAMETERS
 from foretell.utils.validation import Fields, parse_object, read_json
 
 OPENAI_DEFAULTS: Mapping[str, float] = {"temperature": 1.0}
 """Where they differ from the engine's."""
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTEGERS = ("top_k", "max_new_tokens")
 
 
 def read_defaults(source: str, model: Path, override: str | None) -> dict[str, Any]:
@@ -17,21 +16,30 @@ def read_defaults(source: str, model: Path, override: str | None) -> dict[str, A
     `generation_config.json`; `override` is a JSON object that goes before it.
 
     Raises:
-        ValueError: no such folder, no JSON object, or a value of a wrong type.
+        ValueError: no such folder, no JSON object, or a wrong value.
     """
     folder = model if source == "auto" else Path(source).expanduser()
     file = folder / "generation_config.json"
     if source not in ("auto", "none") and not file.is_file():
         raise ValueError(f"--generation-config: {file} does not exist; give a folder that has it, auto or none")
-    found = dict(OPENAI_DEFAULTS)
+    defaults = dict[str, Any](OPENAI_DEFAULTS)
     if source != "none" and file.is_file():
-        found |= _known(Fields(read_json(file, "download it again"), str(file)))
+        fields = Fields(read_json(file, "download it again"), str(file))
+        try:
+            defaults |= _known(fields)
+        except ValueError as error:
+            raise ValueError(f"{error}; correct it, or start with --generation-config none") from error
     if override is not None:
         name = "--override-generation-config"
-        found |= _known(Fields(parse_object(override, name), name))
-    return found
+        defaults |= _known(Fields(parse_object(override, name), name))
+    return defaults
 
 
 def _known(fields: Fields) -> dict[str, Any]:
-    numbers = {name: fields.number(name) for name in _NUMBERS if fields.has(name)}
-    return numbers | {name: fields.integer(name) for name in _INTEGERS if fields.has(name)}
+    values = dict[str, Any]()
+    for name, parameter in PARAMETERS.items():
+        if parameter.in_checkpoint and fields.has(name):
+            value = fields.raw[name]
+            whole = parameter.kind is int and isinstance(value, float) and value.is_integer()
+            values[name] = parameter.read(int(value) if whole else value, f"{fields.source}: {name}")
+    return values

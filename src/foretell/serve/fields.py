@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foretell.core.parameters import PARAMETERS
 from foretell.core.sampling import CounterRNG, SamplingParams, Stream
 from foretell.core.token_rules import TokenConstraint
 from foretell.engine.repetition import RepetitionDetection
@@ -55,33 +56,25 @@ class EngineField:
 
 
 FIELDS: Sequence[EngineField] = (
-    EngineField("temperature", SAMPLING),
-    EngineField("top_p", SAMPLING),
-    EngineField("top_k", SAMPLING, convert=lambda k, _: max(k, 0)),
-    EngineField("min_p", SAMPLING),
-    EngineField("presence_penalty", SAMPLING),
-    EngineField("frequency_penalty", SAMPLING),
-    EngineField("repetition_penalty", SAMPLING),
+    *(
+        EngineField(p.field_name, SAMPLING if p.is_sampling else REQUEST, p.name)
+        for p in PARAMETERS.values()
+        if p.name not in ("bad_words", "max_new_tokens", "seed")
+    ),
     EngineField("logit_bias", SAMPLING),
-    EngineField("min_tokens", SAMPLING),
-    EngineField("allowed_token_ids", SAMPLING, convert=lambda ids, _: tuple(dict.fromkeys(ids))),
     EngineField("bad_words", SAMPLING, convert=lambda words, loaded: loaded.model.bad_words(words)),
-    EngineField("stop", REQUEST, convert=lambda stop, _: tuple(stop)),
-    EngineField("stop_token_ids", REQUEST, convert=lambda ids, _: tuple(dict.fromkeys(ids))),
-    EngineField("repetition_detection", REQUEST, convert=lambda found, _: RepetitionDetection(**dict(found))),
-    EngineField("ignore_eos", REQUEST),
-    EngineField("include_stop_str_in_output", REQUEST),
-    EngineField("skip_special_tokens", REQUEST),
+    EngineField("repetition_detection", REQUEST, convert=lambda options, _: RepetitionDetection(**dict(options))),
     EngineField("prompt_logprobs", REQUEST),
     EngineField("logprob_token_ids", REQUEST, convert=lambda ids, _: tuple(dict.fromkeys(ids))),
     EngineField("return_drafts", REQUEST),
     EngineField("priority", REQUEST),
     EngineField("deadline_ms", REQUEST, "deadline", convert=lambda ms, _: time.perf_counter() + ms / 1000),
     EngineField("prediction", REQUEST, convert=_prediction),
-    EngineField("speculative.max_drafts", REQUEST),
     EngineField("speculative.method", REQUEST, convert=lambda name, loaded: loaded.methods.get(name)),
 )
-"""A further field is one line here and one in `protocol.generation`."""
+"""The table of generation parameters, and what is a line here and one in `protocol.generation`. The server itself
+reads the seed and the length.
+"""
 
 
 def engine_values(body: GenerationBody, loaded: LoadedModel) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from foretell.serve.choices import Piece, TopLogprobs
+from foretell.engine.logprobs import TopLogprobs
+from foretell.serve.choices import Piece
 from foretell.serve.token_text import TokenTexts
 
 LEAST_LOGPROB = -9999.0

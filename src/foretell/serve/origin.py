@@ -26,6 +26,9 @@ class OriginMiddleware:
     `hosts`: the names that clients may call the server by, beside IP addresses and localhost, which no foreign page can
     have (DNS rebinding needs a name); None: any. `origins`: whose pages may call; `*`: all. A page of the server's own
     host may always call. Requests without an `Origin` header do not come from a page of another origin.
+
+    Starlette's `TrustedHostMiddleware` is not used: it cuts a host at the first colon, also that in an IPv6 address,
+    and has no rule for all addresses.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Sequence[str]) -> None:

@@ -33,7 +33,9 @@ def check_plan(body: ChatBody) -> None:
         raise bad_request("a plan writes one answer, and n asks for several; leave out one of them", "n")
     for name in REFUSED_FIELDS:
         value = getattr(body, name)
-        means_nothing = value is None or value is False or value == [] or (value == 0 and name != "prompt_logprobs")
+        means_nothing = (
+            value is None or value is False or value in ([], ()) or (value == 0 and name != "prompt_logprobs")
+        )
         if name == "response_format" and value is not None:
             means_nothing = value.type == "text"
         if not means_nothing:

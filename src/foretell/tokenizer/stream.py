@@ -9,6 +9,9 @@ class Detokenizer:
 
     Decodes a window of the last tokens. An incomplete character at the end is held back until it is complete. A run of
     `run_tokens`, whose text depends on the whole run, is held back until another token ends it.
+
+    The `DecodeStream` of tokenizers (0.23) is not used: with byte fallback it shows bytes before their run ends, so
+    that its text is not that of all tokens, or raises; and it does not give out what it holds back at the end.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:

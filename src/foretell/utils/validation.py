@@ -11,6 +11,8 @@ from pydantic_core import from_json
 Model = TypeVar("Model", bound=BaseModel)
 _SHOWN = 60
 """Characters of a wrong value that an error message shows."""
+PREDICATE = "predicate"
+"""Type of an error of pydantic whose message goes on after the name of the key: "must be at least 0, found -1"."""
 MAX_INTEGER = 2**31 - 1
 """Largest integer of a configuration: sizes, counts and token ids of models are smaller."""
 
@@ -89,6 +91,8 @@ def explain(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == PREDICATE:
+        return f"{where} {message}"
     if first["type"] == "json_invalid":
         return f"not valid JSON ({first['ctx']['error']})"
     if first["type"] == "model_type":

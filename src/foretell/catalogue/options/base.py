@@ -46,6 +46,11 @@ class MethodOptions(BaseModel):
         hint = f": did you mean {near[0]!r}? It" if near else "; it"
         return ValueError(f"method {method} does not read {key!r}{hint} reads: {', '.join(cls.model_fields)}")
 
+    @property
+    def unread(self) -> frozenset[str]:
+        """What an entry declares to read (`Entry.reads`) and does not read with these options."""
+        return frozenset()
+
     def is_set(self, name: str) -> bool:
         """Whether the user has set this option."""
         return name in self.model_fields_set

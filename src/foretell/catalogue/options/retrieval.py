@@ -66,3 +66,8 @@ class RestOptions(PhraseOptions):
         ),
     ] = None
     prompt_lookup_min: ShortestMatch = 2
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """A datastore takes the place of references."""
+        return frozenset() if self.datastore is None else frozenset({"references"})

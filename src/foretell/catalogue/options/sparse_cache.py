@@ -66,3 +66,9 @@ class TriForceOptions(MethodOptions):
             ),
         ),
     ] = None
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """The first level reads what its method reads."""
+        kinds = {"draft_model": {"drafts", "speculators"}, "eagle3": {"speculators"}}
+        return frozenset({"drafts", "speculators", "references"}) - kinds.get(self.first_level, {"references"})

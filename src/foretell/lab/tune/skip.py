@@ -19,8 +19,8 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.block.decoder import SkipSet
 from foretell.model.offload.influence import measure_influence
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.model.run.skip import SkipFile, SkipTrial, default_skip, kept_weight_share
 from foretell.shape import Chain, RootOnly
 

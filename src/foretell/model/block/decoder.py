@@ -14,15 +14,15 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from foretell.model.block.activation import activated
-from foretell.model.block.attention import AttentionBackend, CachedAttention
+from foretell.model.block.attention import AttentionBackend
 from foretell.model.block.backend import Backend
+from foretell.model.block.cached_attention import CachedAttention, cached_attention, new_store
 from foretell.model.block.layer_inputs import LayerInput, LayerInputs
 from foretell.model.block.linear import AnyLinear, Int8Linear, Linear, widen
 from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.block.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.block.state_layers import StateMixer
 from foretell.model.cache.base import Cache
-from foretell.model.cache.kv_cache import KVCache, LatentCache
 from foretell.model.cache.layout import Layout, PaddedLayout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
@@ -414,10 +414,9 @@ class Decoder(nn.Module):
     def new_cache(self) -> Cache:
         """An empty cache for this network."""
         c, dtype, device = self.config, self.embedding.dtype, self.device
-        kind = KVCache if c.latent is None else LatentCache
         return build_cache(
             c,
-            lambda layers, s: kind(layers, s.kv_heads, s.head_dim, dtype, device, c.cache_dtype),
+            lambda layers, s: new_store(c, layers, s, dtype, device),
             lambda layers, shape: StateStore(layers, shape, torch.promote_types(dtype, torch.float32), device),
         )
 
@@ -439,10 +438,9 @@ class Decoder(nn.Module):
 
     def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
         """Write the keys and values of blocks whose input is `x`, all of them; see `Network.write_keys`."""
-        c, padded = self.config, PaddedLayout.from_layout(layout, self.device)
-        attention = CachedAttention(cache, padded, c, layout)
-        full = rope_angles(self.rope_tables, padded.position)
-        local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
+        c, attention = self.config, cached_attention(cache, layout, self.config, self.device)
+        full = rope_angles(self.rope_tables, attention.position)
+        local = rope_angles(self.local_rope_tables, attention.position) if c.window_layers else full
         for i in range(blocks.first, blocks.last):
             if i not in self.skip.attention:
                 block = self.block(i)
@@ -458,21 +456,19 @@ class Decoder(nn.Module):
         blocks: BlockRange,
     ) -> BlockOutput:
         """Run a range of blocks; all shapes depend on the shapes of the arguments alone, as CUDA graphs need."""
-        return run_blocks(x, blocks, self.block, self._block_forward(padded, cache))
+        return run_blocks(x, blocks, self.block, self._block_forward(CachedAttention(cache, padded, self.config)))
 
     def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[DecoderBlock]:
         """The forward pass of a block over this layout and cache."""
-        return self._block_forward(PaddedLayout.from_layout(layout, self.device), cache, layout)
+        return self._block_forward(cached_attention(cache, layout, self.config, self.device))
 
-    def _block_forward(
-        self, padded: PaddedLayout, cache: Cache, layout: Layout | None = None
-    ) -> BlockForward[DecoderBlock]:
-        c, attention = self.config, CachedAttention(cache, padded, self.config, layout)
-        full = rope_angles(self.rope_tables, padded.position)
-        local = rope_angles(self.local_rope_tables, padded.position) if c.window_layers else full
+    def _block_forward(self, attention: CachedAttention) -> BlockForward[DecoderBlock]:
+        c = self.config
+        full = rope_angles(self.rope_tables, attention.position)
+        local = rope_angles(self.local_rope_tables, attention.position) if c.window_layers else full
         inputs = None
         if self.layer_inputs is not None:
-            inputs = self.layer_inputs(padded.token, self.embed(padded.token))
+            inputs = self.layer_inputs(attention.token, self.embed(attention.token))
 
         def forward(block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]) -> StreamAndRoutes:
             if i not in self.skip.attention:

@@ -15,9 +15,11 @@ from foretell.model.cache.layout import Layout
 from foretell.model.cache.packed_groups import KIVI_BITS
 from foretell.model.cache.policy import CachePolicy
 from foretell.model.config.model import ModelConfig
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.partial_pass import PartialPass, further_state
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.network_runner import NetworkRunner
+from foretell.model.run.partial_pass import further_state
+from foretell.model.run.runner import Runner
 
 
 def check_compactible(config: ModelConfig) -> None:
@@ -45,7 +47,7 @@ def check_compactible(config: ModelConfig) -> None:
         )
 
 
-class CompactRunner(DecoderRunner):
+class CompactRunner(NetworkRunner):
     """A runner whose rows may lack keys and values of some tokens: a token's slot is its position minus their number.
 
     Raises:
@@ -94,24 +96,6 @@ class CompactRunner(DecoderRunner):
         self._length += [0] * (max(rows) + 1 - len(self._length))
         self.cache.reserve(rows, [self.slots(row) + nodes for row in rows])
 
-    def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
-        """Not supported.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("early exit needs the whole cache, and this runner keeps a part of it")
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Rows that lack tokens cannot be copied."""
-        return False
-
-    def copy_row(self, source: int, target: int, length: int) -> bool:
-        """Not supported: empties the row `target`."""
-        self.truncate(target, 0)
-        return False
-
 
 def check_whole(runner: Runner) -> None:
     """Refuse a target that keeps a part of its keys and values.
@@ -128,7 +112,7 @@ def check_whole(runner: Runner) -> None:
 
 @torch.inference_mode()
 def observe_queries(
-    runner: DecoderRunner, row: int, tokens: Sequence[int], slots: int
+    runner: NetworkRunner, row: int, tokens: Sequence[int], slots: int
 ) -> Float[torch.Tensor, "l w g q e"]:
     """Queries of the last tokens of a row, whose first `slots` slots hold its `length` tokens or what is left of them:
     times the scale of the scores, by key-value head.
@@ -154,7 +138,7 @@ def observe_queries(
 
 @torch.inference_mode()
 def select_slots(
-    runner: DecoderRunner, row: int, policy: CachePolicy, tokens: Sequence[int], slots: int
+    runner: NetworkRunner, row: int, policy: CachePolicy, tokens: Sequence[int], slots: int
 ) -> Int[np.ndarray, "l g b"]:
     """The slots, of the first `slots` of a row, that a policy keeps in every layer and key-value head, ascending.
 

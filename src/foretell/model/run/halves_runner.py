@@ -9,8 +9,9 @@ from foretell.core.context import Context, ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.run.compact_runner import check_whole
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.runner import Runner
 
 
 class UpperHalvesRunner(DecoderRunner):

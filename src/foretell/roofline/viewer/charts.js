@@ -1,38 +1,13 @@
 "use strict";
-/* Small SVG charts: curves over a logarithmic axis, and the roofline. */
+/* Small SVG charts: curves over a logarithmic axis, and the roofline. Python states values, grids and texts. */
 const Charts = (() => {
   const NS = "http://www.w3.org/2000/svg";
   const make = (name, attributes = {}, ...children) => {
     const node = document.createElementNS(NS, name);
     for (const [k, v] of Object.entries(attributes)) if (v !== undefined) node.setAttribute(k, v);
-    for (const child of children) node.append(child);
+    node.append(...children);
     return node;
   };
-
-  const PREFIX = ["", "k", "M", "G", "T", "P", "E"];
-  function amount(x, unit = "") {
-    if (!isFinite(x)) return "–";
-    let i = 0;
-    while (Math.abs(x) >= 999.5 && i < PREFIX.length - 1) {
-      x /= 1000;
-      i++;
-    }
-    return `${Number(x.toPrecision(3))} ${PREFIX[i]}${unit}`.trim();
-  }
-  function duration(s) {
-    for (const [f, u] of [
-      [1, "s"],
-      [1e3, "ms"],
-      [1e6, "µs"],
-    ])
-      if (s * f >= 1) return `${Number((s * f).toPrecision(4))} ${u}`;
-    return `${Number((s * 1e9).toPrecision(4))} ns`;
-  }
-
-  function niceTop(v) {
-    const p = Math.pow(10, Math.floor(Math.log10(v || 1)));
-    return [1, 2, 4, 6, 8, 10].map((k) => k * p).find((k) => k >= v) || v;
-  }
 
   /* An empty drawing as wide as it is shown, so that its text has the size of the style sheet. */
   function clear(svg, H) {
@@ -43,160 +18,118 @@ const Charts = (() => {
   }
   const label = (svg, x, y, text, anchor = "start", kind = "label") =>
     svg.append(make("text", { x, y, "text-anchor": anchor, class: kind }, text));
+  const line = (svg, x1, x2, y1, y2, kind) => svg.append(make("line", { x1, x2, y1, y2, class: kind }));
 
-  /* Values from 0 to a round top, or from decade to decade: [position 0..1 of a value, values of the grid]. */
-  function scaleOf(values, logarithmic) {
-    if (!logarithmic) {
-      const top = niceTop(Math.max(...values) * 1.02);
-      return [(v) => v / top, [0, 1, 2, 3, 4].map((i) => (top * i) / 4)];
+  /* Curves over a logarithmic x axis, as `chart` in charts.py describes them. */
+  function curves(svg, c) {
+    const [H, L, R, T, B] = [230, 66, 12, 26, 40],
+      W = clear(svg, H),
+      xs = c.series.flatMap((s) => s.points.map((p) => Math.log2(p[0]))),
+      [x0, x1] = [Math.min(...xs), Math.max(...xs)],
+      height = c.logarithmic ? Math.log10 : (v) => v,
+      [low, top] = [height(c.grid[0][0]), height(c.grid[c.grid.length - 1][0])],
+      X = (v) => L + ((W - L - R) * (Math.log2(v) - x0)) / (x1 - x0 || 1),
+      Y = (v) => H - B - ((H - B - T) * (height(v) - low)) / (top - low),
+      path = (points) => points.map((p, i) => `${i ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
+    for (const [v, text] of c.grid) {
+      line(svg, L, W - R, Y(v), Y(v), "gridline");
+      label(svg, L - 6, Y(v) + 4, text, "end", "tick");
     }
-    const low = Math.floor(Math.log10(Math.min(...values))),
-      high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...values)))),
-      grid = Array.from({ length: high - low + 1 }, (_, i) => 10 ** (low + i));
-    return [(v) => (Math.log10(v) - low) / (high - low), grid];
-  }
-
-  /* Curves over a logarithmic x axis. series: [{points: [[x, y, fits]], band: [[x, low, high]], other, label}]; here:
-     [x, y], drawn as a dot; even: a value of y, drawn as a dashed line; dots: mark every point. */
-  function curves(svg, { series, here, even, xlabel, ylabel, format, logarithmic, dots }) {
-    const H = 230,
-      L = 66,
-      R = 12,
-      T = 26,
-      B = 40,
-      W = clear(svg, H);
-    const xs = series.flatMap((s) => s.points.map((p) => p[0])),
-      ys = series.flatMap((s) => [...s.points.map((p) => p[1]), ...(s.band || []).map((p) => p[2])]);
-    const x0 = Math.log2(Math.min(...xs)),
-      x1 = Math.log2(Math.max(...xs));
-    const [at, grid] = scaleOf(even === undefined ? ys : [...ys, even], logarithmic);
-    const X = (v) => L + ((W - L - R) * (Math.log2(v) - x0)) / (x1 - x0 || 1),
-      Y = (v) => H - B - (H - B - T) * at(v),
-      place = (x, y) => `${X(x).toFixed(1)} ${Y(y).toFixed(1)}`,
-      path = (points) => points.map((p, i) => `${i ? "L" : "M"}${place(p[0], p[1])}`).join("");
-    for (const v of grid) {
-      svg.append(make("line", { x1: L, x2: W - R, y1: Y(v), y2: Y(v), class: "gridline" }));
-      label(svg, L - 6, Y(v) + 4, format(v), "end", "tick");
-    }
-    const step = Math.max(1, Math.ceil((x1 - x0) / 6));
-    for (let e = Math.ceil(x0 - 1e-9); e <= x1 + 1e-9; e += step)
-      label(svg, X(2 ** e), H - B + 16, e < 10 ? String(2 ** e) : `${2 ** (e - 10)}k`, "middle", "tick");
-    label(svg, W - R, H - 5, xlabel, "end");
-    label(svg, 2, 13, ylabel);
-    if (even !== undefined) svg.append(make("line", { x1: L, x2: W - R, y1: Y(even), y2: Y(even), class: "even" }));
-    for (const s of series) {
-      const cut = s.points.findIndex((p) => p[2] === false),
-        good = cut < 0 ? s.points : s.points.slice(0, cut),
-        kind = "curve" + (s.other ? " other" : "");
-      if (s.band) {
-        const back = s.band.slice().reverse(),
-          lower = back.map((p) => `L${place(p[0], Math.max(0, p[1]))}`).join("");
-        svg.append(make("path", { d: path(s.band.map((p) => [p[0], p[2]])) + lower + "Z", class: "band" }));
-      }
-      if (good.length) svg.append(make("path", { d: path(good), class: kind }));
-      if (cut >= 0)
-        svg.append(make("path", { d: path(s.points.slice(Math.max(0, cut - 1))), class: kind + " misfit" }));
-      for (const p of dots ? s.points : [])
-        svg.append(make("circle", { cx: X(p[0]), cy: Y(p[1]), r: 3, class: s.other ? "mark other" : "mark" }));
-    }
+    for (const [v, text] of c.ticks) label(svg, X(v), H - B + 16, text, "middle", "tick");
+    label(svg, W - R, H - 5, c.x, "end");
+    label(svg, 2, 13, c.y);
+    if (c.even !== null) line(svg, L, W - R, Y(c.even), Y(c.even), "even");
     let left = L;
-    for (const s of series.filter((x) => x.label)) {
-      const kind = s.other ? "curve other" : "curve";
-      svg.append(make("line", { x1: left, x2: left + 18, y1: H - 9, y2: H - 9, class: kind }));
+    for (const s of c.series) {
+      const cut = s.points.findIndex((p) => !p[2]),
+        kind = s.other ? " other" : "",
+        draw = (d, name) => svg.append(make("path", { d, class: name }));
+      if (s.band.length) {
+        const back = s.band.map((p) => [p[0], p[1]]).reverse();
+        draw(path(s.band.map((p) => [p[0], p[2]])) + path(back).replace("M", "L") + "Z", "band");
+      }
+      if (cut) draw(path(cut < 0 ? s.points : s.points.slice(0, cut)), `curve${kind}`);
+      if (cut >= 0) draw(path(s.points.slice(Math.max(0, cut - 1))), `curve${kind} misfit`);
+      for (const [x, y] of c.dots ? s.points : [])
+        svg.append(make("circle", { cx: X(x), cy: Y(y), r: 3, class: `mark${kind}` }));
+      if (!s.label) continue;
+      line(svg, left, left + 18, H - 9, H - 9, `curve${kind}`);
       label(svg, left + 22, H - 5, s.label);
       left += 34 + 7 * s.label.length;
     }
-    if (here) svg.append(make("circle", { cx: X(here[0]), cy: Y(here[1]), r: 4.5, class: "here" }));
-    read(svg, series[0].points, W, X, R, format);
+    if (c.here) svg.append(make("circle", { cx: X(c.here[0]), cy: Y(c.here[1]), r: 4.5, class: "here" }));
+    read(svg, c.series[0].points, W, X, R);
   }
 
   /* The value beside the pointer. */
-  function read(svg, points, W, X, R, format) {
+  function read(svg, points, W, X, R) {
     const readout = make("text", { x: W - R, y: 13, "text-anchor": "end", class: "readout" });
     svg.append(readout);
     svg.onpointermove = (event) => {
       const box = svg.getBoundingClientRect(),
-        x = ((event.clientX - box.left) * W) / box.width,
-        near = points.reduce((a, p) => (Math.abs(X(p[0]) - x) < Math.abs(X(a[0]) - x) ? p : a)),
-        note = near[2] === false ? " (does not fit)" : "";
-      readout.textContent = `${Number(near[0].toPrecision(3)).toLocaleString("en")}: ${format(near[1])}${note}`;
+        x = ((event.clientX - box.left) * W) / box.width;
+      readout.textContent = points.reduce((a, p) => (Math.abs(X(p[0]) - x) < Math.abs(X(a[0]) - x) ? p : a))[3];
     };
-    svg.onpointerleave = () => {
-      readout.textContent = "";
-    };
+    svg.onpointerleave = () => readout.replaceChildren();
   }
 
-  /* The roof of each answer over shaded zones, and a dot per operation, both axes logarithmic. */
-  function roofline(svg, answer, other, chosen, choose) {
-    const H = 250,
-      L = 48,
-      R = 14,
-      T = 20,
-      B = 38,
-      W = clear(svg, H);
-    const shown = (l) => l.cost[0] > 0 && l.bytes > 0,
-      lists = [answer, other].filter(Boolean),
-      dots = lists.flatMap((a) => a.lines).filter(shown);
-    const peaks = lists.map((a) => Math.max(a.rates.matmul, a.rates.attention)),
-      turns = lists.map((a, i) => peaks[i] / a.rates.bandwidth);
-    const x0 = Math.floor(Math.log10(Math.min(...dots.map((d) => d.intensity), 0.5))),
-      x1 = Math.ceil(Math.log10(Math.max(...dots.map((d) => d.intensity), ...turns.map((t) => t * 12))));
-    const lows = lists.map((a) => a.rates.bandwidth * 10 ** x0),
-      y0 = Math.floor(Math.log10(Math.min(...lows, ...dots.map((d) => d.attainable)))),
-      y1 = Math.log10(Math.max(...peaks)) + 0.5;
-    const X = (v) => L + ((W - L - R) * (Math.log10(v) - x0)) / (x1 - x0),
-      Y = (v) => H - B - ((H - B - T) * (Math.log10(v) - y0)) / (y1 - y0),
-      tick = (v) => (v < 1 ? String(v).slice(0, 5) : amount(v).replace(" ", "")),
-      turn = X(turns[0]);
-    const zone = (x, width, kind) =>
-      svg.append(make("rect", { x, y: T, width, height: H - B - T, class: `zone ${kind}` }));
+  /* The roof of each setting over shaded zones, and a dot per operation, both axes logarithmic; as in charts.py. */
+  function roofline(svg, roof, chosen, choose) {
+    const [H, L, R, T, B] = [250, 48, 14, 20, 38],
+      W = clear(svg, H),
+      [x0, x1] = roof.x,
+      [y0, y1] = roof.y,
+      across = (e) => L + ((W - L - R) * (e - x0)) / (x1 - x0),
+      up = (e) => H - B - ((H - B - T) * (e - y0)) / (y1 - y0),
+      X = (v) => across(Math.log10(v)),
+      Y = (v) => up(Math.log10(v)),
+      turn = X(roof.roofs[0][1] / roof.roofs[0][0]),
+      zone = (x, width, kind) =>
+        svg.append(make("rect", { x, y: T, width, height: H - B - T, class: `zone ${kind}` }));
     zone(L, turn - L, "memory");
     zone(turn, W - R - turn, "compute");
-    for (let e = x0; e <= x1; e++) {
-      svg.append(make("line", { x1: X(10 ** e), x2: X(10 ** e), y1: T, y2: H - B, class: "gridline" }));
-      label(svg, X(10 ** e), H - B + 15, tick(10 ** e), "middle", "tick");
+    for (const [e, text] of roof.xticks) {
+      line(svg, across(e), across(e), T, H - B, "gridline");
+      label(svg, across(e), H - B + 15, text, "middle", "tick");
     }
-    for (let e = Math.ceil(y0); e <= y1; e++) {
-      svg.append(make("line", { x1: L, x2: W - R, y1: Y(10 ** e), y2: Y(10 ** e), class: "gridline" }));
-      label(svg, L - 5, Y(10 ** e) + 4, tick(10 ** e), "end", "tick");
+    for (const [e, text] of roof.yticks) {
+      line(svg, L, W - R, up(e), up(e), "gridline");
+      label(svg, L - 5, up(e) + 4, text, "end", "tick");
     }
     label(svg, W - R, H - 5, "OPs per byte", "end");
     label(svg, 2, 13, "OP/s");
     label(svg, L + 6, T + 15, "memory bound", "start", "zonename memory");
-    const lines = W - R - turn < 100 ? ["compute", "bound"] : ["compute bound"];
-    lines.forEach((text, i) =>
-      label(svg, turn + 6, H - B - 8 - 15 * (lines.length - 1 - i), text, "start", "zonename compute"),
+    const words = W - R - turn < 100 ? ["compute", "bound"] : ["compute bound"];
+    words.forEach((text, i) =>
+      label(svg, turn + 6, H - B - 8 - 15 * (words.length - 1 - i), text, "start", "zonename compute"),
     );
-    lists.forEach((a, i) => {
-      const [left, right] = [10 ** x0, 10 ** x1];
-      const d = `M${X(left)} ${Y(a.rates.bandwidth * left)}L${X(turns[i])} ${Y(peaks[i])}L${X(right)} ${Y(peaks[i])}`;
-      svg.append(make("path", { d, class: "roofline" + (a === other ? " other" : "") }));
+    roof.roofs.forEach(([bandwidth, peak], i) => {
+      const d = `M${L} ${Y(bandwidth * 10 ** x0)}L${X(peak / bandwidth)} ${Y(peak)}L${W - R} ${Y(peak)}`;
+      svg.append(make("path", { d, class: `roofline${i ? " other" : ""}` }));
     });
-    const draw = (line, kind, r) => {
-      const at = { cx: X(line.intensity), cy: Y(line.attainable), r },
-        dot = make("circle", { ...at, class: `dot ${line.bound} ${kind}` }),
-        intensity = `${Number(line.intensity.toPrecision(3))} OPs/byte`;
-      dot.append(make("title", {}, `${line.op[0]}: ${intensity}, ${amount(line.attainable, "OP/s")}`));
-      svg.append(dot);
-    };
-    if (other) other.lines.filter(shown).forEach((l) => draw(l, "other", 3));
-    answer.lines.filter((l) => shown(l) && l.key !== chosen).forEach((l) => draw(l, "", 4));
-    const mine = answer.lines.find((l) => l.key === chosen);
-    if (mine && shown(mine)) {
-      draw(mine, "chosen", 6);
-      const right = X(mine.intensity) > W * 0.55,
-        y = Math.min(Y(mine.attainable) + 17, H - B - 4);
-      label(svg, X(mine.intensity) + (right ? -10 : 10), y, mine.op[0], right ? "end" : "start", "readout");
+    const mine = roof.dots.filter((d) => !d.other),
+      shown = mine.find((d) => d.key === chosen),
+      draw = (d, kind, r) =>
+        svg.append(
+          make("circle", { cx: X(d.x), cy: Y(d.y), r, class: `dot ${d.bound} ${kind}` }, make("title", {}, d.title)),
+        );
+    for (const d of roof.dots) if (d.other) draw(d, "other", 3);
+    for (const d of mine) if (d !== shown) draw(d, "", 4);
+    if (shown) {
+      draw(shown, "chosen", 6);
+      const right = X(shown.x) > W * 0.55,
+        y = Math.min(Y(shown.y) + 17, H - B - 4);
+      label(svg, X(shown.x) + (right ? -10 : 10), y, shown.name, right ? "end" : "start", "readout");
     }
     // The whole drawing is one large target: the nearest dot is chosen.
     svg.onclick = (event) => {
       const box = svg.getBoundingClientRect(),
         [x, y] = [((event.clientX - box.left) * W) / box.width, ((event.clientY - box.top) * H) / box.height],
-        far = (l) => Math.hypot(X(l.intensity) - x, Y(l.attainable) - y),
-        near = answer.lines.filter(shown).reduce((a, l) => (far(l) < far(a) ? l : a));
+        far = (d) => Math.hypot(X(d.x) - x, Y(d.y) - y),
+        near = mine.reduce((a, d) => (far(d) < far(a) ? d : a));
       if (far(near) < 44) choose(near.key);
     };
   }
 
-  return { make, amount, duration, curves, roofline };
+  return { make, curves, roofline };
 })();

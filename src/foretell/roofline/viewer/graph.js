@@ -1,53 +1,24 @@
 "use strict";
-/* The operation graph as a picture: every layer group in order, its operations by depth, coloured by their bound. */
+/* The operation graph as a picture: every layer group in order, its rows of operations, coloured by their bound. */
 const Graph = (() => {
-  const { make, amount, duration } = Charts,
+  const { make } = Charts,
     GX = 10,
     GY = 12;
   /* Sizes of a node and of the space beside the nodes: on a narrow screen the figures take two lines. */
   const WIDE = { W: 150, H: 41, lines: 1, beside: 46, pad: 10 },
     NARROW = { W: 86, H: 56, lines: 2, beside: 20, pad: 8 };
 
-  /* Rows of operations: each one below the last of its inputs. What stands outside the layers takes one row. */
-  function rows(group) {
-    if (!group.framed) return [group.lines];
-    const depth = new Map();
-    for (const line of group.lines) {
-      const inputs = line.inputs.filter((n) => depth.has(n));
-      depth.set(line.op[0], inputs.length ? 1 + Math.max(...inputs.map((n) => depth.get(n))) : 0);
-    }
-    const list = [];
-    for (const line of group.lines) (list[depth.get(line.op[0])] ||= []).push(line);
-    return list.filter(Boolean);
-  }
-
-  function groupsOf(answer) {
-    const groups = [];
-    for (const line of answer.lines) {
-      if (!groups.length || groups[groups.length - 1].name !== line.group)
-        groups.push({ name: line.group, count: line.count, lines: [] });
-      groups[groups.length - 1].lines.push(line);
-    }
-    for (const group of groups) group.framed = group.count !== 1 || group.lines.some((l) => l.op[0] === "attn_norm");
-    return groups;
-  }
-
-  function node(line, x, y, size, answer, other, chosen, choose) {
+  function node(line, x, y, size, chosen, choose) {
     const { W, H, pad } = size,
-      share = (line.took * line.count) / answer.took,
-      versus = other && other.lines.find((l) => l.key === line.key),
-      ratio = versus && line.took ? `${Number((versus.took / line.took).toPrecision(2))}×` : "",
-      moved = line.bound === "link" ? line.cost[6] : line.bytes,
-      figures = [duration(line.took), amount(moved, "B")];
+      ratio = line.versus,
+      figures = [line.took, line.moved];
     const g = make("g", {
-      class: `op ${line.limit}${line.key === chosen ? " chosen" : ""}${size === WIDE ? "" : " narrow"}`,
+      class: `op ${line.bound}${line.key === chosen ? " chosen" : ""}${size === WIDE ? "" : " narrow"}`,
       tabindex: line.key === chosen ? 0 : -1,
       role: "button",
       "data-key": line.key,
       "aria-pressed": String(line.key === chosen),
-      "aria-label":
-        `${line.op[0]}, ${line.limit} bound, ${duration(line.took)}, ${amount(line.cost[0])} OPs, ${figures[1]}` +
-        (ratio ? `, ${ratio} as fast as compared` : ""),
+      "aria-label": line.label,
     });
     g.append(
       make("rect", { class: "box", x, y, width: W, height: H, rx: 7 }),
@@ -55,12 +26,12 @@ const Graph = (() => {
     );
     const isWide = size.lines === 1,
       // Of letters 7.2 wide on average, those of a long name are set narrower where the node is narrow.
-      squeezed = !isWide && line.op[0].length * 7.2 > W - pad - 4 ? { textLength: W - pad - 5 } : {},
+      squeezed = !isWide && line.name.length * 7.2 > W - pad - 4 ? { textLength: W - pad - 5 } : {},
       fitted = { ...squeezed, lengthAdjust: "spacingAndGlyphs" };
-    g.append(make("text", { class: "name", x: x + pad, y: y + 15, ...fitted }, line.op[0]));
+    g.append(make("text", { class: "name", x: x + pad, y: y + 15, ...fitted }, line.name));
     const texts = isWide ? [figures.join(" · ")] : ratio ? [figures[0]] : figures;
     texts.forEach((text, i) => g.append(make("text", { class: "figures", x: x + pad, y: y + 29.5 + 14 * i }, text)));
-    const width = Math.max(1, (W - 2 * pad) * share);
+    const width = Math.max(1, (W - 2 * pad) * line.share);
     g.append(make("rect", { class: "share", x: x + pad, y: y + H - 6, width, height: 3, rx: 1.5 }));
     // A narrow node has no space for both: the ratio takes the line of the bytes.
     const place = isWide ? { x: x + W - 7, y: y + 15, "text-anchor": "end" } : { x: x + pad, y: y + 43.5 };
@@ -70,51 +41,47 @@ const Graph = (() => {
   }
 
   /* Draws the answer into the SVG, for a frame of that width; arrow keys walk through the operations in order. */
-  function draw(svg, answer, other, chosen, choose, frameWidth) {
-    const groups = groupsOf(answer),
-      most = Math.max(...groups.flatMap((b) => rows(b).map((r) => r.length))),
+  function draw(svg, answer, chosen, choose, frameWidth) {
+    const lines = new Map(answer.lines.map((l) => [l.key, l])),
+      most = Math.max(...answer.groups.flatMap((group) => group.rows.map((r) => r.length))),
       size = frameWidth < 480 ? { ...NARROW } : WIDE;
     if (size !== WIDE) size.W = Math.max(size.W, Math.min(150, (frameWidth - 2 * size.beside) / most - GX));
     const { W, H } = size,
       width = most * (W + GX) + 2 * size.beside,
-      middle = width / 2;
-    const edges = make("g"),
-      frames = make("g"),
-      nodes = make("g"),
-      where = new Map(),
+      middle = width / 2,
+      [edges, frames, nodes] = [make("g"), make("g"), make("g")],
       lanes = [middle - (most * (W + GX)) / 2 - 6, middle + (most * (W + GX)) / 2 + 6];
     let y = 10,
       out = null;
-    for (const group of groups) {
-      const top = y;
-      if (group.framed) y += 24;
-      const list = rows(group),
-        first = group.framed ? middle : middle - ((list[0].length - 1) * (W + GX)) / 2,
+    for (const group of answer.groups) {
+      const top = y,
+        where = new Map();
+      if (group.title) y += 24;
+      const first = group.title ? middle : middle - ((group.rows[0].length - 1) * (W + GX)) / 2,
         entry = [first, y - 6];
       if (out) edges.append(make("path", { d: `M${out[0]} ${out[1]}L${entry[0]} ${entry[1]}`, class: "flow" }));
-      where.clear();
       where.set("x", { x: entry[0], y: entry[1], row: -1 });
-      list.forEach((row, depth) => {
-        row.forEach((line, i) => {
-          const x = middle + (i - row.length / 2) * (W + GX) + GX / 2;
-          nodes.append(node(line, x, y, size, answer, other, chosen, choose));
+      group.rows.forEach((row, depth) => {
+        row.forEach((name, i) => {
+          const x = middle + (i - row.length / 2) * (W + GX) + GX / 2,
+            inputs = group.inputs[name];
+          nodes.append(node(lines.get(`${group.name}/${name}`), x, y, size, chosen, choose));
           const beside = `M${x - GX} ${y + H / 2}L${x} ${y + H / 2}`;
-          if (!group.framed && i) edges.append(make("path", { d: beside, class: "flow" }));
+          if (!group.title && i) edges.append(make("path", { d: beside, class: "flow" }));
           else
-            for (const name of line.inputs.length ? line.inputs : ["x"])
-              link(edges, where.get(name) || where.get("x"), line, { x, y, depth }, size, lanes);
-          where.set(line.op[0], { x: x + W / 2, y: y + H, row: depth, left: x });
+            for (const source of inputs.length ? inputs : ["x"])
+              link(edges, where.get(source) || where.get("x"), name, { x, y, depth }, size, lanes);
+          where.set(name, { x: x + W / 2, y: y + H, row: depth, left: x });
         });
         y += H + GY;
       });
-      const last = where.get(group.lines[group.lines.length - 1].op[0]);
+      const last = where.get(group.rows.at(-1).at(-1));
       out = [last.x, last.y];
-      if (group.framed) {
-        const left = lanes[0] - 8,
-          title = `${group.name} × ${Number(group.count.toPrecision(4))}`;
+      if (group.title) {
+        const left = lanes[0] - 8;
         frames.append(
           make("rect", { class: "frame", x: left, y: top, width: lanes[1] - left + 8, height: y - top - 6, rx: 14 }),
-          make("text", { class: "frametitle", x: left + 12, y: top + 17 }, title),
+          make("text", { class: "frametitle", x: left + 12, y: top + 17 }, group.title),
         );
         y += 8;
       }
@@ -125,11 +92,11 @@ const Graph = (() => {
   }
 
   /* An edge from an operation to a later one. Residuals run dashed on the left, other long edges on the right. */
-  function link(edges, from, line, { x, y, depth }, { W, H }, lanes) {
+  function link(edges, from, name, { x, y, depth }, { W, H }, lanes) {
     if (!from) return;
     const to = [x + W / 2, y];
     if (depth - from.row > 2) {
-      const isResidual = line.op[0].endsWith("_add"),
+      const isResidual = name.endsWith("_add"),
         lane = lanes[isResidual ? 0 : 1],
         side = isResidual ? 0 : W,
         start = from.left === undefined ? [from.x, from.y] : [from.left + side, from.y - H / 2],

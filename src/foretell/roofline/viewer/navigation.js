@@ -1,13 +1,10 @@
 "use strict";
 /* Zoom, pan and search of the graph. The frame scrolls; zooming changes the size of the drawing in it. */
 const Navigation = (choose) => {
-  const $ = (selector) => document.querySelector(selector),
-    canvas = $("#canvas"),
+  const canvas = $("#canvas"),
     svg = $("#graph"),
     search = $("#search"),
-    LOWEST = 0.2,
-    HIGHEST = 4,
-    READABLE = 0.88;
+    [LOWEST, HIGHEST, READABLE] = [0.2, 4, 0.88];
   let scale = null,
     matches = [],
     at = -1;
@@ -126,17 +123,13 @@ const Navigation = (choose) => {
       at = (at + (event.shiftKey ? matches.length - 1 : 1)) % matches.length;
       choose(matches[at].dataset.key);
     };
-    canvas.addEventListener(
-      "wheel",
-      (event) => {
-        if (!event.ctrlKey) return;
-        event.preventDefault();
-        const box = canvas.getBoundingClientRect();
-        zoom(Math.exp(-event.deltaY / 300), event.clientX - box.left, event.clientY - box.top);
-      },
-      { passive: false },
-    );
-    canvas.addEventListener("scroll", hint, { passive: true });
+    canvas.onwheel = (event) => {
+      if (!event.ctrlKey) return;
+      event.preventDefault();
+      const box = canvas.getBoundingClientRect();
+      zoom(Math.exp(-event.deltaY / 300), event.clientX - box.left, event.clientY - box.top);
+    };
+    canvas.onscroll = hint;
     addEventListener("keydown", (event) => {
       if (event.key !== "/" || event.target.matches("input, select, textarea")) return;
       event.preventDefault();

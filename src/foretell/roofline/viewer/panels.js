@@ -1,126 +1,99 @@
 "use strict";
-/* Headline, totals, memory and the chosen operation. Ratios are always speeds relative to the compared setting. */
-const Panels = (state) => {
-  const { amount, duration } = Charts,
-    $ = (selector) => document.querySelector(selector);
+/* Headline, tables, memory, the methods ranked, and the variants: what Python says, as elements. */
+const Panels = (state, set) => {
+  const make = (tag, className, ...children) => element(tag, { className }, ...children);
+  const percent = (part) => `${100 * part}%`;
 
-  const escaped = (text) =>
-    String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-  const term = (name, text) => (name ? `<span data-term="${name}">${text}</span>` : text);
-  /* Rows [text, term, f] of what `f` says of this and the compared answer. */
-  function table(target, rows, mine, theirs) {
-    const head = theirs ? '<dt></dt><dd class="head">this</dd><dd class="head other">compared</dd>' : "";
-    target.classList.toggle("pair", Boolean(theirs));
-    target.innerHTML =
-      head +
-      rows
-        .map(
-          ([text, name, f]) =>
-            `<dt>${term(name, text)}</dt><dd>${escaped(f(mine))}</dd>` +
-            (theirs ? `<dd class="other">${escaped(f(theirs))}</dd>` : ""),
-        )
-        .join("");
-  }
-  const whole = (v) => (v === null ? "–" : v.toLocaleString("en"));
-
-  function headline(a) {
-    const part = (value, unit) => `<span><b>${value}</b><small>${unit}</small></span>`,
-      per = a.workload.stage === "chat" ? "per chat" : a.workload.stage === "chunked" ? "per prompt" : "per pass",
-      unit = a.workload.stage === "prefill" ? "prompt tokens/s" : "tokens/s";
-    $("#headline").innerHTML =
-      part(duration(a.took), a.offload ? `${per}, offloaded` : per) +
-      part(amount(a.tokens / a.took), unit) +
-      part(amount(a.ops), "OPs") +
-      part(amount(a.bytes, "B"), "moved");
+  /* Rows [label, term, figure] or with the figure of the compared setting, too. */
+  function table(target, rows) {
+    const isPair = rows.some((row) => row.length > 3);
+    target.classList.toggle("pair", isPair);
+    target.replaceChildren(
+      ...(isPair ? [make("dt", ""), make("dd", "head", "this"), make("dd", "head other", "compared")] : []),
+      ...rows.flatMap(([text, term, mine, ...theirs]) => {
+        const words = term ? make("span", "", text) : text;
+        if (term) words.dataset.term = term;
+        return [make("dt", "", words), make("dd", "", mine), ...theirs.map((x) => make("dd", "other", x))];
+      }),
+    );
   }
 
-  function pair(a, other) {
-    $("#pair").hidden = $("#versuskey").hidden = !state.compared;
-    $("#keep").setAttribute("aria-pressed", String(Boolean(state.compared)));
-    $("#keep").textContent = state.compared ? "Stop comparing" : "Compare";
-    if (!state.compared) return;
-    const [mine, theirs] = [state.describe(state.now), state.describe(state.compared)];
-    const line = (one, two) =>
-      one
-        .flatMap(([, text], i) => {
-          if (!text) return [];
-          return [text === two[i][1] ? escaped(text) : `<b>${escaped(text)}</b>`];
-        })
-        .join(" · ");
-    $("#mine").innerHTML = line(mine, theirs);
-    $("#theirs").innerHTML = line(theirs, mine);
-    const ratio = Number((other.took / a.took).toPrecision(3));
-    $("#ratio").textContent = `This setting is ${ratio}× as fast as the compared one.`;
-  }
-
-  function totals(a, other) {
-    const rows = [
-      ["time", "", (x) => duration(x.took)],
-      ["OPs", "ops", (x) => amount(x.ops)],
-      ["weights read", "", (x) => amount(x.total[1], "B")],
-      ["activations moved", "", (x) => amount(x.total[2] + x.total[3], "B")],
-      ["cache moved", "cache", (x) => amount(x.total[4] + x.total[5], "B")],
-    ];
-    const either = (f) => f(a) || (other && f(other));
-    if (either((x) => x.total[6])) rows.push(["between devices", "devices", (x) => amount(x.total[6], "B")]);
-    if (either((x) => x.offload))
-      rows.push(
-        ["fetched", "offload", (x) => (x.offload ? amount(x.offload.fetched, "B") : "–")],
-        ["bound by", "bound", (x) => (x.offload ? x.offload.bound : "–")],
+  function pair(pair) {
+    $("#pair").hidden = $("#versuskey").hidden = !pair;
+    $("#keep").setAttribute("aria-pressed", String(Boolean(pair)));
+    $("#keep").textContent = pair ? "Stop comparing" : "Compare";
+    if (!pair) return;
+    for (const side of ["mine", "theirs"])
+      $(`#${side}`).replaceChildren(
+        ...pair[side].flatMap(([text, differs], i) => [i ? " · " : "", differs ? make("b", "", text) : text]),
       );
-    rows.push(["largest batch", "largestBatch", (x) => whole(x.largestBatch)]);
-    rows.push(["longest context", "context", (x) => whole(x.longestContext)]);
-    table($("#totals dl"), rows, a, other);
+    $("#ratio").textContent = pair.ratio;
   }
 
-  function memory(a) {
-    const m = a.memory,
-      o = a.offload ? a.workload : { offloadWeights: 0, offloadKv: 0 },
-      kept = [m.weights * (1 - o.offloadWeights), m.kv * (1 - o.offloadKv), m.activations],
-      total = kept[0] + kept[1] + kept[2],
-      cap = a.hardware.capacity,
-      scale = Math.max(total, cap || 0) || 1,
-      part = (v) => `${(100 * v) / scale}%`,
-      key = (kind, text, v) => `<span><i class="${kind}"></i>${text} ${amount(v, "B")}</span>`;
-    $("#memory").innerHTML =
-      `<div class="membar" role="img" ` +
-      `aria-label="memory ${amount(total, "B")}${cap ? ` of ${amount(cap, "B")}` : ""}">` +
-      ["w", "k", "a"].map((kind, i) => `<i class="${kind}" style="width:${part(kept[i])}"></i>`).join("") +
-      (cap ? `<span class="cap" style="left:calc(${part(cap)} - 2px)"></span>` : "") +
-      `</div><div class="memkey">${key("w", "weights", kept[0])}${key("k", "cache", kept[1])}` +
-      `${key("a", "activations", kept[2])}` +
-      `<span>${cap ? `of ${amount(cap, "B")}` : "capacity not stated"}</span></div>`;
+  function memory(m) {
+    const bar = make("div", "membar");
+    bar.setAttribute("role", "img");
+    bar.setAttribute("aria-label", m.label);
+    const add = (tag, className, style) => bar.append(element(tag, { className, style }));
+    m.parts.forEach(([, , part], i) => add("i", "wka"[i], `width:${percent(part)}`));
+    if (m.capacity !== null) add("span", "cap", `left:calc(${percent(m.capacity)} - 2px)`);
+    const keys = m.parts.map(([name, size], i) => make("span", "", make("i", "wka"[i]), `${name} ${size}`));
+    $("#memory").replaceChildren(bar, make("div", "memkey", ...keys, make("span", "", m.note)));
   }
 
-  function operation(a, other) {
-    const find = (x) => x && x.lines.find((l) => l.key === state.op),
-      line = find(a);
-    const rows = [
-      ["shape", "", (l) => l.op[2]],
-      ["OPs", "ops", (l) => amount(l.cost[0])],
-      ["bytes", "", (l) => amount(l.bytes, "B")],
-      ["weights", "", (l) => amount(l.cost[1], "B")],
-      ["read", "", (l) => amount(l.cost[2], "B")],
-      ["written", "", (l) => amount(l.cost[3], "B")],
-      ["cache read", "cache", (l) => amount(l.cost[4], "B")],
-      ["cache written", "cache", (l) => amount(l.cost[5], "B")],
-      ["intensity", "intensity", (l) => `${Number(l.intensity.toPrecision(4))} OPs/B`],
-      ["attainable", "attainable", (l) => amount(l.attainable, "OP/s")],
-      ["time in one layer", "", (l) => duration(l.took)],
-      ["bound by", "bound", (l) => l.limit],
-    ];
-    if (line.cost[6]) rows.splice(8, 0, ["between devices", "devices", (l) => amount(l.cost[6], "B")]);
-    $("#operation h2").textContent = `${line.op[0]} · ${line.group} × ${Number(line.count.toPrecision(4))}`;
-    table($("#operation dl"), rows, line, find(other));
+  function pass(answer) {
+    $("#headline").replaceChildren(
+      ...answer.headline.map(([figure, unit]) => make("span", "", make("b", "", figure), make("small", "", unit))),
+    );
+    pair(answer.pair);
+    table($("#totals dl"), answer.totals);
+    memory(answer.memory);
+    const line = answer.lines.find((l) => l.key === state.op);
+    $("#operation h2").textContent = line.title;
+    table($("#operation dl"), line.rows);
   }
 
-  function render(a, other) {
-    headline(a);
-    pair(a, other);
-    totals(a, other);
-    memory(a);
-    operation(a, other);
+  /* A bar with a mark at 1: `parts` are [element, from, to]. */
+  function track(most, ...parts) {
+    const bar = make("span", "track");
+    const style = (from, to) => `left:${percent(from / most)};width:${percent((to - from) / most)}`;
+    for (const [tag, from, to] of [...parts, ["u", 1, 1]]) bar.append(element(tag, { style: style(from, to) }));
+    return bar;
   }
 
-  return { render, escaped };
+  function bar(m, most, isChosen) {
+    const button = element("button", { type: "button", title: m.title });
+    button.dataset.method = m.name;
+    button.setAttribute("aria-pressed", String(isChosen));
+    button.append(make("span", m.usable ? "" : "none", m.name));
+    if (m.usable) {
+      const parts = m.used ? [["i", 0, m.speedup], ["s", m.low, m.high]] : [];
+      button.append(track(most, ...parts), make("b", m.used ? "" : "none", m.text), make("small", "", m.basis));
+    } else button.append(make("span", "none", "cannot be used"), make("b", "", "–"), make("small", ""));
+    button.onclick = () => set({ method: m.name });
+    return button;
+  }
+
+  function why([figures, term, basis, command]) {
+    $("#methods .why").replaceChildren(make("p", "", figures));
+    if (!term) return;
+    const words = make("span", "", term);
+    words.dataset.term = "acceptance";
+    $("#methods .why").append(make("p", "", words, basis, make("code", "", command), " explains the method."));
+  }
+
+  function methods(answer, chosen) {
+    $("#methods .advice").textContent = answer.advice;
+    const focused = document.activeElement.dataset.method;
+    $(".bars").replaceChildren(...answer.methods.map((m) => bar(m, answer.most, m === chosen)));
+    if (focused) $(`[data-method="${focused}"]`).focus({ preventScroll: true });
+    why(chosen.why);
+    $("#gaintitle").textContent = `Speed-up of ${chosen.name} by batch`;
+    const variant = (v) => [v.title, track(answer.mostVariant, ["i", 0, v.speedup]), make("b", "", v.text)];
+    $("#variants .table").replaceChildren(
+      ...answer.variants.map(variant).map(([title, ...bar]) => make("div", "variant", make("span", "", title), ...bar)),
+    );
+  }
+
+  return { pass, methods };
 };

@@ -57,11 +57,10 @@ def settings_of(body: ResponsesBody) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": None, "summary": None},
-        "temperature": body.temperature,
+        **{name: getattr(body, name) for name in ("temperature", "top_p")},
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": mode if choice is None or choice.name is None else {"type": "function", "name": choice.name},
         "tools": [tool.model_dump() for tool in body.tools or ()],
-        "top_p": body.top_p,
         "user": body.user,
     }
 

@@ -111,8 +111,6 @@ def _check(service: Service, body: GenerationBody) -> str:
     limits = service.settings.limits
     if (body.n or 1) > limits.choices:
         raise bad_request(f"n must be at most {limits.choices}, found {body.n}", "n")
-    if not all(body.stop or ("-",)):
-        raise bad_request("stop strings must not be empty", "stop")
     _check_words(body.stop, "stop", limits.stop_strings, limits.stop_chars)
     _check_words(body.bad_words, "bad_words", limits.bad_words, limits.bad_word_chars)
     _check_top_logprobs(service, body.prompt_logprobs, "prompt_logprobs")

@@ -125,7 +125,7 @@ class RequestMetrics:
              of(lambda e: e.cache_usage)),
             (own, "kv_cache_unowned_rows", "Rows of the cache that hold tokens of no request; must be 0.",
              of(lambda e: e.unowned_rows)),
-            (own, "kv_cache_bytes", "Memory of the cache of keys and values.", of(lambda e: e.runner.cache_bytes)),
+            (own, "kv_cache_bytes", "Memory of the cache of keys and values.", of(lambda e: e.cache_bytes)),
         ):  # fmt: skip
             Gauge(name, text, ("model_name", "engine"), registry=registry).labels(*self._labels).set_function(value)
         by_reason = Gauge(

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
 from foretell.utils.validation import show
 
-MAX_SEED = 2**63 - 1
 BIAS_LIMIT = 100.0
 """Largest absolute value of a logit bias (OpenAI)."""
 
@@ -22,10 +21,6 @@ class Body(BaseModel):
         """Names of the fields that no server feature reads, with a dot before those of an object in a field."""
         inner = ((name, value) for name, value in self if isinstance(value, Body))
         return (*(self.model_extra or ()), *(f"{name}.{key}" for name, body in inner for key in body.unknown_fields))
-
-
-def _string_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _token_ids(value: Any) -> list[int]:
@@ -65,8 +60,6 @@ def _prompt(value: Any) -> list[str] | list[list[int]]:
     )
 
 
-StringList = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_string_list)]
-"""One string, or several."""
 TokenIds = Annotated[
     list[int],
     BeforeValidator(_token_ids),
@@ -94,4 +87,3 @@ Prompts = Annotated[
         }
     ),
 ]
-Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]

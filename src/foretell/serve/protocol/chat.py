@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
+from foretell.core.parameter_fields import checked
 from foretell.plan import PLANS, Plan, parse_plan
 from foretell.serve.protocol.answers import Metrics, Timings, Usage
 from foretell.serve.protocol.base import Body
@@ -87,7 +88,7 @@ class ChatBody(TextBody):
     """The body of a chat completion."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Annotated[int, checked("max_new_tokens")] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None

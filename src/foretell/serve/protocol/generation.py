@@ -1,10 +1,12 @@
 """Fields that all requests for generated text share."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretell.serve.protocol.base import Body, LogitBias, Seed, StringList, TokenIds
+from foretell.core.parameter_fields import checked, parameter_model
+from foretell.core.parameters import PARAMETERS
+from foretell.serve.protocol.base import Body, LogitBias, TokenIds
 
 
 class StreamOptions(Body):
@@ -22,7 +24,7 @@ class SpeculativeOptions(Body):
 
     method: str | None = Field(None, max_length=64)
     """A method of `foretell methods`."""
-    max_drafts: int | None = Field(None, ge=0)
+    max_drafts: Annotated[int, checked("max_drafts")] | None = None
     """Most drafted tokens per pass; 0: plain decoding."""
 
 
@@ -37,33 +39,33 @@ class RepetitionOptions(BaseModel):
     min_count: int = Field(0, ge=0)
 
 
-class GenerationBody(Body):
-    """Names and meanings as in OpenAI's API and, below, as in vLLM's extensions."""
+if TYPE_CHECKING:
+
+    class _Parameters(Body):
+        """The parameters that handlers read by name."""
+
+        seed: int | None
+        stop: tuple[str, ...] | None
+        bad_words: tuple[str, ...] | None
+        max_tokens: int | None
+else:
+    _Parameters = parameter_model(
+        "_Parameters", Body, {p.field_name: p for p in PARAMETERS.values() if "." not in p.field_name}
+    )
+
+
+class GenerationBody(_Parameters):
+    """The table of generation parameters, and further fields: names and meanings as in OpenAI's API and, below, as in
+    vLLM's extensions.
+    """
 
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
-    seed: Seed | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
-    stop: StringList | None = None
-    max_tokens: int | None = Field(None, ge=1)
 
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     repetition_detection: RepetitionOptions | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    bad_words: StringList | None = None
-    allowed_token_ids: TokenIds | None = None
-    skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1)
     logprob_token_ids: TokenIds | None = None
     """Whose log-probabilities are reported with each token, in place of those of the likeliest ones."""

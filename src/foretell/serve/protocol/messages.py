@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from foretell.serve.protocol.base import Body, StringList
+from foretell.core.parameter_fields import checked
+from foretell.serve.protocol.base import Body
 from foretell.serve.protocol.generation import GenerationBody
 from foretell.serve.protocol.responses import TextFormat
 from foretell.serve.protocol.tools import NAME_PATTERN
@@ -81,8 +82,8 @@ class CountTokensBody(GenerationBody):
 class MessagesBody(CountTokensBody):
     """The body of a message."""
 
-    max_tokens: int = Field(ge=1)
-    stop_sequences: StringList | None = None
+    max_tokens: Annotated[int, checked("max_new_tokens")]
+    stop_sequences: Annotated[tuple[str, ...], checked("stop")] | None = None
 
 
 class MessageAnswer(BaseModel):

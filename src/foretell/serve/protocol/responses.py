@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from foretell.core.parameter_fields import checked
 from foretell.serve.protocol.base import Body
 from foretell.serve.protocol.generation import GenerationBody
 from foretell.serve.protocol.tools import NAME_PATTERN, Choice
@@ -38,7 +39,7 @@ class ResponsesBody(GenerationBody):
 
     input: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | str
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Annotated[int, checked("max_new_tokens")] | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None

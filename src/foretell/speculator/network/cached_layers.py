@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import nn
 
+from foretell.model.block.cached_attention import new_store
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.rope import RopeAngles, rope_tables
 from foretell.model.cache.kv_cache import KVCache
@@ -110,7 +111,8 @@ class CachedLayersNetwork(Speculator):
         """An empty cache, in the network's own dtype or in that of the CPU kernels."""
         c = self.config
         if self.native_stack is None:
-            return KVCache(c.layers, c.kv_heads, c.head_dim, self.dtype, device)
+            config = c.decoder_config
+            return new_store(config, c.layers, config.cache_sizes_of(0), self.dtype, device)
         return NativeKVCache(c.layers, c.kv_heads, c.head_dim, self.native_stack.precision)
 
     def embed(self, token: Int[torch.Tensor, "*t"]) -> Float[torch.Tensor, "*t d"]:

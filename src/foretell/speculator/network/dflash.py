@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.block.attention import CachedAttention
+from foretell.model.block.cached_attention import cached_attention
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.cache.kv_cache import KVCache
-from foretell.model.cache.layout import Layout, PaddedLayout
+from foretell.model.cache.layout import Layout
 from foretell.model.kernels import NativeBlockDrafts
 from foretell.speculator.network.base import TokenSubset, check_mask_token
 from foretell.speculator.network.block_attention import BlockAttention
@@ -171,11 +171,8 @@ class DFlash(CachedLayersNetwork):
         if self.native_stack is not None:
             self.native_stack.injecting(feature.contiguous(), layout, cache, 0, len(self.layers))
             return
-        padded = PaddedLayout.from_layout(layout, cache.k.device)
-        attention, angles = (
-            CachedAttention(cache, padded, self.config.decoder_config),
-            self.rope_angles(padded.position),
-        )
+        attention = cached_attention(cache, layout, self.config.decoder_config, cache.k.device)
+        angles = self.rope_angles(attention.position)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EagleLayer)
             attention.write(i, *layer.project(feature, self.config.layer_config, angles)[1:])
@@ -188,11 +185,8 @@ class DFlash(CachedLayersNetwork):
         if self.native_stack is not None:
             x = self.native_stack(x.contiguous(), layout, cache, 0, len(self.layers))
         else:
-            padded = PaddedLayout.from_layout(layout, cache.k.device)
-            attention, angles = (
-                CachedAttention(cache, padded, self.config.decoder_config),
-                self.rope_angles(padded.position),
-            )
+            attention = cached_attention(cache, layout, self.config.decoder_config, cache.k.device)
+            angles = self.rope_angles(attention.position)
             for i, layer in enumerate(self.layers):
                 x = layer(x, angles, i, attention)
         out: torch.Tensor = self.norm(self.predicting_slots(x.unflatten(0, (len(anchor), -1))))

@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import nn
 
-from foretell.model.block.attention import AttentionBackend, CachedAttention
+from foretell.model.block.attention import AttentionBackend
+from foretell.model.block.cached_attention import cached_attention
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.rope import RopeAngles
 from foretell.model.cache.kv_cache import KVCache
-from foretell.model.cache.layout import Layout, PaddedLayout
+from foretell.model.cache.layout import Layout
 from foretell.model.kernels import NativeEagle
 from foretell.speculator.network.base import Speculator, TokenSubset
 from foretell.speculator.network.cached_layers import CachedLayersConfig, CachedLayersNetwork
@@ -183,9 +184,8 @@ class EagleNetwork(CachedLayersNetwork):
     ) -> Float[torch.Tensor, "t d"]:
         """The next features of embedded tokens that follow features, over a cache."""
         if self.native_stack is None:
-            padded = PaddedLayout.from_layout(layout, cache.k.device)
-            attention = CachedAttention(cache, padded, self.config.decoder_config)
-            return self.layers_over(embedded, feature, self.rope_angles(padded.position), attention)
+            attention = cached_attention(cache, layout, self.config.decoder_config, cache.k.device)
+            return self.layers_over(embedded, feature, self.rope_angles(attention.position), attention)
         x, attention_input = self.prepare_inputs(embedded, feature)
         return self.next_feature(
             self.native_stack(x.contiguous(), layout, cache, 0, len(self.layers), attention_input.contiguous())

@@ -14,8 +14,8 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.shape import RootOnly
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import compute_hidden_states, pad_sequences, padded_width

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 
 from foretell.core.tree import root_tree
+from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import DecoderRunner
 from foretell.train.data.dataset import Document
 
 FIRST_POSITION = 4

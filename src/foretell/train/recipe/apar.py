@@ -13,7 +13,8 @@ from foretell.accept import Match
 from foretell.draft import NoDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.block.decoder import Decoder
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 from foretell.model.training.full_forward import full_forward
 from foretell.plan import AparPlan
 from foretell.plan.control_tokens import ControlTokens, choose_control_tokens, with_control_tokens
@@ -27,7 +28,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.recipe.base import MAX_WIDTH, Loss, MeasuredPlan, Recipe, RecipeSetup
 
 
-class AparOptions(BaseModel):
+class AparTraining(BaseModel):
     """Options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,7 +65,7 @@ class AparRecipe(Recipe):
     network: AparAdapters
     config: AparConfig
 
-    def __init__(self, network: AparAdapters, config: AparConfig, setup: RecipeSetup, options: AparOptions) -> None:
+    def __init__(self, network: AparAdapters, config: AparConfig, setup: RecipeSetup, options: AparTraining) -> None:
         if setup.checkpoint is None or setup.codec is None:
             raise ValueError("a target is tuned through its checkpoint, and there is none")
         self.network, self.config, self._options = network, config, options
@@ -80,7 +81,7 @@ class AparRecipe(Recipe):
         Raises:
             ValueError: the target cannot be tuned or written, or its tokenizer has no free special tokens.
         """
-        options = setup.parse_options(AparOptions)
+        options = setup.parse_options(AparTraining)
         llama_config(setup.config)
         if setup.codec is None:
             raise ValueError("forking needs the target's tokenizer, and there is none")

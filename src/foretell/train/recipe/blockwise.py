@@ -8,10 +8,10 @@ from pydantic import Field
 
 from foretell.speculator.network.blockwise import Blockwise, BlockwiseConfig
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, RecipeSetup
-from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
+from foretell.train.recipe.heads import HeadsRecipe, HeadsTraining
 
 
-class BlockwiseOptions(HeadsOptions):
+class BlockwiseTraining(HeadsTraining):
     """Options of `--set`."""
 
     heads: int = Field(4, ge=1, le=MAX_COUNT)
@@ -27,14 +27,14 @@ class BlockwiseRecipe(HeadsRecipe):
 
     name = "blockwise"
 
-    def __init__(self, setup: RecipeSetup, network: Blockwise, options: BlockwiseOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: Blockwise, options: BlockwiseTraining) -> None:
         super().__init__(setup, network, options)
         self._one = options.draw == "one"
 
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build heads that initially predict what the target's own head predicts."""
-        o = setup.parse_options(BlockwiseOptions)
+        o = setup.parse_options(BlockwiseTraining)
         config = BlockwiseConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,

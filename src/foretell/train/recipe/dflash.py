@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.one_pass import dflash_method
-from foretell.catalogue.options.feature_level import DFlashOptions as DraftingOptions
+from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
 from foretell.model.config.model import RopeConfig
 from foretell.speculator.network.base import Speculator
@@ -24,7 +24,7 @@ from foretell.train.recipe.init_from_target import init_dflash_from_target
 from foretell.utils.validation import validate
 
 
-class DFlashOptions(BaseModel):
+class DFlashTraining(BaseModel):
     """Options of `--set`; sizes default to the target's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,7 +67,7 @@ class DFlashRecipe(Recipe):
     network: DFlash
     config: DFlashConfig
 
-    def __init__(self, setup: RecipeSetup, network: DFlash, options: DFlashOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: DFlash, options: DFlashTraining) -> None:
         self.network, self.config, self.options = network, network.config, options
         self._embedding_and_head = setup.embedding_and_head
         setup.set_draft_tokens(network)
@@ -78,7 +78,7 @@ class DFlashRecipe(Recipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build layers of the size of the target's blocks."""
-        o = setup.parse_options(DFlashOptions)
+        o = setup.parse_options(DFlashTraining)
         config = validate(DFlashConfig, _config_values(setup, o), "--set")
         return cls(setup, DFlash(config, setup.embedding_and_head), o)
 
@@ -120,10 +120,10 @@ class DFlashRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily."""
         assert isinstance(network, DFlash)
-        return dflash_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))
+        return dflash_method(network, DFlashOptions(num_draft_tokens=MEASURE_TREE_NODES))
 
 
-def _config_values(setup: RecipeSetup, o: DFlashOptions) -> dict[str, Any]:
+def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
     c = setup.config
     shared = (
         "layers",

@@ -33,7 +33,7 @@ _INFLUENCE_TOKENS = 256
 """Random tokens over which the influence of blocks is measured."""
 
 
-class DraftModelOptions(BaseModel):
+class DraftModelTraining(BaseModel):
     """Options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,7 +81,7 @@ class DraftModelRecipe(Recipe):
     config: DraftModelConfig
 
     def __init__(
-        self, network: DraftNetwork, config: DraftModelConfig, options: DraftModelOptions, setup: RecipeSetup
+        self, network: DraftNetwork, config: DraftModelConfig, options: DraftModelTraining, setup: RecipeSetup
     ) -> None:
         self.network, self.config, self.options = network, config, options
         self._divergence = divergences(options.beta)[options.loss]
@@ -99,7 +99,7 @@ class DraftModelRecipe(Recipe):
         Raises:
             ValueError: unknown options, or values that do not fit the target.
         """
-        options = setup.parse_options(DraftModelOptions)
+        options = setup.parse_options(DraftModelTraining)
         blocks = select_blocks(options, setup)
         config = DraftModelConfig(
             target=setup.card,
@@ -264,7 +264,7 @@ def _frozen_draft(network: Speculator, folder: Path) -> DraftNetwork:
     return network.eval().requires_grad_(False)
 
 
-def _build_regenerator(options: DraftModelOptions, network: DraftNetwork, setup: RecipeSetup) -> BatchRegenerator:
+def _build_regenerator(options: DraftModelTraining, network: DraftNetwork, setup: RecipeSetup) -> BatchRegenerator:
     if setup.checkpoint is None:
         raise ValueError(f"--set writer={options.writer} needs the target's checkpoint, and there is none; use data")
     generator = AnswerGenerator(network.to_network, network, options.refresh)

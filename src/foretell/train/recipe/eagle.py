@@ -30,7 +30,7 @@ from foretell.train.recipe.init_from_target import init_from_target
 from foretell.utils.validation import validate
 
 
-class EagleOptions(BaseModel):
+class EagleTraining(BaseModel):
     """Options of `--set` for all kinds; sizes default to the target's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,7 +50,7 @@ class EagleOptions(BaseModel):
     """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
 
-class UnrolledOptions(EagleOptions):
+class UnrolledTraining(EagleTraining):
     """Options of unrolled steps, and of what aligns them with decoding; see `train.objective.alignment`."""
 
     steps: int = Field(5, ge=1, le=MAX_COUNT)
@@ -71,7 +71,7 @@ class UnrolledOptions(EagleOptions):
         return self
 
 
-class Eagle1Options(UnrolledOptions):
+class Eagle1Training(UnrolledTraining):
     """Options of EAGLE-1's regression."""
 
     steps: int = Field(1, ge=1, le=MAX_COUNT)
@@ -82,7 +82,7 @@ class Eagle1Options(UnrolledOptions):
     """Weight of the loss on tokens relative to the regression."""
 
 
-class Eagle3LayerOptions(EagleOptions):
+class Eagle3LayerTraining(EagleTraining):
     """Options of EAGLE-3's layers."""
 
     hidden_layers: str = ""
@@ -94,7 +94,7 @@ class Eagle3LayerOptions(EagleOptions):
     """Feed the output back after the final norm, not before (EAGLE-3.1)."""
 
 
-class Eagle3Options(UnrolledOptions, Eagle3LayerOptions):
+class Eagle3Training(UnrolledTraining, Eagle3LayerTraining):
     """Options of EAGLE-3's training-time test."""
 
 
@@ -104,7 +104,7 @@ class EagleRecipe(Recipe):
     network: EagleNetwork
     config: EagleConfig
 
-    def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: EagleOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: EagleTraining) -> None:
         self.network, self.config, self._embedding_and_head = network, network.config, setup.embedding_and_head
         self._decay, self._hard, self._positions = options.decay, options.hard, options.positions
         self._candidates, self._objective = options.candidates, options.objective
@@ -148,7 +148,7 @@ class EagleRecipe(Recipe):
 class UnrolledRecipe(EagleRecipe):
     """EAGLE's layers, unrolled on their own outputs as in drafting."""
 
-    def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: UnrolledOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: UnrolledTraining) -> None:
         super().__init__(setup, network, options)
         self._steps, self._alignment = options.steps, options
 
@@ -226,7 +226,7 @@ class Eagle3Recipe(UnrolledRecipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks, on four hidden states."""
-        o = setup.parse_options(Eagle3Options)
+        o = setup.parse_options(Eagle3Training)
         config = validate(EagleConfig, eagle3_values(setup, "eagle3", o), "--set")
         return cls(setup, Eagle3(config, setup.embedding_and_head), o)
 
@@ -256,14 +256,14 @@ class Eagle1Recipe(UnrolledRecipe):
 
     name = "eagle"
 
-    def __init__(self, setup: RecipeSetup, network: Eagle1, options: Eagle1Options) -> None:
+    def __init__(self, setup: RecipeSetup, network: Eagle1, options: Eagle1Training) -> None:
         super().__init__(setup, network, options)
         self._noise, self._classify = options.noise, options.classify
 
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks."""
-        o = setup.parse_options(Eagle1Options)
+        o = setup.parse_options(Eagle1Training)
         config = validate(EagleConfig, eagle_values(setup, "eagle", o), "--set")
         return cls(setup, Eagle1(config, setup.embedding_and_head), o)
 
@@ -289,7 +289,7 @@ class Eagle1Recipe(UnrolledRecipe):
         return regression + self._classify * token_loss, {"distance": float(regression.detach())}
 
 
-def eagle_values(setup: RecipeSetup, kind: str, options: EagleOptions) -> dict[str, Any]:
+def eagle_values(setup: RecipeSetup, kind: str, options: EagleTraining) -> dict[str, Any]:
     """The configuration of layers of the size of the target's blocks."""
     c = setup.config
     return {
@@ -308,7 +308,7 @@ def eagle_values(setup: RecipeSetup, kind: str, options: EagleOptions) -> dict[s
     }
 
 
-def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerOptions) -> dict[str, Any]:
+def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerTraining) -> dict[str, Any]:
     """The configuration of such layers on fused hidden states."""
     n = setup.card.layers
     given = parse_hidden_layers(options.hidden_layers, n + 1, "--set hidden_layers")

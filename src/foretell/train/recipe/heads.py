@@ -14,7 +14,8 @@ from torch import nn
 from foretell.catalogue.heads import heads_method
 from foretell.catalogue.options.heads import MedusaOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.run.runner import DecoderRunner, Runner
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import Runner
 from foretell.shape import PathCounts
 from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.speculator.network.base import Speculator
@@ -40,7 +41,7 @@ _TARGET_LR_SCALE = 0.25
 """Learning rate of the target's adapters relative to that of the heads (Medusa-2, arXiv 2401.10774)."""
 
 
-class HeadsOptions(BaseModel):
+class HeadsTraining(BaseModel):
     """Options of `--set` for both kinds of heads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,7 +69,7 @@ class HeadsRecipe(Recipe):
     network: HeadsNetwork
     config: HeadsConfig
 
-    def __init__(self, setup: RecipeSetup, network: HeadsNetwork, options: HeadsOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: HeadsNetwork, options: HeadsTraining) -> None:
         self.network, self.config, self._options = network, network.config, options
         self._draft_index = setup.draft_index()
         self._draft_head = TargetHead(setup.embedding_and_head, setup.draft_tokens)

@@ -19,7 +19,7 @@ from foretell.train.objective.look_ahead import look_ahead_labels, sample_cut_po
 from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, RecipeSetup
 
 
-class LookAheadOptions(BaseModel):
+class LookAheadTraining(BaseModel):
     """Options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,7 +45,7 @@ class LookAheadRecipe(Recipe):
     config: LookAheadConfig
 
     def __init__(
-        self, network: LookAheadEmbeddings, config: LookAheadConfig, setup: RecipeSetup, options: LookAheadOptions
+        self, network: LookAheadEmbeddings, config: LookAheadConfig, setup: RecipeSetup, options: LookAheadTraining
     ) -> None:
         if setup.checkpoint is None:
             raise ValueError("look-ahead embeddings are trained through the target, and there is no checkpoint of it")
@@ -58,7 +58,7 @@ class LookAheadRecipe(Recipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build the embeddings."""
-        options = setup.parse_options(LookAheadOptions)
+        options = setup.parse_options(LookAheadTraining)
         config = LookAheadConfig(target=setup.card, draft_vocab=setup.draft_vocab, ahead=options.ahead)
         network = LookAheadEmbeddings(config, setup.embedding_and_head)
         setup.set_draft_tokens(network)

@@ -9,10 +9,10 @@ from pydantic import Field
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 from foretell.train.objective.heads import loss_weights
 from foretell.train.recipe.base import MAX_COUNT, RecipeSetup
-from foretell.train.recipe.heads import HeadsOptions, HeadsRecipe
+from foretell.train.recipe.heads import HeadsRecipe, HeadsTraining
 
 
-class MedusaOptions(HeadsOptions):
+class MedusaTraining(HeadsTraining):
     """Options of `--set`."""
 
     blocks: int = Field(1, ge=1, le=MAX_COUNT)
@@ -30,7 +30,7 @@ class MedusaRecipe(HeadsRecipe):
 
     name = "medusa"
 
-    def __init__(self, setup: RecipeSetup, network: Medusa, options: MedusaOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: Medusa, options: MedusaTraining) -> None:
         super().__init__(setup, network, options)
         self._heads_weight = options.heads_weight
         self._weights = torch.tensor(loss_weights(options.heads, options.decay))
@@ -38,7 +38,7 @@ class MedusaRecipe(HeadsRecipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build heads that initially predict what the target's own head predicts."""
-        o = setup.parse_options(MedusaOptions)
+        o = setup.parse_options(MedusaTraining)
         config = MedusaConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.feature_level import mlp_speculator_method, redrafter_method
-from foretell.catalogue.options.feature_level import BeamSearchOptions
-from foretell.catalogue.options.feature_level import MLPSpeculatorOptions as DraftingOptions
+from foretell.catalogue.options.feature_level import BeamSearchOptions, MLPSpeculatorOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
@@ -25,7 +24,7 @@ from foretell.train.objective.target_head import TargetHead
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 
 
-class RecurrentOptions(BaseModel):
+class RecurrentTraining(BaseModel):
     """Options of `--set` for recurrent speculators."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,7 +47,7 @@ class RecurrentOptions(BaseModel):
     """
 
 
-class MLPSpeculatorOptions(RecurrentOptions):
+class MLPSpeculatorTraining(RecurrentTraining):
     """Options of the MLP speculator."""
 
     stages: int = Field(default=4, ge=1, le=16)
@@ -61,7 +60,7 @@ class MLPSpeculatorOptions(RecurrentOptions):
     """
 
 
-class ReDrafterOptions(RecurrentOptions):
+class ReDrafterTraining(RecurrentTraining):
     """Options of ReDrafter."""
 
     stages: int = Field(default=5, ge=1, le=64)
@@ -76,7 +75,7 @@ class RecurrentRecipe(Recipe):
     network: MLPSpeculator | ReDrafter
 
     def __init__(
-        self, setup: RecipeSetup, network: MLPSpeculator | ReDrafter, options: RecurrentOptions, frozen_head: bool
+        self, setup: RecipeSetup, network: MLPSpeculator | ReDrafter, options: RecurrentTraining, frozen_head: bool
     ) -> None:
         self.network, self.config, self.options, self._frozen = network, network.config, options, frozen_head
         index = setup.draft_index()
@@ -116,7 +115,7 @@ class MLPSpeculatorRecipe(RecurrentRecipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a network of the given sizes."""
-        o = setup.parse_options(MLPSpeculatorOptions)
+        o = setup.parse_options(MLPSpeculatorTraining)
         config = MLPSpeculatorConfig(
             target=setup.card,
             draft_vocab=setup.draft_vocab,
@@ -136,7 +135,7 @@ class MLPSpeculatorRecipe(RecurrentRecipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily."""
         assert isinstance(network, MLPSpeculator)
-        return mlp_speculator_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))
+        return mlp_speculator_method(network, MLPSpeculatorOptions(num_draft_tokens=MEASURE_TREE_NODES))
 
 
 class ReDrafterRecipe(RecurrentRecipe):
@@ -148,7 +147,7 @@ class ReDrafterRecipe(RecurrentRecipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a network of the given sizes."""
-        o = setup.parse_options(ReDrafterOptions)
+        o = setup.parse_options(ReDrafterTraining)
         sizes = {"stages": o.stages, "inner": o.inner, "layers": o.layers, "own_head": o.own_head}
         config = ReDrafterConfig.model_validate({"target": setup.card, "draft_vocab": setup.draft_vocab, **sizes})
         with torch.random.fork_rng(devices=[]):

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import nn
 
 from foretell.catalogue.one_pass import p_eagle_method
-from foretell.catalogue.options.feature_level import DFlashOptions as DraftingOptions
+from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
@@ -17,12 +17,12 @@ from foretell.train.data.batch import Batch
 from foretell.train.objective.block import sample_blocks
 from foretell.train.objective.unrolled import TargetLabels, top1_agreement, unrolled_loss
 from foretell.train.recipe.base import MAX_COUNT, MEASURE_TREE_NODES, Loss, RecipeSetup
-from foretell.train.recipe.eagle import Eagle3LayerOptions, EagleRecipe, eagle3_values
+from foretell.train.recipe.eagle import Eagle3LayerTraining, EagleRecipe, eagle3_values
 from foretell.train.recipe.init_from_target import init_masks
 from foretell.utils.validation import validate
 
 
-class PEagleOptions(Eagle3LayerOptions):
+class PEagleTraining(Eagle3LayerTraining):
     """Options of `--set`."""
 
     layers: int = Field(2, ge=1, le=MAX_COUNT)
@@ -43,7 +43,7 @@ class PEagleRecipe(EagleRecipe):
     network: PEagle
     config: PEagleConfig
 
-    def __init__(self, setup: RecipeSetup, network: PEagle, options: PEagleOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: PEagle, options: PEagleTraining) -> None:
         super().__init__(setup, network, options)
         init_masks(network, setup.seed)
         self._anchors = options.anchors
@@ -51,7 +51,7 @@ class PEagleRecipe(EagleRecipe):
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
         """Build layers of the size of the target's blocks, on four hidden states."""
-        o = setup.parse_options(PEagleOptions)
+        o = setup.parse_options(PEagleTraining)
         values = eagle3_values(setup, "p_eagle", o) | {"depth": o.depth}
         return cls(setup, PEagle(validate(PEagleConfig, values, "--set"), setup.embedding_and_head), o)
 
@@ -79,4 +79,4 @@ class PEagleRecipe(EagleRecipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily."""
         assert isinstance(network, PEagle)
-        return p_eagle_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))
+        return p_eagle_method(network, DFlashOptions(num_draft_tokens=MEASURE_TREE_NODES))

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.one_pass import pard_method
-from foretell.catalogue.options.feature_level import DFlashOptions as DraftingOptions
+from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.draft_model import draft_config
@@ -22,7 +22,7 @@ from foretell.train.recipe.draft_model import init_draft, select_blocks
 from foretell.utils.validation import validate
 
 
-class PardOptions(BaseModel):
+class PardTraining(BaseModel):
     """Options of `--set`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,7 +58,7 @@ class PardRecipe(Recipe):
     network: PardNetwork
     config: PardConfig
 
-    def __init__(self, setup: RecipeSetup, network: PardNetwork, options: PardOptions) -> None:
+    def __init__(self, setup: RecipeSetup, network: PardNetwork, options: PardTraining) -> None:
         self.network, self.config, self.options = network, network.config, options
         self._embedding_and_head = setup.embedding_and_head
 
@@ -69,7 +69,7 @@ class PardRecipe(Recipe):
         Raises:
             ValueError: unknown options, or values that do not fit the target.
         """
-        o = setup.parse_options(PardOptions)
+        o = setup.parse_options(PardTraining)
         blocks = select_blocks(o, setup)
         values = {
             "target": setup.card,
@@ -106,7 +106,7 @@ class PardRecipe(Recipe):
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily."""
         assert isinstance(network, PardNetwork)
-        return pard_method(network, DraftingOptions(num_draft_tokens=MEASURE_TREE_NODES))
+        return pard_method(network, DFlashOptions(num_draft_tokens=MEASURE_TREE_NODES))
 
 
 def _mask_token(setup: RecipeSetup) -> int:

@@ -1,0 +1,164 @@
+"""Attention of new tokens over a key-value cache in plain torch: the reference of the CPU kernels, and the attention of
+other devices.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.model.block.attention import AttentionBackend, masked_attention, scale_queries
+from foretell.model.cache.base import Cache
+from foretell.model.cache.kv_cache import KVCache, LatentCache
+from foretell.model.cache.layout import Layout, PaddedLayout
+from foretell.model.cache.numbers import rotate_blocks
+from foretell.model.cache.packed_groups import GROUP_SLOTS, RESIDUAL, PackedGroups
+from foretell.model.cache.pages import selected_mask
+from foretell.model.cache.state_store import LayerStates, PassStates, StateStore
+from foretell.model.config.attention import AttentionSizes
+from foretell.model.config.model import ModelConfig
+
+
+def new_store(
+    config: ModelConfig, layers: int, sizes: AttentionSizes, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """An empty store of keys and values of so many layers, as the attention of this device reads it."""
+    kind = KVCache if config.latent is None else LatentCache
+    return kind(layers, sizes.kv_heads, sizes.head_dim, dtype, device, config.cache_dtype)
+
+
+def cached_attention(cache: Cache, layout: Layout, config: ModelConfig, device: torch.device) -> "CachedAttention":
+    """The attention of a pass over such stores.
+
+    Only here and in `new_store` is decided how a device keeps keys and values, and what attends to them: kernels of a
+    device are one more subclass of `CachedAttention`, in a file of their own.
+    """
+    return CachedAttention(cache, PaddedLayout.from_layout(layout, device), config, layout)
+
+
+class CachedAttention(AttentionBackend):
+    """Attention over a key-value cache, in the cache's dtype, in plain torch."""
+
+    def __init__(self, cache: Cache, padded: PaddedLayout, config: ModelConfig, layout: Layout | None = None) -> None:
+        self._cache, self._padded, self._config, self._layout = cache, padded, config, layout
+        self._states: dict[Cache, PassStates] = {}
+
+    @property
+    def position(self) -> Int[torch.Tensor, " t"]:
+        """Positions of the new tokens, on the device."""
+        return self._padded.position
+
+    @property
+    def token(self) -> Int[torch.Tensor, " t"]:
+        """Ids of the new tokens, on the device; 0 where they are not known."""
+        return self._padded.token
+
+    def states(self, layer: int) -> LayerStates:
+        """The recurrent states of a layer."""
+        store, index = self._cache.store(layer)
+        assert isinstance(store, StateStore) and self._layout is not None
+        if store not in self._states:
+            self._states[store] = store.pass_states(self._layout)
+        return LayerStates(self._states[store], index)
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "t h e"],
+        k: Float[torch.Tensor, "t g e"],
+        v: Float[torch.Tensor, "t g e"],
+        sinks: Float[torch.Tensor, " h"] | None = None,
+    ) -> Float[torch.Tensor, "t he"]:
+        """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
+        self.write(layer, k, v)
+        return self.attend_shared(layer, q, sinks)
+
+    def write(self, layer: int, k: Float[torch.Tensor, "t g e"], v: Float[torch.Tensor, "t g e"]) -> None:
+        """Write the new keys and values of a layer to the cache."""
+        store, index = self._store(layer)
+        store.write(index, self._padded.row, self._padded.slot, k, v)
+
+    def attend_shared(
+        self, layer: int, q: Float[torch.Tensor, "t h e"], sinks: Float[torch.Tensor, " h"] | None = None
+    ) -> Float[torch.Tensor, "t he"]:
+        """Attend to the slots that the layout makes visible."""
+        c, padded, (store, index) = self._config, self._padded, self._store(layer)
+        q = scale_queries(q, padded.position, c.query_scaling_of(layer)).to(store.dtype)
+        if self._layout is not None and self._layout.queries is not None:
+            self._layout.queries[layer] = q
+        mask = padded.window_mask(c.window_of(layer), c.chunked)
+        return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks, c.page_budget)
+
+    def _store(self, layer: int) -> tuple[KVCache, int]:
+        store, index = self._cache.store(layer)
+        assert isinstance(store, KVCache)
+        return store, index
+
+
+def padded_attention(
+    q: Float[torch.Tensor, "t h d"],
+    layer: int,
+    cache: KVCache,
+    padded: PaddedLayout,
+    mask: Bool[torch.Tensor, "b n s"],
+    scale: float,
+    softcap: float,
+    sinks: Float[torch.Tensor, " h"] | None = None,
+    page_budget: int = 0,
+) -> Float[torch.Tensor, "t hd"]:
+    """Grouped-query softmax attention over the slots that the mask allows; the heads of a group become further queries,
+    so that keys are read once. `page_budget`: see `ModelConfig`.
+    """
+    heads, dim = q.shape[1:]
+    b, n, s = padded.mask.shape
+    k, v = cache.read(layer, padded.cache_rows, s)
+    if cache.packed is not None:
+        k, v, mask = _beside_packed(k, v, mask, layer, cache, cache.packed, padded)
+        s = k.shape[2]
+    kv = k.shape[1]
+    group = heads // kv
+    folded = q[padded.token_index].view(b, n, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(b, kv, group * n, dim)
+    seen = mask[:, None]
+    if page_budget:
+        seen = seen & _selected(folded.unflatten(2, (group, n)), k, cache, padded, page_budget)
+    mask = seen[:, :, None].expand(b, -1, group, n, s).reshape(b, -1, group * n, s)
+    if sinks is not None:
+        sinks = sinks.view(kv, group, 1).expand(kv, group, n).reshape(kv, group * n)
+    out = masked_attention(folded, k, v, mask, scale, softcap, sinks)
+    out = out.view(b, kv, group, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads * dim)
+    return out[padded.padded_index]
+
+
+def _selected(
+    q: Float[torch.Tensor, "b h q n d"],
+    k: Float[torch.Tensor, "b h s d"],
+    cache: KVCache,
+    padded: PaddedLayout,
+    budget: int,
+) -> Bool[torch.Tensor, "b h n s"]:
+    """`selected_mask` in the basis in which keys are stored."""
+    if cache.k_scale is not None:
+        q, k = rotate_blocks(q.float()), rotate_blocks(k.float())
+    return selected_mask(q, k, padded, budget)
+
+
+def _beside_packed(
+    k: Float[torch.Tensor, "b h s d"],
+    v: Float[torch.Tensor, "b h s d"],
+    mask: Bool[torch.Tensor, "b n s"],
+    layer: int,
+    cache: KVCache,
+    packed: PackedGroups,
+    padded: PaddedLayout,
+) -> tuple[Float[torch.Tensor, "b h m d"], Float[torch.Tensor, "b h m d"], Bool[torch.Tensor, "b n m"]]:
+    """Packed keys and values before the whole ones, and which of both every query sees: see `packed_slots`."""
+    position = padded.position[padded.token_index]
+    limit = (position - RESIDUAL).clamp(min=0) // GROUP_SLOTS * GROUP_SLOTS
+    most = min(int(limit.max()), mask.shape[2])
+    if not most:
+        return k, v, mask
+    narrow = torch.arange(mask.shape[2], device=mask.device) < limit[..., None]
+    older = packed.read(layer, padded.cache_rows.tolist(), most, cache.dtype)
+    return (
+        torch.cat((older[0], k), 2),
+        torch.cat((older[1], v), 2),
+        torch.cat(((mask & narrow)[..., :most], mask & ~narrow), 2),
+    )

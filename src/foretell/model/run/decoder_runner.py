@@ -1,0 +1,175 @@
+"""A network with the whole cache of its rows: copies rows, runs passes in parts, takes drafts, grows trees."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+
+from foretell.core.context import ModelOutput
+from foretell.core.tree import TokenTree
+from foretell.model.block.decoder import BlockRange
+from foretell.model.cache.layout import index_marked
+from foretell.model.kernels import DynamicTrees, NodeLimits
+from foretell.model.kernels.dynamic_tree import NO_LIMITS, Noise
+from foretell.model.run.network import DynamicTreeNetwork, Network, TreeNetwork
+from foretell.model.run.network_runner import NetworkRunner
+from foretell.model.run.partial_pass import PartialPass
+from foretell.model.run.runner import DraftsInCache, ForksRows, GrowsTrees, RunsLayers
+from foretell.utils.inference import in_inference_mode
+
+
+class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTrees):
+    """A `Network` with the whole cache of its rows."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self._tree_network = network if isinstance(network, TreeNetwork) and network.forwards_trees else None
+        self._begun: list[PartialPass] = []
+        """Passes that have run their first layers since the last `forward`."""
+
+    def record_attention(self) -> None:
+        """Sum up from now on what every cached key receives of the softmax: passes get slower."""
+        super().record_attention()
+        self._tree_network = None  # whose passes give no queries
+
+    def forward(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        *,
+        active: Bool[np.ndarray, "b n"] | None = None,
+        scored: Bool[np.ndarray, "b n"] | None = None,
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
+        """Run nodes of a tree; see `Runner.forward`."""
+        self._reserve(rows, tree.nodes)
+        active = tree.active if active is None else active
+        length = [self._length[row] for row in rows]
+        self.cache.begin(rows, length, tree.prefix_length.tolist(), tree.nodes)
+        begun, self._begun = self._begun, []
+        if begun and tree.probe_embeddings is None:
+            continued = self._resume(rows, tree, begun, active if scored is None else scored & active)
+            if continued.depth.any() and min(hidden_layers, default=self.network.config.layers) >= continued.layers:
+                return self._finish(continued, active, scored, hidden_layers)
+        if self._tree_network is not None and tree.probe_embeddings is None:
+            marked = active if scored is None else scored
+            return self._tree_network.forward_tree(tree, rows, length, self.cache, active, marked, tuple(hidden_layers))
+        return self._forward_layers(rows, tree, length, active, scored, hidden_layers)
+
+    def begin_pass(self, rows: Sequence[int], tree: TokenTree) -> PartialPass:
+        """A pass that runs its first layers now; see `RunsLayers.begin_pass`."""
+        self._reserve(rows, tree.nodes)
+        self._begun = [p for p in self._begun if not set(p.rows) & set(rows)]
+        self._begun.append(
+            PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
+        )
+        return self._begun[-1]
+
+    @torch.inference_mode()
+    def forward_draft(
+        self,
+        network: Network,
+        rows: Sequence[int],
+        tree: TokenTree,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"],
+    ) -> ModelOutput:
+        """Run nodes with another network over this cache; see `DraftsInCache.forward_draft`."""
+        self._reserve(rows, tree.nodes)
+        length = [self._length[row] for row in rows]
+        if isinstance(network, TreeNetwork) and network.forwards_trees:
+            return network.forward_tree(tree, rows, length, self.cache, active, scored, ())
+        layout, index = self._layout(tree, rows, length, active)
+        x = network.embed(torch.from_numpy(tree.token[active]))
+        states = network.run(x, layout, self.cache, BlockRange(0, network.config.layers)).hidden_states[-1]
+        wanted = torch.from_numpy(index[scored & active]).to(states.device)
+        logits = network.logits(network.final_norm(states[wanted]))
+        return ModelOutput(logits, index_marked(scored & active), (), index)
+
+    def _resume(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        begun: Sequence[PartialPass],
+        scored: Bool[np.ndarray, "b n"],
+    ) -> PartialPass:
+        """The pass over a tree, as far as others have run it."""
+        if len(begun) == 1 and begun[0].tree is tree and begun[0].rows == tuple(rows) and not begun[0].filled.any():
+            return begun[0]
+        found = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
+        for part in begun:
+            found.adopt(part, scored)
+        return found
+
+    def _finish(
+        self,
+        begun: PartialPass,
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"] | None,
+        hidden_layers: Sequence[int],
+    ) -> ModelOutput:
+        """Run the layers that are left."""
+        found = begun.advance(active & ~begun.filled, begun.layers)
+        scored = active if scored is None else scored
+        states = {begun.layers: found.states}
+        if begun.layers + 1 in hidden_layers:
+            states[begun.layers + 1] = self.network.final_norm(found.states)
+        return self._output(states, found.index, active & ~begun.filled, scored, hidden_layers, begun.expert_counts)
+
+    @torch.inference_mode()
+    def grow_dynamic_tree(
+        self,
+        rows: Sequence[int],
+        prefixes: TokenTree,
+        max_depth: Int[np.ndarray, " b"],
+        sizes: tuple[int, int, int],
+        bounds: tuple[float, float],
+        noise: Noise | None = None,
+        limits: NodeLimits = NO_LIMITS,
+    ) -> DynamicTrees | None:
+        """Run prefixes and grow trees below them; see `GrowsTrees.grow_dynamic_tree`."""
+        if not (isinstance(self.network, DynamicTreeNetwork) and self.network.grows_dynamic_trees):
+            return None
+        self._reserve(rows, prefixes.nodes + sizes[0] * sizes[1])
+        output = self.forward(
+            rows, prefixes, scored=np.zeros_like(prefixes.valid), hidden_layers=(self.network.config.layers,)
+        )
+        roots = output.hidden_index[np.arange(len(rows)), prefixes.prefix_length - 1]
+        length = np.array([self._length[row] for row in rows]) + prefixes.prefix_length
+        trees = DynamicTrees(max_depth, sizes, bounds, np.array(rows), length, noise, limits)
+        self.network.grow_dynamic_trees(output.hidden_states[0][torch.from_numpy(roots)], trees, self.cache)
+        return trees
+
+    @in_inference_mode
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the last tree as the row's next tokens."""
+        self._forget_begun(row)
+        super().commit(row, path)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on; see `Runner.truncate`."""
+        self._forget_begun(row)
+        super().truncate(row, length)
+
+    def _forget_begun(self, row: int) -> None:
+        if self._begun:
+            self._begun = [p for p in self._begun if row not in p.rows]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether all layers keep keys and values, not states."""
+        return self.cache.any_length
+
+    @torch.inference_mode()
+    def copy_row(self, source: int, target: int, length: int) -> bool:
+        """Copy the first tokens of a row; see `ForksRows.copy_row`."""
+        self.truncate(target, 0)
+        if not 0 < length == self.restorable(source, length):
+            return False
+        self._length += [0] * (target + 1 - len(self._length))
+        self.cache.copy_row(source, target, length)
+        if self.attention_sums is not None:
+            self.attention_sums.copy_row(source, target, length)
+        self._length[target] = length
+        return True

@@ -1,0 +1,166 @@
+"""A network with its cache: forward passes over token trees, for targets and draft models."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from foretell.core.context import ModelOutput, count_experts
+from foretell.core.tree import TokenTree
+from foretell.model.block.backend import Backend
+from foretell.model.block.decoder import BlockRange
+from foretell.model.cache.attention_sums import AttentionSums
+from foretell.model.cache.layout import Layout, index_marked
+from foretell.model.run.network import Network
+from foretell.model.run.runner import LimitsCache, Runner
+from foretell.utils.inference import in_inference_mode
+
+
+class NetworkRunner(Runner, LimitsCache):
+    """A `Network` with its cache, layer by layer."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.cache = network.new_cache()
+        self.vocab, self.context = network.config.vocab, network.config.context
+        self._length: list[int] = []
+        self.attention_sums: AttentionSums | None = None
+        """What every cached key has received of the softmax, where a cache policy needs it."""
+
+    def record_attention(self) -> None:
+        """Sum up from now on what every cached key receives of the softmax: passes get slower."""
+        if self.attention_sums is None:
+            self.attention_sums = AttentionSums(self.cache, self.network.config)
+
+    @property
+    def backend(self) -> Backend:
+        """The network's."""
+        return self.network.backend
+
+    def length(self, row: int) -> int:
+        """Number of committed tokens of a row."""
+        return self._length[row] if row < len(self._length) else 0
+
+    @torch.inference_mode()
+    def _forward_layers(
+        self,
+        rows: Sequence[int],
+        tree: TokenTree,
+        length: Sequence[int],
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"] | None,
+        hidden_layers: Sequence[int],
+    ) -> ModelOutput:
+        """`forward` by the parts of the network."""
+        layout, index = self._layout(tree, rows, length, active)
+        if self.attention_sums is not None:
+            layout = self.attention_sums.record(layout, rows, index)
+        x = self._embed(tree.token[active], tree.probe_embeddings)
+        states, found = self._hidden_states(x, layout, hidden_layers)
+        routes = tuple(layer.cpu().numpy() for layer in found)
+        output = self._output(states, index, active, scored, hidden_layers, count_experts(routes))
+        return replace(output, routes=routes) if routes else output
+
+    def _layout(
+        self, tree: TokenTree, rows: Sequence[int], length: Sequence[int], active: Bool[np.ndarray, "b n"]
+    ) -> tuple[Layout, Int[np.ndarray, "b n"]]:
+        """The layout of the active nodes after the first `length` slots of their rows, and each node's index in it."""
+        return Layout.from_tree(tree, rows, np.array(length), active)
+
+    def _output(
+        self,
+        states: dict[int, Float[torch.Tensor, "t d"]],
+        index: Int[np.ndarray, "b n"],
+        active: Bool[np.ndarray, "b n"],
+        scored: Bool[np.ndarray, "b n"] | None,
+        hidden_layers: Sequence[int],
+        expert_counts: tuple[int, ...],
+    ) -> ModelOutput:
+        """Logits of the scored nodes from the last block's outputs, by `index`."""
+        logit_index, layers = index, self.network.config.layers
+        head_input = states.get(layers + 1, states[layers])
+        if scored is not None and scored is not active:
+            wanted = active & scored
+            logit_index = index_marked(wanted)
+            head_input = head_input[torch.from_numpy(index[wanted]).to(head_input.device)]
+        if layers + 1 not in states:
+            head_input = self.network.final_norm(head_input)
+        logits = self.network.logits(head_input) if len(head_input) else head_input.new_zeros(0, self.vocab)
+        hidden = tuple(states[layer] for layer in hidden_layers)
+        return ModelOutput(logits, logit_index, hidden, index, experts=expert_counts)
+
+    def _embed(
+        self, token: Int[np.ndarray, " t"], probe_embeddings: Float[torch.Tensor, "e d"] | None
+    ) -> Float[torch.Tensor, "t d"]:
+        """Input of the first block; ids from the vocabulary's size on index `probe_embeddings`.
+
+        Raises:
+            ValueError: the layers read more of a token than its embedding.
+        """
+        if probe_embeddings is None:
+            return self.network.embed(torch.from_numpy(token))
+        if self.network.config.layer_inputs is not None:
+            raise ValueError(
+                f"trained prompt tokens need a model that reads an embedding per token alone, and the layers of this "
+                f"one ({self.network.config.architecture}) read inputs of their own; use another method"
+            )
+        probe = token >= self.vocab
+        x = self.network.embed(torch.from_numpy(np.where(probe, 0, token)))
+        index = torch.from_numpy(token[probe] - self.vocab)
+        x[torch.from_numpy(probe).to(x.device)] = probe_embeddings[index.to(probe_embeddings.device)].to(x)
+        return x
+
+    def _hidden_states(
+        self, x: Float[torch.Tensor, "t d"], layout: Layout, hidden_layers: Sequence[int]
+    ) -> tuple[dict[int, Float[torch.Tensor, "t d"]], tuple[Int[torch.Tensor, "t k"], ...]]:
+        """The requested hidden states and the last block's output, by layer; and the experts of every token per
+        mixture-of-experts layer.
+        """
+        layers = self.network.config.layers
+        blocks = BlockRange(0, layers, tuple(i for i in sorted(set(hidden_layers)) if i < layers))
+        output = self.network.run(x, layout, self.cache, blocks)
+        states = dict(zip((*blocks.hidden_layers, layers), output.hidden_states, strict=True))
+        if layers + 1 in hidden_layers:
+            states[layers + 1] = self.network.final_norm(states[layers])
+        return states, output.routes
+
+    def _reserve(self, rows: Sequence[int], nodes: int) -> None:
+        self._length += [0] * (max(rows) + 1 - len(self._length))
+        self.cache.reserve(rows, [self._length[row] + nodes for row in rows])
+
+    @in_inference_mode
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """Keep these nodes of the last tree as the row's next tokens."""
+        self.cache.keep(row, self._length[row], path)
+        if self.attention_sums is not None:
+            self.attention_sums.commit(row, path, self._length[row])
+        self._length[row] += len(path)
+
+    @torch.inference_mode()
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on; see `Runner.truncate`."""
+        if row < len(self._length):
+            self._length[row] = self.restorable(row, length)
+            self.cache.truncate(row, int(self._length[row]))
+            if self.attention_sums is not None:
+                self.attention_sums.truncate(row, self._length[row])
+
+    def restorable(self, row: int, length: int) -> int:
+        """The number of tokens that `truncate(row, length)` leaves."""
+        return self.cache.restorable(row, min(length, self.length(row)))
+
+    def limit_cache(self, nbytes: int) -> None:
+        """Limit the memory of the cache; see `LimitsCache.limit_cache`."""
+        self.cache.limit(nbytes)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key-value cache."""
+        return self.cache.nbytes
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that the cache has room for without forgetting others; None: any number."""
+        return self.cache.free_slots
