@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretell.model.block.rope import rope_tables
+from foretell.model.config.families import KINDS
 from foretell.model.config.model import ModelConfig, with_context, with_rope_scaling
-from foretell.model.config.readers.architectures import ARCHITECTURES
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.config.readers.hf import from_hf
 
@@ -102,7 +102,7 @@ MORE_VALUES: dict[str, dict[str, Any]] = {
 """More values of the configuration under test, by architecture."""
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
     raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}

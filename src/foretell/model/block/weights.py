@@ -106,7 +106,7 @@ class _Reader:
         experts, family = self._config.experts, self._family
         assert experts is not None
         gate_up, down = (self._name(name) for name in family.stacked_names)
-        stored = family.experts
+        stored = family.expert_storage
         if stored == "alternating" and self._source.get(f"{gate_up}_bias") is None:
             stored = "each"  # in GGUF
         if stored == "each" and self._source.get(gate_up) is not None:

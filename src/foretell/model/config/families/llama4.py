@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from foretell.model.config.attention import QueryScaling
-from foretell.model.config.families.base import Family, Rows
+from foretell.model.config.families.base import Family, Kind, Rows
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import read_rope
 from foretell.utils.validation import Fields
@@ -13,7 +13,7 @@ from foretell.utils.validation import Fields
 _TYPES = ("chunked_attention", "full_attention")
 
 
-def read_llama4(read: Fields, layers: int) -> dict[str, Any]:
+def _read(read: Fields, layers: int) -> dict[str, Any]:
     """The values of `ModelConfig` that are Llama 4's own."""
     interval = read.integer("no_rope_layer_interval", default=4, least=1)
     rotated = read.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(layers))
@@ -87,11 +87,23 @@ def _half_split(config: ModelConfig, layer: int) -> list[Rows]:
 
 
 LLAMA4 = Family(
+    kinds={
+        "llama4_text": Kind(
+            defaults={
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+            text_of="llama4",
+        )
+    },
     names={
         "mlp": "feed_forward",
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
     rows={"qkv": _half_split},
-    experts="transposed",
+    expert_storage="transposed",
+    read_all=_read,
 )

@@ -4,9 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from foretell.model.config.families import GGUF_KINDS, KINDS, family_of
 from foretell.model.config.model import ModelConfig, MoEConfig
-from foretell.model.config.readers.architectures import ARCHITECTURES, MAX_CONTEXT, MAX_LAYERS
-from foretell.model.config.readers.values import checked_config, contexts_of, eos_token_ids, read_head_dim
+from foretell.model.config.readers.values import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    checked_config,
+    contexts_of,
+    eos_token_ids,
+    read_head_dim,
+)
 from foretell.model.config.rope import RopeConfig, read_gguf_rope
 from foretell.utils.validation import Fields
 
@@ -14,15 +21,6 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 """Number of layers of Gemma's 27B models, by which llama.cpp recognises them; only their attention scale is
 (hidden / heads) ** -0.5.
 """
-_GGUF_KINDS = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text",
-    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss",
-}  # fmt: skip
-"""`model_type` of every supported architecture of GGUF files; `llama` with experts is Mixtral."""
-_GGUF_FIXED: Mapping[str, Mapping[str, Any]] = {
-    "gpt_oss": {"qkv_bias": True, "output_bias": True, "activation": "clamped_swiglu"},
-}
-"""Settings that GGUF files do not contain and `config.json` does."""
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
 _END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a chat turn; llama.cpp uses these names where a file has no `eot_token_id`."""
@@ -49,11 +47,11 @@ def from_gguf(
     """
     whole = Fields(meta, source)
     name = whole.text("general.architecture")
-    if name not in _GGUF_KINDS:
+    if name not in GGUF_KINDS:
         raise ValueError(
-            f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(_GGUF_KINDS)}"
+            f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(GGUF_KINDS)}"
         )
-    kind = _GGUF_KINDS[name]
+    kind = GGUF_KINDS[name]
     read = Fields({k.removeprefix(name + "."): v for k, v in meta.items()}, source, f"{name}.")
     if kind == "llama" and read.integer("expert_count", default=0):
         kind = "mixtral"
@@ -98,7 +96,7 @@ def from_gguf(
         bos=next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
         eos=_gguf_eos(whole),
         # GGUF files hold Gemma's norm weights with the offset of 1 added.
-        **{**ARCHITECTURES[kind], "norm_offset": 0.0, "tied": tied or gemma, **_GGUF_FIXED.get(kind, {})},
+        **{**KINDS[kind].settings, "norm_offset": 0.0, "tied": tied or gemma, **family_of(kind).gguf_settings},
     )
 
 

@@ -6,6 +6,10 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
+MAX_LAYERS = 10_000
+MAX_CONTEXT = 2**24
+"""Tokens; the longest context of a published model is 10 million."""
+
 
 def contexts_of(rope: RopeConfig, trained: int) -> dict[str, int]:
     """The context and the longest context of a model that was trained for so many positions."""

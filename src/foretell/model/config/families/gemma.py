@@ -1,0 +1,68 @@
+"""Gemma 2 and 3: norms after attention and feed-forward, norms that are stored less one, scaled embeddings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretell.model.config.families.base import Family, Kind, windowed
+from foretell.utils.validation import Fields
+
+_SETTINGS: Mapping[str, Any] = {"norm_offset": 1.0, "post_norms": True, "activation": "gelu_tanh", "tied": True}
+_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "eos_token_id": 1,
+    "bos_token_id": 2,
+}  # fmt: skip
+"""Published Gemma files omit even sizes. For other types sizes are required, so that a damaged file is recognised."""
+
+
+def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
+    def by_pattern() -> tuple[int, ...]:
+        pattern = read.integer("sliding_window_pattern", "_sliding_window_pattern", default=6, least=1)
+        return tuple(i for i in range(layers) if (i + 1) % pattern)
+
+    return windowed(read, layers, (lambda: tuple(range(0, layers, 2))) if kind == "gemma2" else by_pattern)
+
+
+def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    if read.flag("use_bidirectional_attention", default=False):
+        raise ValueError(f"{read.source}: use_bidirectional_attention is not supported: the decoder is causal")
+    scalar = read.has("query_pre_attn_scalar")
+    return {
+        "attention_scale": float(read.positive("query_pre_attn_scalar") ** -0.5) if scalar else None,
+        "attention_softcap": read.number("attn_logit_softcapping", default=0.0, least=0),
+        "logit_softcap": read.number("final_logit_softcapping", default=0.0, least=0),
+        "embedding_scale": values["hidden"] ** 0.5,
+    }
+
+
+GEMMA = Family(
+    kinds={
+        "gemma2": Kind(
+            settings=_SETTINGS,
+            defaults={
+                **_DEFAULTS,
+                "vocab_size": 256000,
+                "max_position_embeddings": 8192,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            optional_bias=True,
+        ),
+        "gemma3_text": Kind(
+            settings={**_SETTINGS, "qk_norm": True},
+            defaults={**_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6},
+            optional_bias=True,
+            local_rope=True,
+            text_of="gemma3",
+        ),
+    },
+    gguf_kinds={"gemma2": "gemma2", "gemma3": "gemma3_text"},
+    gguf_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    activation_keys=("hidden_activation",),
+    read_windows=_windows,
+    read_further=_further,
+)
