@@ -11,7 +11,7 @@ import torch
 from foretell.model.block.decoder import Decoder, DecoderBlock
 from foretell.model.block.modules import to_weights
 from foretell.model.block.spec import LinearWeights
-from foretell.model.block.weights import map_linears, places_of, tensor_at
+from foretell.model.block.weights import further_fields, map_linears, places_of, tensor_at
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import Activation, ModelConfig, RopeConfig
 from foretell.speculator.checkpoint import write_weights
@@ -51,7 +51,6 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
     """
     unsupported = {
         "experts": c.experts is not None,
-        "attention sinks": c.sinks,
         "latent attention": c.latent is not None,
         "norms of queries and keys": c.qk_norm,
         "norms after its sub-layers": c.post_norms or c.norm_offset != 0,
@@ -62,6 +61,8 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
         "an attention scale of its own": c.scale != c.head_dim**-0.5,
         "no gate in its feed-forward": not c.gated,
     }
+    own = further_fields(c) - {"attention_shortcut", "mlp_shortcut"}
+    unsupported |= {f"weights that Llama has not ({name})": True for name in sorted(own)}
     found = next((part for part, present in unsupported.items() if present), None)
     if found is not None:
         raise ValueError(

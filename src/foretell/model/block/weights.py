@@ -280,3 +280,12 @@ def linear_shapes(config: ModelConfig, i: int) -> dict[str, tuple[int, int]]:
         layer = linear_of(LINEARS[path], where, path)
         shapes[path] = sum(map(len, layer.rows)), layer.inputs
     return shapes
+
+
+def further_fields(config: ModelConfig) -> set[str]:
+    """The fields of `BlockWeights` that some block has and those of Llama have not."""
+    places, llama = (
+        [Place(config, i) for i in range(config.layers)],
+        {"qkv", "output", "mlp", "attention_norm", "mlp_norm"},
+    )
+    return {name for name, spec in specs_of(BlockWeights).items() if any(map(spec.when, places))} - llama

@@ -43,6 +43,20 @@ the rows of gate before those of up; the same with inputs as rows; or rows of ga
 
 
 @dataclass(frozen=True)
+class PredictionNames:
+    """Names in a checkpoint of the parts of its layer of multi-token prediction."""
+
+    layer: str
+    """What the names of its block begin with."""
+    norm: str
+    combine: str
+    embedding_norm: str
+    hidden_norm: str
+    norms_states: bool
+    """See `foretell.model.run.mtp.MTPLayer`."""
+
+
+@dataclass(frozen=True)
 class Kind:
     """A `model_type` of a family."""
 
@@ -107,6 +121,8 @@ class Family:
     stacked_names: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     """Names of the tensors of all experts of a layer."""
     final_norm: str = "model.norm"
+    prediction: Callable[[str, int], PredictionNames | None] = lambda kind, layers: None
+    """The layer of multi-token prediction of a `model_type` with so many layers; None: it has none."""
 
     # GGUF.
     gguf_kinds: Mapping[str, str] = field(default_factory=dict)

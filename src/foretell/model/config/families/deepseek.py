@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind
+from foretell.model.config.families.base import Family, Kind, PredictionNames
 from foretell.model.config.model import MLAConfig, MoEConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
@@ -95,6 +95,20 @@ def _attention_scale(read: Fields, rope: RopeConfig, head_dim: int) -> float:
     return scale if rope.kind == "default" else scale * (0.1 * mscale * log(max(rope.factor, 1.0)) + 1) ** 2
 
 
+def _prediction(kind: str, layers: int) -> PredictionNames | None:
+    at = f"model.layers.{layers}."
+    if kind == "deepseek_v2":
+        return None
+    return PredictionNames(
+        layer=at,
+        norm=f"{at}shared_head.norm",
+        combine=f"{at}eh_proj",
+        embedding_norm=f"{at}enorm",
+        hidden_norm=f"{at}hnorm",
+        norms_states=False,
+    )
+
+
 DEEPSEEK = Family(
     kinds={
         "deepseek_v2": Kind(
@@ -129,12 +143,14 @@ DEEPSEEK = Family(
             }
         ),
     },
+    prediction=_prediction,
     read_head_dim=_latent_head_dim,
     read_experts=_experts,
     read_further=_further,
 )
 _GLM_FLAGS = {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"}
 GLM = Family(
+    prediction=_prediction,
     kinds={
         "glm4_moe": Kind(
             defaults={

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foretell.model.config.families.base import Family, Kind, Rows, no_windows, windowed
+from foretell.model.config.families.base import Family, Kind, PredictionNames, Rows, no_windows, windowed
 from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.config.states import DeltaNetConfig, layers_of_type
 from foretell.utils.validation import Fields
@@ -133,6 +133,8 @@ def _gates(config: ModelConfig, layer: int) -> list[Rows] | None:
     return _grouped("linear_attn.in_proj_ba", c.key_heads, [c.value_heads // c.key_heads] * 2)
 
 
+_NORMS = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+_PREDICTION = PredictionNames("mtp.layers.0.", "mtp.norm", "mtp.fc", *_NORMS, norms_states=True)
 _SPARSE: Mapping[str, Any] = {
     **_HYBRID, "num_key_value_heads": 2, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
@@ -141,6 +143,7 @@ QWEN3_NEXT = Family(
     kinds={"qwen3_next": Kind(_HYBRID_SETTINGS, {**_SPARSE, "num_experts": 512}, True)},
     names=_SHARED_EXPERT,
     rows={"qkv": _projections, "mixer.gates": _gates},
+    prediction=lambda kind, layers: _PREDICTION,
     read_windows=no_windows,
     read_experts=_experts,
     read_state=_state,
@@ -153,6 +156,7 @@ QWEN3_5 = Family(
         ),
     },
     names=_SHARED_EXPERT,
+    prediction=lambda kind, layers: _PREDICTION,
     read_windows=no_windows,
     read_experts=lambda read, kind, layers: _experts(read, kind, layers) if kind == "qwen3_5_moe_text" else None,
     read_state=_state,
