@@ -380,7 +380,9 @@ class Decoder(nn.Module):
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
         return Backend(
-            *("torch", self.device.type, precision),
+            "torch",
+            self.device.type,
+            precision,
             cache_dtype=self.config.cache_dtype,
             cache_policy=page_policy(self.config),
             sparsity=self.sparsity,

@@ -203,8 +203,19 @@ class NativeDecoder:
         nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
         row_at, argmax_at = at + 40 * size, at + 40 * size + 24 * b
-        inputs = (*(at + 8 * size * i for i in range(3)), row_at, row_at + 8 * b, row_at + 16 * b)
-        pass_struct = structures.TreePass(b, n, *inputs, at + 24 * size, at + 32 * size, argmax_at)
+        pass_struct = structures.TreePass(
+            requests=b,
+            nodes=n,
+            parent=at,
+            active=at + 8 * size,
+            scored=at + 16 * size,
+            prefix_length=row_at,
+            row=row_at + 8 * b,
+            length=row_at + 16 * b,
+            hidden_index=at + 24 * size,
+            logit_index=at + 32 * size,
+            argmax=argmax_at,
+        )
         recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
@@ -216,14 +227,29 @@ class NativeDecoder:
         found, logits = stack.new_routes(len(stack.layers), tokens), torch.empty(count, width)
         # Made before the pass: after it, the code for this has left the processor's caches.
         output = ModelOutput(
-            *(logits, nodes[4], tuple(by_layer[i] for i in place), nodes[3]),
+            logits,
+            nodes[4],
+            tuple(by_layer[i] for i in place),
+            nodes[3],
             argmax=None if self.bounds_logits else work[5 * size + 3 * b :][:count],
         )
         invalid = stack.kernels.foretell_tree_pass(
-            *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
-            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
-            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
-            *(None if found is None else found.data_ptr(), torch.get_num_threads()),
+            stack.model,
+            stack.layers,
+            len(stack.layers),
+            self.head.struct,
+            width,
+            self.norm.data_ptr(),
+            pass_struct,
+            stack.cache_struct(cache),
+            recorded,
+            recorded_count,
+            states.data_ptr(),
+            normed.data_ptr(),
+            not norm_all,
+            logits.data_ptr(),
+            None if found is None else found.data_ptr(),
+            torch.get_num_threads(),
         )
         stack.check_readable(invalid)
         if invalid >= 0:
@@ -240,7 +266,10 @@ class NativeDecoder:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
         return Backend(
-            *("native", "cpu", self.precision, instructions),
+            "native",
+            "cpu",
+            self.precision,
+            instructions,
             batch_invariant=not self.config.page_budget,  # tokens of a chunk read all pages
             cache_dtype=self.config.cache_dtype,
             cache_policy=page_policy(self.config),
@@ -301,16 +330,17 @@ class NativeDecoder:
         check_tensor(roots, torch.float32, "roots", trees.struct.requests, self.config.hidden)
         memory = stack.cache_struct(cache)
         invalid = build.library().foretell_decoder_trees(
-            *(
-                stack.model,
-                stack.layers,
-                len(stack.layers),
-                self.embedding.struct,
-                self.head.struct,
-                self.norm.data_ptr(),
-            ),
-            *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(memory, torch.get_num_threads()),
+            stack.model,
+            stack.layers,
+            len(stack.layers),
+            self.embedding.struct,
+            self.head.struct,
+            self.norm.data_ptr(),
+            None if token_of is None else token_of.data_ptr(),
+            roots.data_ptr(),
+            trees.struct,
+            memory,
+            torch.get_num_threads(),
         )
         stack.check_readable(invalid)
         trees.check_result(invalid, stack.model.context)

@@ -55,8 +55,12 @@ class NativeLinear:
         check_tensor(x, torch.float32, "x", x.shape[0], self.inputs)
         y = torch.empty(x.shape[0], self.outputs)
         self._kernels.foretell_linear(
-            *(self.struct, x.data_ptr(), y.data_ptr()),
-            *(x.shape[0], self.outputs, torch.get_num_threads()),
+            self.struct,
+            x.data_ptr(),
+            y.data_ptr(),
+            x.shape[0],
+            self.outputs,
+            torch.get_num_threads(),
         )
         return y
 
@@ -92,8 +96,13 @@ class NativeLinear:
         check_k(count, self.outputs)
         probabilities, index = torch.empty(x.shape[0], count), torch.empty(x.shape[0], count, dtype=torch.int64)
         self._kernels.foretell_linear_topk_softmax(
-            *(self.struct, x.data_ptr(), probabilities.data_ptr(), index.data_ptr()),
-            *(x.shape[0], count, torch.get_num_threads()),
+            self.struct,
+            x.data_ptr(),
+            probabilities.data_ptr(),
+            index.data_ptr(),
+            x.shape[0],
+            count,
+            torch.get_num_threads(),
         )
         return probabilities, index
 
@@ -151,8 +160,13 @@ class PackedLinears:
         if bias is not None:
             self.tensors.append(pad_bias(bias))
         return structures.Weight(
-            *(words.data_ptr(), None if bias is None else self.tensors[-1].data_ptr(), weight.inputs, weight.outputs),
-            *(PANEL_KINDS.index(weight.kind), OPERANDS.index(weight.operand), None),
+            words=words.data_ptr(),
+            bias=None if bias is None else self.tensors[-1].data_ptr(),
+            inputs=weight.inputs,
+            outputs=weight.outputs,
+            kind=PANEL_KINDS.index(weight.kind),
+            operand=OPERANDS.index(weight.operand),
+            next=None,
         )
 
 
@@ -196,7 +210,9 @@ def pack_embedding(table: Tensor, scale: float) -> tuple[Tensor, structures.Embe
     table = table.detach().contiguous()
     if table.dtype not in (torch.float32, torch.bfloat16):
         table = table.float()
-    return table, structures.Embedding(table.data_ptr(), len(table), table.dtype == torch.bfloat16, scale)
+    return table, structures.Embedding(
+        table=table.data_ptr(), vocab=len(table), is_bfloat16=table.dtype == torch.bfloat16, scale=scale
+    )
 
 
 def check_tensor(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:

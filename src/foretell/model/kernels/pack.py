@@ -88,8 +88,13 @@ class Panels:
             address[here] = data.data_ptr() + rows * data.stride(0)
         row_type = next(iter(kinds)) if as_stored else "F32"
         kernels.foretell_pack_rows(
-            *(PANEL_KINDS.index(self.kind), _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0),
-            *(self.through_bfloat16, address.ctypes.data, len(order) // PANEL, self.inputs, words.data_ptr()),
+            PANEL_KINDS.index(self.kind),
+            _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0,
+            self.through_bfloat16,
+            address.ctypes.data,
+            len(order) // PANEL,
+            self.inputs,
+            words.data_ptr(),
         )
         return words.nbytes
 

@@ -79,8 +79,16 @@ class PlacedBlocks:
         sparse = next(part for part in block.structs if isinstance(part, structures.SparseMlp))
         sparse.row_words, sparse.places = file.row_words, ctypes.addressof(places)
         block.struct.down = structures.Weight(
-            *(records.data_ptr(), None, file.neurons, file.hidden, by_input_kind(file.floats)),
-            *(OPERANDS.index("float32"), None, 0.0, 0, ctypes.addressof(places)),
+            words=records.data_ptr(),
+            bias=None,
+            inputs=file.neurons,
+            outputs=file.hidden,
+            kind=by_input_kind(file.floats),
+            operand=OPERANDS.index("float32"),
+            next=None,
+            threshold=0.0,
+            stored_inputs=0,
+            places=ctypes.addressof(places),
         )
         places.kept = file, self._place, self._neuron, self.reads
         return PackedBlock((*block.structs, places), (*block.tensors, records))

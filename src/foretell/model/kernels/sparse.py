@@ -42,8 +42,15 @@ def by_input(
     packed = in_huge_pages(input_rows(matrix, precision))
     memory = [packed] if bias is None else [packed, pad_bias(bias)]
     return structures.Weight(
-        *(packed.data_ptr(), None if bias is None else memory[1].data_ptr(), inputs, outputs),
-        *(by_input_kind(precision), OPERANDS.index("float32"), None, threshold, 0),
+        words=packed.data_ptr(),
+        bias=None if bias is None else memory[1].data_ptr(),
+        inputs=inputs,
+        outputs=outputs,
+        kind=by_input_kind(precision),
+        operand=OPERANDS.index("float32"),
+        next=None,
+        threshold=threshold,
+        stored_inputs=0,
     ), memory
 
 
@@ -114,8 +121,16 @@ class SparseBlocks:
     def _choice(self, rule: Predictor, unit: int, counts: Tensor) -> PackedPart:
         """A predictor of units that are read as they are packed."""
         packed = PackedLinears.pack(_plan_predictor(rule, self._floats), self._stack.kernels)
-        made = structures.UnitChoice(
-            unit, len(rule.outputs), rule.ahead, rule.threshold, *packed.structs, counts.data_ptr()
+        predict_in, predict_out = packed.structs
+        made = structures.make(
+            structures.UnitChoice,
+            unit=unit,
+            count=len(rule.outputs),
+            ahead=rule.ahead,
+            threshold=rule.threshold,
+            predict_in=predict_in,
+            predict_out=predict_out,
+            counts=counts.data_ptr(),
         )
         return PackedPart([made, *packed.further], [*packed.tensors, counts])
 

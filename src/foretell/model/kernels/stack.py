@@ -72,12 +72,24 @@ class NativeStack:
             (config.cache_sizes_of(i), rotary[config.window_of(i) > 0], config.ffn_of(i)) for i in range(config.layers)
         ]
         self._models = {
-            shape: structures.Model(
-                *(config.hidden, config.heads, _groups(shape[0]), shape[0].head_dim, *shape[1:], context),
-                *(shape[0].kv_heads, cache_kind(precision), ACTIVATIONS.index(config.activation)),
-                *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
+            (sizes, rotary_dim, ffn): structures.make(
+                structures.Model,
+                hidden=config.hidden,
+                heads=config.heads,
+                kv_heads=_groups(sizes),
+                head_dim=sizes.head_dim,
+                rotary_dim=rotary_dim,
+                ffn=ffn,
+                context=context,
+                cache_heads=sizes.kv_heads,
+                cache_kind=cache_kind(precision),
+                activation=ACTIVATIONS.index(config.activation),
+                eps=config.norm_eps,
+                scale=config.scale,
+                softcap=config.attention_softcap,
+                residual_scale=config.residual_scale,
             )
-            for shape in shapes
+            for sizes, rotary_dim, ffn in shapes
         }
         self._shapes = shapes
         self.model = self._models[shapes[0]]
@@ -179,9 +191,17 @@ class NativeStack:
             given = attention_input if begin == first else None
             part = self._model_and_cache(begin, caches)
             invalid = self.kernels.foretell_stack(
-                *(part[0], self.layers, begin, end, out[-1].data_ptr()),
-                *(None if given is None else given.data_ptr(), layout_struct, part[1]),
-                *((c_int32 * len(recorded))(*recorded), len(recorded), states.data_ptr()),
+                part[0],
+                self.layers,
+                begin,
+                end,
+                out[-1].data_ptr(),
+                None if given is None else given.data_ptr(),
+                layout_struct,
+                part[1],
+                (c_int32 * len(recorded))(*recorded),
+                len(recorded),
+                states.data_ptr(),
                 None if found is None else found[begin - first :].data_ptr(),
                 torch.get_num_threads(),
             )
@@ -315,8 +335,19 @@ class NativeStack:
         out, routes = x.clone(), self.new_routes(1, len(x))
         model, cache = self._model_and_cache(i, caches)
         invalid = self.kernels.foretell_stack(
-            *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
-            *(None if routes is None else routes.data_ptr(), torch.get_num_threads()),
+            model,
+            layers,
+            i,
+            i + 1,
+            out.data_ptr(),
+            None,
+            layout,
+            cache,
+            None,
+            0,
+            None,
+            None if routes is None else routes.data_ptr(),
+            torch.get_num_threads(),
         )
         self.check_readable(invalid)
         if invalid >= 0:
@@ -340,7 +371,15 @@ class NativeStack:
         for column in columns:
             check_tensor(column, torch.int32, "the layout", t)
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
-        struct = structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
+        struct = structures.Layout(
+            count=t,
+            max_extra_slots=width,
+            row=layout.row.data_ptr(),
+            slot=layout.slot.data_ptr(),
+            position=layout.position.data_ptr(),
+            visible_prefix=layout.visible_prefix.data_ptr(),
+            extra_slots=layout.extra_slots.data_ptr(),
+        )
         if layout.in_pages is not None:
             check_tensor(layout.in_pages, torch.int32, "the layout", t)
             struct.in_pages = layout.in_pages.data_ptr()

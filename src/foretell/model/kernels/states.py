@@ -101,8 +101,15 @@ class NativeStateStore(StateStore):
     def _struct(self, width: int) -> structures.States:
         s = self.shape
         struct = structures.States(
-            *(s.channels, s.taps, s.heads, s.groups, s.key_dim, s.value_dim, width, self.rows),
-            self.node_inputs.shape[2],
+            channels=s.channels,
+            taps=s.taps,
+            heads=s.heads,
+            groups=s.groups,
+            key_dim=s.key_dim,
+            value_dim=s.value_dim,
+            width=width,
+            cache_rows=self.rows,
+            nodes=self.node_inputs.shape[2],
         )
         for name in ("inputs", "state", *_RECORDS):
             setattr(struct, name, getattr(self, name).data_ptr())
@@ -110,6 +117,11 @@ class NativeStateStore(StateStore):
 
     def _advance(self, row: int, side: int, nodes: Sequence[int]) -> None:
         build.library().foretell_keep_states(
-            *(self._struct(0), self.state.shape[0], row, side),
-            *((ctypes.c_int32 * len(nodes))(*nodes), len(nodes), torch.get_num_threads()),
+            self._struct(0),
+            self.state.shape[0],
+            row,
+            side,
+            (ctypes.c_int32 * len(nodes))(*nodes),
+            len(nodes),
+            torch.get_num_threads(),
         )

@@ -27,7 +27,10 @@ class TwoStageHead(NativeLinear):
         row_precision = floats(dtype)
         self._rows = in_huge_pages(row_tensor(exact, row_precision))
         self._exact = structures.ExactRows(
-            self._rows.data_ptr(), self._rows.nbytes // len(self._rows) // 4, OPERANDS.index(row_precision), count
+            rows=self._rows.data_ptr(),
+            row_words=self._rows.nbytes // len(self._rows) // 4,
+            operand=OPERANDS.index(row_precision),
+            count=count,
         )
         self._factor = self._inner.struct
         set_factor(self.struct, ctypes.addressof(self._factor))

@@ -159,7 +159,7 @@ class Family:
 
     def gguf_name(self, name: str) -> str:
         """The name in GGUF of a tensor of a block in safetensors; experts have one name without their number."""
-        return _renamed(name, GGUF_NAMES | self.gguf_names)
+        return _renamed(name, {**GGUF_NAMES, **self.gguf_names})
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
