@@ -58,7 +58,6 @@ class _Modules:
         vectors = {name: getattr(w, name) for name in VECTORS}
         if w.attention_norm is None:
             vectors["attention_norm"] = torch.empty(0)
-        make = {name: self._norm if name.endswith("_norm") else self._vector for name in vectors}
         return (DecoderBlock if w.latent is None else LatentBlock)(
             qkv=self._projection(w),
             output=_nothing(0) if w.output is None else self._linear(w.output),
@@ -71,7 +70,7 @@ class _Modules:
             scale=1.0 if w.scale is None else float(w.scale),
             attention_shortcut=_map(self._dense, w.attention_shortcut),
             mlp_shortcut=_map(self._dense, w.mlp_shortcut),
-            **{name: _map(make[name], vector) for name, vector in vectors.items()},
+            **{name: self._holder(name, vector) for name, vector in vectors.items()},
         )
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -83,6 +82,10 @@ class _Modules:
     def _unrounded(self, tensor: Tensor) -> Tensor:
         """A tensor of a router or of its gate, which is at least in float32."""
         return tensor.to(self._device, torch.promote_types(self._dtype, torch.float32))
+
+    def _holder(self, name: str, vector: Tensor | None) -> Any:
+        """The norm or the vector of this name."""
+        return _map(self._norm if name.endswith("_norm") else self._vector, vector)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
         return RMSNorm(weight.to(self._device), self._config.norm_eps)
@@ -249,8 +252,13 @@ def _of_latent(projection: LatentProjection) -> tuple[LinearWeights, LatentWeigh
         first, between, last = projection.query
     inputs = LinearWeights((*_of_linear(first).parts, *_of_linear(projection.compress).parts))
     key, value = (LinearWeights((each.detach().flatten(0, 1),)) for each in (projection.key, projection.value))
-    norm = projection.norm.weight
-    return inputs, LatentWeights(_map(_of_linear, last), _of_vector(between), norm, key, value)
+    return inputs, LatentWeights(
+        query=_map(_of_linear, last),
+        query_norm=_of_vector(between),
+        key_norm=projection.norm.weight,
+        key=key,
+        value=value,
+    )
 
 
 def of_gated(gate_up: nn.Module, down: nn.Module) -> GatedWeights:

@@ -152,6 +152,12 @@ def _hidden(at: Place) -> int:
     return at.hidden
 
 
+def _field(spec: Spec) -> Any:
+    """A field that holds this; it has to be given where every layer has it."""
+    metadata = {"spec": spec}
+    return field(metadata=metadata) if spec.when is _always else field(default=None, metadata=metadata)
+
+
 def _vector(
     name: str | Callable[[Place], str | None],
     shape: Callable[[Place], tuple[int, ...]],
@@ -160,7 +166,7 @@ def _vector(
     by_width: bool = False,
 ) -> Any:
     name_of = (lambda at: name) if isinstance(name, str) else name
-    return field(default=None, metadata={"spec": VectorSpec(name_of, shape, when, offset, by_width)})
+    return _field(VectorSpec(name_of, shape, when, offset, by_width))
 
 
 def _norm(name: str | Callable[[Place], str | None], when: Callable[[Place], bool] = _always) -> Any:
@@ -175,7 +181,7 @@ def _linear(
     narrowest: Narrowest = "blocks",
     factor: str = "",
 ) -> Any:
-    return field(default=None, metadata={"spec": LinearSpec(rows, inputs, when, bias, narrowest, factor)})
+    return _field(LinearSpec(rows, inputs, when, bias, narrowest, factor))
 
 
 def _part(
@@ -184,7 +190,7 @@ def _part(
     at: Callable[[Place], Place] = lambda at: at,
     each: bool = False,
 ) -> Any:
-    return field(default=None, metadata={"spec": PartSpec(kind, when, at, each)})
+    return _field(PartSpec(kind, when, at, each))
 
 
 @dataclass(frozen=True)
@@ -247,7 +253,7 @@ def _beside_dense(at: Place) -> bool:
     return _moe(at).beside_dense
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
     """A mixture of experts; the norms are those of experts beside a dense network."""
 
@@ -322,7 +328,7 @@ def _expanding(at: Place, value: bool) -> list[Rows]:
     return [Rows("self_attn.kv_b_proj", at.config.heads * width, chosen)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LatentWeights:
     """What latent attention has between its projections and its output. `key` and `value`, by head, expand a latent
     vector.
@@ -407,7 +413,7 @@ def _convolution(kind: str) -> Callable[[Place], str]:
     return lambda at: f"{_stem(at)}.{'conv' if isinstance(at.state, ShortConvConfig) else 'conv1d'}.{kind}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateWeights:
     """What takes the place of attention between its projections `qkv` and `output`."""
 
@@ -505,7 +511,7 @@ def _shortcut(name: str) -> Any:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockWeights:
     """The weights of one decoder block. None: the layer has none. Norms hold what normed numbers are multiplied with:
     the offset of the architecture is in them.

@@ -84,7 +84,7 @@ class _Reader:
             return torch.ones(shape)
         stored: Tensor = self._source.require(self._name(name), *shape)
         if spec.by_width:
-            return stored.float() * at.hidden**-0.5
+            stored = stored.float() * at.hidden**-0.5
         return stored.float() + self._config.norm_offset if spec.offset else stored
 
     def _linear(self, spec: LinearSpec, at: Place, path: str) -> LinearWeights:
@@ -170,7 +170,8 @@ def linear_of(spec: LinearSpec, at: Place, path: str) -> LinearPlace:
     Of matrices of low rank V reads the inputs and U gives the outputs (SVD-LLM, arXiv 2403.07378); matrices of the same
     inputs share V.
     """
-    own = family_of(at.config.architecture).rows.get(path, lambda config, layer: None)(at.config, at.layer)
+    family = family_of(at.config.architecture)
+    own = family.rows[path](at.config, at.layer) if path in family.rows else None
     rows = spec.rows(at) if own is None else own
     rank = getattr(at.config.low_rank, path.rpartition(".")[2]) if path in LOW_RANK else 0
     if rank:

@@ -69,7 +69,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
         **fixed,
         "tied": read.flag("tie_word_embeddings", default=bool(fixed.get("tied", False))),
     }
-    return checked_config(source, **values | family.read_further(read, kind, values))
+    return checked_config(source, **{**values, **family.read_further(read, kind, values)})
 
 
 def _read_mask_token(read: Fields) -> int | None:
