@@ -28,7 +28,8 @@ T* array() {
 
 Weight weight() {
   Weight w = {};
-  w.inputs = number<int32_t>(), w.outputs = number<int32_t>(), w.kind = number<int32_t>(), w.operand = number<int32_t>();
+  w.inputs = number<int32_t>(), w.outputs = number<int32_t>(), w.kind = number<int32_t>();
+  w.operand = number<int32_t>();
   w.words = array<uint32_t>();
   return w;
 }

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -446,3 +448,8 @@ def test_gguf_rotary_keys_are_read_as_llama_cpp_reads_them() -> None:
     for rest, said in (({at + "scaling.yarn_log_multiplier": 0.1}, "0: no other value"), ({at + "scaling.x": 1}, "x")):
         with pytest.raises(ValueError, match=said):
             from_gguf(gguf_meta(rest, "qwen2"))
+
+
+def test_configurations_are_read_without_torch() -> None:
+    code = "import sys; import foretell.model.config.readers.hf; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -296,13 +296,13 @@ def _sizes(at: Place) -> MLAConfig:
     return at.config.latent
 
 
-def _with_rotary(sizes: MLAConfig, before: int, blocks: int) -> torch.Tensor:
+def _with_rotary(sizes: MLAConfig, before: int, blocks: int) -> list[int]:
     """Rows of blocks of `before` and the rotary ones, these in the half-split order."""
-    order = torch.arange(sizes.rope_dim)
-    if sizes.interleaved_rope:
-        order = order.view(-1, 2).T.flatten()
-    block = torch.cat((torch.arange(before), before + order))
-    return (torch.arange(blocks)[:, None] * len(block) + block).flatten()
+    width = before + sizes.rope_dim
+    rotary = (
+        [*range(before, width, 2), *range(before + 1, width, 2)] if sizes.interleaved_rope else range(before, width)
+    )
+    return [first + i for first in range(0, blocks * width, width) for i in (*range(before), *rotary)]
 
 
 def _latent_queries(at: Place, name: str) -> Rows:
@@ -324,8 +324,9 @@ def _expanding(at: Place, value: bool) -> list[Rows]:
     sizes = _sizes(at)
     first, last = (sizes.nope_dim, sizes.nope_dim + sizes.value_dim) if value else (0, sizes.nope_dim)
     width = sizes.nope_dim + sizes.value_dim
-    chosen = (torch.arange(at.config.heads)[:, None] * width + torch.arange(first, last)).flatten()
-    return [Rows("self_attn.kv_b_proj", at.config.heads * width, chosen)]
+    rows = at.config.heads * width
+    chosen = [head + i for head in range(0, rows, width) for i in range(first, last)]
+    return [Rows("self_attn.kv_b_proj", rows, chosen)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +375,7 @@ def _state_rows(at: Place) -> list[Rows]:
     if isinstance(c, ShortConvConfig):
         return [Rows("conv.in_proj", 3 * c.channels)]
     inner, channels, whole = c.heads * c.head_dim, c.shape.channels, _mamba_rows(c)
-    return [Rows("mamba.in_proj", whole, torch.cat((torch.arange(inner, inner + channels), torch.arange(inner))))]
+    return [Rows("mamba.in_proj", whole, (*range(inner, inner + channels), *range(inner)))]
 
 
 def _mamba_rows(c: Mamba2Config) -> int:
@@ -388,7 +389,7 @@ def _gate_rows(at: Place) -> list[Rows]:
         return [Rows(f"linear_attn.in_proj_{name}", c.value_heads) for name in "ba"]
     assert isinstance(c, Mamba2Config)
     whole = _mamba_rows(c)
-    return [Rows("mamba.in_proj", whole, torch.arange(whole - c.heads, whole))]
+    return [Rows("mamba.in_proj", whole, range(whole - c.heads, whole))]
 
 
 def _has_heads(at: Place) -> bool:
@@ -462,7 +463,7 @@ def _queries(at: Place, gate: bool = False) -> Rows:
     rows = c.heads * size
     if not c.attention_gate:
         return Rows("self_attn.q_proj", rows)
-    chosen = torch.arange(2 * rows).view(-1, 2, size)[:, int(gate)].flatten()
+    chosen = [i for first in range(size * gate, 2 * rows, 2 * size) for i in range(first, first + size)]
     return Rows("self_attn.q_proj", 2 * rows, chosen)
 
 

@@ -96,11 +96,13 @@ class _Reader:
 
     def _matrix(self, rows: Rows, inputs: int) -> StoredMatrix:
         whole = self._source.matrix(self._name(f"{rows.name}.weight"), rows.outputs, inputs)
-        return whole if rows.chosen is None else whole.rows(rows.chosen)
+        return whole if rows.chosen is None else whole.rows(torch.tensor(rows.chosen))
 
     def _bias(self, rows: list[Rows]) -> Tensor:
         whole = [self._source.require(self._name(f"{each.name}.bias"), each.outputs) for each in rows]
-        return torch.cat([b if r.chosen is None else b[r.chosen] for r, b in zip(rows, whole, strict=True)])
+        return torch.cat(
+            [b if r.chosen is None else b[torch.tensor(r.chosen)] for r, b in zip(rows, whole, strict=True)]
+        )
 
     def _experts(self, at: Place) -> Iterator[GatedWeights]:
         experts, family = self._config.experts, self._family

@@ -3,12 +3,9 @@
 Names of tensors are those of Llama's checkpoints (`foretell.model.block.spec` has them) unless a family gives others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import torch
-from jaxtyping import Int
 
 from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.config.readers.values import read_head_dim
@@ -26,7 +23,7 @@ class Rows:
     """Of the matrix in its block, without `.weight`."""
     outputs: int
     """Rows that the checkpoint has."""
-    chosen: Int[torch.Tensor, " n"] | None = None
+    chosen: Sequence[int] | None = None
     """Those that are read, in this order; None: all."""
 
     def __len__(self) -> int:

@@ -109,39 +109,23 @@ def _prediction(kind: str, layers: int) -> PredictionNames | None:
     )
 
 
+_DEEPSEEK_V3: Mapping[str, Any] = {
+    "max_position_embeddings": 4096, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
+    "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True, "q_lora_rank": 1536,
+    **_HEADS,
+}  # fmt: skip
+_GLM4_MOE_LITE: Mapping[str, Any] = {
+    "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4, "norm_topk_prob": True, "q_lora_rank": 768, **_HEADS, "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}  # fmt: skip
 DEEPSEEK = Family(
     kinds={
         "deepseek_v2": Kind(
             defaults={"max_position_embeddings": 2048, "n_shared_experts": 2, "q_lora_rank": 1536, **_HEADS}
         ),
-        "deepseek_v3": Kind(
-            defaults={
-                "max_position_embeddings": 4096,
-                "n_shared_experts": 1,
-                "routed_scaling_factor": 2.5,
-                "n_group": 8,
-                "topk_group": 4,
-                "num_experts_per_tok": 8,
-                "first_k_dense_replace": 3,
-                "norm_topk_prob": True,
-                "q_lora_rank": 1536,
-                **_HEADS,
-            }
-        ),
-        "glm4_moe_lite": Kind(
-            defaults={
-                "max_position_embeddings": 202752,
-                "rms_norm_eps": 1e-5,
-                "n_shared_experts": 1,
-                "routed_scaling_factor": 1.8,
-                "num_experts_per_tok": 4,
-                "norm_topk_prob": True,
-                "q_lora_rank": 768,
-                **_HEADS,
-                "qk_nope_head_dim": 192,
-                "v_head_dim": 256,
-            }
-        ),
+        "deepseek_v3": Kind(defaults=_DEEPSEEK_V3),
+        "glm4_moe_lite": Kind(defaults=_GLM4_MOE_LITE),
     },
     prediction=_prediction,
     read_head_dim=_latent_head_dim,
@@ -149,22 +133,13 @@ DEEPSEEK = Family(
     read_further=_further,
 )
 _GLM_FLAGS = {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"}
+_GLM4_MOE: Mapping[str, Any] = {
+    "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 GLM = Family(
     prediction=_prediction,
-    kinds={
-        "glm4_moe": Kind(
-            defaults={
-                "max_position_embeddings": 131072,
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 8,
-                "first_k_dense_replace": 1,
-                "norm_topk_prob": True,
-                "partial_rotary_factor": 0.5,
-            }
-        )
-    },
+    kinds={"glm4_moe": Kind(defaults=_GLM4_MOE)},
     read_experts=_experts,
     read_further=lambda read, kind, values: {name: read.flag(key, default=False) for name, key in _GLM_FLAGS.items()},
 )

@@ -35,17 +35,15 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     }
 
 
+_GEMMA2: Mapping[str, Any] = {
+    **_DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
 GEMMA = Family(
     kinds={
         "gemma2": Kind(
             settings=_SETTINGS,
-            defaults={
-                **_DEFAULTS,
-                "vocab_size": 256000,
-                "max_position_embeddings": 8192,
-                "attn_logit_softcapping": 50.0,
-                "final_logit_softcapping": 30.0,
-            },
+            defaults=_GEMMA2,
             optional_bias=True,
         ),
         "gemma3_text": Kind(

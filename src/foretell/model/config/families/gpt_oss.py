@@ -23,29 +23,19 @@ def _activation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[s
     return {"activation": "clamped_swiglu"}
 
 
+_GPT_OSS: Mapping[str, Any] = {
+    "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0, "num_experts_per_tok": 4, "num_local_experts": 128, "sliding_window": 128,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
+    },
+    "attention_bias": True, "swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT,
+}  # fmt: skip
 GPT_OSS = Family(
     kinds={
         "gpt_oss": Kind(
             settings={"sinks": True},
-            defaults={
-                "max_position_embeddings": 131072,
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 150000.0,
-                "num_experts_per_tok": 4,
-                "num_local_experts": 128,
-                "sliding_window": 128,
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "factor": 32.0,
-                    "truncate": False,
-                    "original_max_position_embeddings": 4096,
-                },
-                "attention_bias": True,
-                "swiglu_alpha": SWIGLU_ALPHA,
-                "swiglu_limit": SWIGLU_LIMIT,
-            },
+            defaults=_GPT_OSS,
             optional_bias=True,
         )
     },

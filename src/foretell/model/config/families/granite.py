@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from foretell.model.config.families.base import Family, Kind, Rows, no_windows
 from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.config.states import Mamba2Config, check_time_step, layers_of_type
@@ -16,7 +14,7 @@ _LINEAR = "linear_attention"
 
 def _halves(ffn: int) -> list[Rows]:
     """Gate and up, which are one matrix."""
-    return [Rows(_BOTH, 2 * ffn, half) for half in torch.arange(2 * ffn).view(2, ffn)]
+    return [Rows(_BOTH, 2 * ffn, range(first, first + ffn)) for first in (0, ffn)]
 
 
 def _shared_network(config: ModelConfig, layer: int) -> list[Rows]:

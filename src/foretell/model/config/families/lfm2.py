@@ -32,17 +32,15 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     return {"tied": read.flag("tie_embedding", "tie_word_embeddings", default=True)}
 
 
+_LFM2: Mapping[str, Any] = {
+    "max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2,
+    "norm_eps": 1e-5,
+}  # fmt: skip
 LFM2 = Family(
     kinds={
         "lfm2": Kind(
             settings={"qk_norm": True, "tied": True},
-            defaults={
-                "max_position_embeddings": 128000,
-                "num_key_value_heads": 8,
-                "rope_theta": 1e6,
-                "eos_token_id": 2,
-                "norm_eps": 1e-5,
-            },
+            defaults=_LFM2,
         )
     },
     names={

@@ -1,8 +1,7 @@
 """Llama 4: attention within chunks, layers without rotary positions, experts beside a shared one."""
 
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from foretell.model.config.attention import QueryScaling
 from foretell.model.config.families.base import Family, Kind, Rows
@@ -81,20 +80,20 @@ def _half_split(config: ModelConfig, layer: int) -> list[Rows]:
     """Queries and keys, whose rotary pairs lie side by side, in the half-split order; then values."""
     size, rows = config.head_dim, []
     for name, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
-        order = torch.arange(heads * size).view(heads, size // 2, 2).transpose(1, 2).flatten()
+        order = [
+            i for first in range(0, heads * size, size) for half in (0, 1) for i in range(first + half, first + size, 2)
+        ]
         rows.append(Rows(f"self_attn.{name}", heads * size, order))
     return [*rows, Rows("self_attn.v_proj", config.kv_heads * size)]
 
 
+_LLAMA4: Mapping[str, Any] = {
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 LLAMA4 = Family(
     kinds={
         "llama4_text": Kind(
-            defaults={
-                "max_position_embeddings": 131072,
-                "rms_norm_eps": 1e-5,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
+            defaults=_LLAMA4,
             text_of="llama4",
         )
     },

@@ -1,5 +1,8 @@
 """Mixtral (arXiv 2401.04088): Mistral with experts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from foretell.model.config.families.base import Family, Kind
 from foretell.model.config.families.llama import MISTRAL
 from foretell.model.config.model import MoEConfig
@@ -12,19 +15,12 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig:
     return MoEConfig(count, active, read.integer("intermediate_size", least=1), layers=tuple(range(layers)))
 
 
+_MIXTRAL: Mapping[str, Any] = {
+    "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "num_experts_per_tok": 2, "num_experts": 8,
+}  # fmt: skip
 MIXTRAL = Family(
-    kinds={
-        "mixtral": Kind(
-            defaults={
-                "max_position_embeddings": 131072,
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1e6,
-                "num_experts_per_tok": 2,
-                "num_experts": 8,
-            }
-        )
-    },
+    kinds={"mixtral": Kind(defaults=_MIXTRAL)},
     names={
         "mlp": "block_sparse_moe",
         "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",

@@ -97,18 +97,15 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     }
 
 
+_NEMOTRON_H: Mapping[str, Any] = {
+    "max_position_embeddings": 4096, "num_key_value_heads": 8, "layer_norm_epsilon": 1e-5, "num_experts_per_tok": 2,
+    "n_routed_experts": 8, "moe_intermediate_size": 7688,
+}  # fmt: skip
 NEMOTRON = Family(
     kinds={
         "nemotron_h": Kind(
             settings={"gated": False},
-            defaults={
-                "max_position_embeddings": 4096,
-                "num_key_value_heads": 8,
-                "layer_norm_epsilon": 1e-5,
-                "num_experts_per_tok": 2,
-                "n_routed_experts": 8,
-                "moe_intermediate_size": 7688,
-            },
+            defaults=_NEMOTRON_H,
         )
     },
     names={

@@ -3,9 +3,8 @@ attention beside layers of Gated DeltaNet.
 """
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
-
-import torch
 
 from foretell.model.config.families.base import Family, Kind, PredictionNames, Rows, no_windows, windowed
 from foretell.model.config.model import ModelConfig, MoEConfig
@@ -70,28 +69,22 @@ QWEN = Family(
     gguf_kinds={"qwen2": "qwen2", "qwen3": "qwen3"},
     read_windows=_windows,
 )
+_QWEN2_MOE: Mapping[str, Any] = {
+    **_DEFAULTS, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
+_QWEN3_MOE: Mapping[str, Any] = {
+    **_DEFAULTS, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
 QWEN_MOE = Family(
     kinds={
         "qwen2_moe": Kind(
             settings={"qkv_bias": True},
-            defaults={
-                **_DEFAULTS,
-                "num_key_value_heads": 16,
-                "num_experts": 60,
-                "num_experts_per_tok": 4,
-                "moe_intermediate_size": 1408,
-                "shared_expert_intermediate_size": 5632,
-            },
+            defaults=_QWEN2_MOE,
         ),
         "qwen3_moe": Kind(
             settings={"qk_norm": True},
-            defaults={
-                **_DEFAULTS,
-                "num_key_value_heads": 4,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-            },
+            defaults=_QWEN3_MOE,
             optional_bias=True,
         ),
     },
@@ -113,8 +106,10 @@ QWEN_MOE = Family(
 
 def _grouped(name: str, key_heads: int, parts: list[int]) -> list[Rows]:
     """Parts that a checkpoint stores per key head, in the order of the parts."""
-    whole = torch.arange(key_heads * sum(parts)).view(key_heads, -1)
-    return [Rows(name, whole.numel(), torch.cat([part.flatten() for part in torch.split(whole, parts, 1)]))]
+    width, ends = sum(parts), [*accumulate(parts)]
+    places = [range(end - part, end) for part, end in zip(parts, ends, strict=True)]
+    chosen = [group * width + i for place in places for group in range(key_heads) for i in place]
+    return [Rows(name, key_heads * width, chosen)]
 
 
 def _projections(config: ModelConfig, layer: int) -> list[Rows] | None:

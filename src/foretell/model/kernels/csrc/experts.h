@@ -147,9 +147,10 @@ class ExpertPass {
     }
     if (e.shared_ffn) {
       const Weight& w = e.shared_down;
+      const float* inner = shared_inner_.get();
       const Rows prepared = rounds_each_number(w.operand)
-                                ? Rows{(const uint32_t*)shared_inner_.get(), (size_t)shared_ffn_}
-                                : operands.prepare(w.operand, shared_inner_.get(), w.inputs, shared_ffn_, nullptr, 0, team);
+                                ? Rows{(const uint32_t*)inner, (size_t)shared_ffn_}
+                                : operands.prepare(w.operand, inner, w.inputs, shared_ffn_, nullptr, 0, team);
       multiply(w, prepared, tokens_, {shared_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, following, team);
     }
     team.barrier();

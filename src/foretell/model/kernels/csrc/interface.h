@@ -232,8 +232,8 @@ struct BlockInput {  // what DFlash's layers read, and its heads beside the outp
   const float *mask, *feature_norm;  // [hidden]: what fills the slots after the anchor; the norm of the features
   int32_t slots, depth;              // slots of a block; the last `depth` of them predict a token
   Fusion fusion;
-  // The bias that a token gives to the scores of the next one: its row of `markov`, [vocab, inputs of markov_out], through
-  // `markov_out`; table null: none.
+  // The bias that a token gives to the scores of the next one: its row of `markov`, [vocab, inputs of markov_out],
+  // through `markov_out`; table null: none.
   Embedding markov;
   Weight markov_out;
   Weight confidence;  // from a slot's normed state and the token's row of `markov` to a number; words null: none

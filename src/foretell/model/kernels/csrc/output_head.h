@@ -54,8 +54,8 @@ void rescore_best(const ExactRows& exact, const Rows& x, int token, float* score
   }
 }
 
-// Scores [tokens, w.outputs] of all outputs for x, which is normed first unless `norm` is null. Then calls take(t), by one
-// thread, for every token t.
+// Scores [tokens, w.outputs] of all outputs for x, which is normed first unless `norm` is null. Then calls take(t), by
+// one thread, for every token t.
 template <class Take>
 void score_outputs(const Weight& w, const float* x, const float* norm, float eps, float* scores, int tokens,
                    int threads, const Take& take) {
