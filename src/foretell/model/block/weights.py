@@ -90,8 +90,8 @@ class _Reader:
     def _linear(self, spec: LinearSpec, at: Place, path: str) -> LinearWeights:
         layer = linear_of(spec, at, path)
         rows = layer.rows
-        factor = self._matrix(Rows(layer.factor, layer.rank), layer.inputs) if layer.rank else None
         parts = tuple(self._matrix(each, layer.rank or layer.inputs) for each in rows)
+        factor = self._matrix(Rows(layer.factor, layer.rank), layer.inputs) if layer.rank else None
         return LinearWeights(parts, self._bias(rows) if spec.bias(at) else None, factor)
 
     def _matrix(self, rows: Rows, inputs: int) -> StoredMatrix:
