@@ -54,7 +54,9 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, object]:
         """The body of Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        message = self.detail["message"] if self.param is None else f"{self.detail['param']}: {self.detail['message']}"
+        message = str(self.detail["message"])
+        if self.param is not None and not message.startswith(self.param):
+            message = f"{self.detail['param']}: {message}"
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     @property

@@ -38,9 +38,9 @@ class EventStream:
     It ends at once, and closes `events`, when the client goes away.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
         self._events = events
-        self._headers = [(k.lower().encode(), v.encode()) for k, v in {**HEADERS, **headers}.items()]
+        self._headers = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
