@@ -95,6 +95,25 @@ def no_windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ..
     return 0, ()
 
 
+def gguf_windows(read: Fields, layers: int, pattern: int, default: int = 0) -> dict[str, Any]:
+    """Sliding window and its layers in GGUF: all but every `pattern`-th; `default`: the window where none is given."""
+    window = read.integer("attention.sliding_window", default=default)
+    pattern = read.integer("attention.sliding_window_pattern", default=pattern, least=1)
+    chosen = tuple(i for i in range(layers) if (i + 1) % pattern) if window else ()
+    return {"window": window, "window_layers": chosen}
+
+
+def gguf_experts(read: Fields, layers: int) -> MoEConfig:
+    """The mixture of experts of a GGUF file: in all layers."""
+    count, dense = read.integer("expert_count", least=1), read.integer("feed_forward_length", least=1)
+    return MoEConfig(
+        count=count,
+        active=read.integer("expert_used_count", least=1, most=count),
+        ffn=read.integer("expert_feed_forward_length", default=dense, least=1),
+        layers=tuple(range(layers)),
+    )
+
+
 def _dense_ffn(read: Fields, kind: str) -> int:
     return read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1)
 
@@ -126,8 +145,8 @@ class Family:
     """The `model_type` of architectures in GGUF files."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules of a block in GGUF, by their names in safetensors, where Llama has others."""
-    gguf_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `ModelConfig` that GGUF files do not contain and `config.json` does."""
+    read_gguf: Callable[[Fields, str, Mapping[str, Any]], Mapping[str, Any]] = lambda read, kind, values: {}
+    """Further values of `ModelConfig` from the metadata of a GGUF file, or others than Llama's reader found."""
 
     # Readers of config.json.
     prepare: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda raw, source: raw

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, windowed
+from foretell.model.config.families.base import Family, Kind, gguf_windows, windowed
+from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
 _SETTINGS: Mapping[str, Any] = {"norm_offset": 1.0, "post_norms": True, "activation": "gelu_tanh", "tied": True}
@@ -35,6 +36,27 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     }
 
 
+_LAYERS_27B = {"gemma2": 46, "gemma3_text": 62}
+"""Number of layers of the models of 27B, by which llama.cpp recognises them; only their attention scale is
+(hidden / heads) ** -0.5.
+"""
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """GGUF files hold the weights of norms with the offset added."""
+    hidden, layers, second = values["hidden"], values["layers"], kind == "gemma2"
+    return {
+        **gguf_windows(read, layers, 2 if second else 6, 4096 if second else 0),
+        "local_rope": None if second else RopeConfig(theta=read.positive("rope.freq_base_swa", default=10000.0)),
+        "attention_scale": (hidden // values["heads"]) ** -0.5 if layers == _LAYERS_27B[kind] else None,
+        "attention_softcap": read.number("attn_logit_softcapping", default=50.0 * second, least=0),
+        "logit_softcap": read.number("final_logit_softcapping", default=30.0 * second, least=0),
+        "embedding_scale": hidden**0.5,
+        "norm_offset": 0.0,
+        "tied": True,
+    }
+
+
 _GEMMA2: Mapping[str, Any] = {
     **_DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -55,6 +77,7 @@ GEMMA = Family(
         ),
     },
     gguf_kinds={"gemma2": "gemma2", "gemma3": "gemma3_text"},
+    read_gguf=_read_gguf,
     gguf_names={
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",

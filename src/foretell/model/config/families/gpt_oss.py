@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, windowed
+from foretell.model.config.families.base import Family, Kind, gguf_experts, gguf_windows, windowed
 from foretell.model.config.families.mixtral import MIXTRAL
 from foretell.model.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, MoEConfig
+from foretell.model.config.readers.values import GGUF_EOS, eos_token_ids
 from foretell.utils.validation import Fields
 
 
@@ -21,6 +22,24 @@ def _activation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[s
         if read.number(name) != known:
             raise read.wrong(name, f"{known}: no other value is supported", read.raw[name])
     return {"activation": "clamped_swiglu"}
+
+
+_ENDS = ("<|return|>", "<|call|>")
+"""Tokens that end an answer; `<|end|>` ends only one of its messages."""
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    tokens, layers = read.raw.get("tokenizer.ggml.tokens") or (), values["layers"]
+    ends = (i for i, token in enumerate(tokens) if token in _ENDS)
+    return {
+        **gguf_windows(read, layers, 2),
+        "qkv_bias": True,
+        "output_bias": True,
+        "activation": "clamped_swiglu",
+        "rope": replace(values["rope"], truncate=False),
+        "experts": replace(gguf_experts(read, layers), router_bias=True, bias=True),
+        "eos": tuple(dict.fromkeys((*eos_token_ids(read, *GGUF_EOS), *ends))),
+    }
 
 
 _GPT_OSS: Mapping[str, Any] = {
@@ -47,7 +66,7 @@ GPT_OSS = Family(
         "post_attention_layernorm": "post_attention_norm",
         "self_attn.sinks": "attn_sinks.weight",
     },
-    gguf_settings={"qkv_bias": True, "output_bias": True, "activation": "clamped_swiglu"},
+    read_gguf=_read_gguf,
     read_windows=lambda read, kind, layers: windowed(read, layers, lambda: tuple(range(0, layers, 2))),
     read_experts=_experts,
     read_further=_activation,

@@ -11,9 +11,17 @@ def _mlp_bias(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str
     return {"mlp_bias": read.flag("mlp_bias", default=False)}
 
 
+def _whole_rotation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    size = values["head_dim"]
+    if read.integer("rope.dimension_count", default=size) != size:
+        raise read.wrong("rope.dimension_count", f"{size}, all of a head", read.raw["rope.dimension_count"])
+    return {}
+
+
 LLAMA = Family(
     kinds={"llama": Kind(defaults={"max_position_embeddings": 2048}, optional_bias=True)},
     gguf_kinds={"llama": "llama"},
+    read_gguf=_whole_rotation,
     read_windows=no_windows,
     read_further=_mlp_bias,
 )

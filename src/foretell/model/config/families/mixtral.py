@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind
+from foretell.model.config.families.base import Family, Kind, gguf_experts
 from foretell.model.config.families.llama import MISTRAL
 from foretell.model.config.model import MoEConfig
 from foretell.utils.validation import Fields
@@ -33,6 +33,7 @@ MIXTRAL = Family(
         "block_sparse_moe.experts.{}.w3": "ffn_up_exps",
         "block_sparse_moe.experts.{}.w2": "ffn_down_exps",
     },
+    read_gguf=lambda read, kind, values: {"experts": gguf_experts(read, values["layers"])},
     read_windows=MISTRAL.read_windows,
     read_experts=_experts,
 )

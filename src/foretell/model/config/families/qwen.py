@@ -3,10 +3,11 @@ attention beside layers of Gated DeltaNet.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, PredictionNames, Rows, no_windows, windowed
+from foretell.model.config.families.base import Family, Kind, PredictionNames, Rows, gguf_experts, no_windows, windowed
 from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.config.states import DeltaNetConfig, layers_of_type
 from foretell.utils.validation import Fields
@@ -69,6 +70,18 @@ QWEN = Family(
     gguf_kinds={"qwen2": "qwen2", "qwen3": "qwen3"},
     read_windows=_windows,
 )
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    experts = gguf_experts(read, values["layers"])
+    if kind == "qwen2_moe":
+        narrow, shared = values["ffn"] // experts.active, "expert_shared_feed_forward_length"
+        width = read.integer(shared, default=values["ffn"])
+        ffn = read.integer("expert_feed_forward_length", default=narrow, least=1)
+        experts = replace(experts, ffn=ffn, shared_ffn=width, shared_gate=width > 0, renormalize=False)
+    return {"experts": experts}
+
+
 _QWEN2_MOE: Mapping[str, Any] = {
     **_DEFAULTS, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
@@ -90,6 +103,7 @@ QWEN_MOE = Family(
     },
     names=_SHARED_EXPERT,
     gguf_kinds={"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"},
+    read_gguf=_read_gguf,
     gguf_names={
         "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
         "mlp.shared_expert.up_proj": "ffn_up_shexp",
