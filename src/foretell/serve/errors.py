@@ -17,6 +17,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client went away; nobody reads it."""
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
 
 _ANTHROPIC_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -58,6 +59,12 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     @property
+    def ollama_body(self) -> dict[str, object]:
+        """The body of Ollama's API."""
+        message, param = str(self.detail["message"]), self.detail["param"]
+        return {"error": message if param is None or message.startswith(str(param)) else f"{param}: {message}"}
+
+    @property
     def detail(self) -> dict[str, object]:
         """The error object of OpenAI's API."""
         fallback = "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
@@ -72,6 +79,7 @@ class ApiError(Exception):
     def response(self, path: str = "") -> Response:
         """The HTTP response, in the shape of the API that the path belongs to."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
+        body = self.ollama_body if path.startswith(OLLAMA_PATH) else body
         return Response(to_json(body), self.status, dict(self.headers), "application/json")
 
 
