@@ -102,6 +102,11 @@ def wide_target(seed: int = 0, layers: int = 2) -> Decoder:
     return tiny_decoder(replace(TINY, hidden=64, head_dim=16, vocab=VOCAB, layers=layers), seed, torch.float32)
 
 
+def draft_tokens(vocab: int = VOCAB) -> list[int]:
+    """Three quarters of a vocabulary: what the speculators of these tests may draft."""
+    return sorted(list(dict.fromkeys(random_tokens(10 * vocab, vocab, seed=3)))[: 3 * vocab // 4])
+
+
 @cache
 def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int = 256) -> Path:
     """Directory of a speculator with random weights for the tiny target, or the wide one, over three quarters of the
@@ -111,8 +116,7 @@ def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int =
     """
     config_type, network_type = NETWORKS[kind]
     context_of_target = BuildContext(vocab, wide_target() if wide else target(vocab))
-    kept = random_tokens(10 * vocab, vocab, seed=3)
-    tokens = torch.tensor(sorted(list(dict.fromkeys(kept))[: 3 * vocab // 4]))
+    tokens = torch.tensor(draft_tokens(vocab))
     sizes = dict(SPECULATORS[kind])
     if "context" in sizes:
         sizes |= {"context": context} | ({"head_dim": 16} if wide else {})
@@ -435,6 +439,42 @@ class Phrases:
     def is_final(self, state: int) -> bool:
         """After eleven tokens."""
         return state == 11
+
+
+class Choice:
+    """A constraint to one of some texts. `final`: a text is complete where no longer one begins with it; else nothing
+    may follow it, and nothing says so.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], eos: Sequence[int], final: bool = True) -> None:
+        self._texts, self._eos, self._final = {tuple(t) for t in texts}, eos, final
+
+    def start(self) -> tuple[int, ...]:
+        """No token."""
+        return ()
+
+    def _following(self, state: tuple[int, ...]) -> set[int]:
+        return {t[len(state)] for t in self._texts if len(t) > len(state) and t[: len(state)] == state}
+
+    def _allowed(self, state: tuple[int, ...]) -> set[int]:
+        return self._following(state) | (set(self._eos) if self._final and state in self._texts else set())
+
+    def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+        """One token more."""
+        return (*state, token) if token in self._allowed(state) else None
+
+    def mask(self, state: tuple[int, ...]) -> np.ndarray:
+        """The allowed tokens."""
+        return np.packbits([token in self._allowed(state) for token in range(VOCAB)], bitorder="little")
+
+    def forced(self, state: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The rest of the text, if there is one alone."""
+        rest = [t[len(state) :] for t in self._texts if len(t) > len(state) and t[: len(state)] == state]
+        return (rest[0],) if len(rest) == 1 else ()
+
+    def is_final(self, state: tuple[int, ...]) -> bool:
+        """At the end of a text."""
+        return self._final and state in self._texts and not self._following(state)
 
 
 def naive(network: Decoder, request: Request) -> list[int]:

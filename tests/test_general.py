@@ -20,10 +20,12 @@ from foretell.model.run.runner import Runner
 from helpers import (
     VARIANTS,
     VOCAB,
+    Choice,
     Phrases,
     Variant,
     all_logits,
     chain_tree,
+    draft_tokens,
     engine_for,
     exact_distribution,
     generate,
@@ -67,6 +69,17 @@ PARAMETERS: dict[str, dict[str, float]] = {
 }
 
 
+def forbidden_ends(end: int) -> dict[str, dict[str, Any]]:
+    """What forbids the end-of-sequence token of an answer that its constraint has completed."""
+    return {
+        "nothing": {},
+        "min_tokens": {"min_tokens": 14},
+        "bias": {"logit_bias": {end: -float("inf")}},
+        "bad words": {"bad_words": ((end,),)},
+        "allowed tokens": {"allowed_token_ids": tuple(t for t in range(VOCAB) if t != end)},
+    }
+
+
 def requests_of(temperature: float, eos: tuple[int, ...] = ()) -> list[Request]:
     return [
         Request(
@@ -82,6 +95,7 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
     prompt = PROMPTS[3]
     plain = Request(prompt, SamplingParams(temperature=temperature, seed=7), max_new_tokens=14)
     start = naive(target(), plain)
+    end = min({*range(VOCAB)} - {*start[:5], 7, 9})
     requests = (
         {
             name: replace(plain, sampling_params=replace(plain.sampling_params, **values))  # type: ignore[arg-type]
@@ -90,6 +104,10 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
         | {
             "bias": replace(
                 plain, sampling_params=replace(plain.sampling_params, logit_bias={start[0]: -float("inf"), 5: 3.0})
+            ),
+            "drafts forbidden": replace(
+                plain,
+                sampling_params=replace(plain.sampling_params, logit_bias=dict.fromkeys(draft_tokens(), -float("inf"))),
             ),
             "bad words": replace(
                 plain,
@@ -116,6 +134,18 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
                 sampling_params=replace(
                     plain.sampling_params, bad_words=((12, 4), (12, 6)), repetition_penalty=1.3, min_p=0.01, top_k=3
                 ),
+            ),
+            **{
+                f"complete, no end by {name}": replace(
+                    plain,
+                    constraint=Choice((start[:5], start[:3], (start[0], 7, 9)), (end,)),
+                    eos=(end,),
+                    sampling_params=replace(plain.sampling_params, **values),
+                )
+                for name, values in forbidden_ends(end).items()
+            },
+            "stop where nothing may follow": replace(
+                plain, constraint=Choice((start[:5],), (end,), final=False), stop=(letters(start[:5]),)
             ),
             "stop": replace(plain, stop=("zzz", "".join(chr(ord("a") + t) for t in start[4:6]))),
             "eos": replace(plain, eos=(start[6],)),
@@ -339,3 +369,34 @@ def test_sampled_drafts_and_lossy_rules_never_break_the_rules(variant: Variant) 
 )
 def test_every_sampling_parameter_keeps_the_distribution(variant: Variant, sampling: SamplingParams) -> None:
     assert fit(variant, sampling, 1000) > 1e-3
+
+
+TEXTS = ((0, 1), (0, 2, 1), (2, 2), (2, 1, 1, 0), (1, 1, 1), (1, 0))
+"""The texts of a choice over the small vocabulary; token 3 ends an answer."""
+
+
+@every_rejecting
+def test_a_choice_whose_end_is_forbidden_keeps_its_distribution(variant: Variant) -> None:
+    """Drafts reach the ends of answers, where no token may follow: the law is that of the texts, by enumeration."""
+    sampling = replace(FLAT, min_tokens=9)
+    choice = Choice(TEXTS, (3,))
+    request = Request(START, sampling, 9, eos=(3,), constraint=choice)
+    with unchecked():
+        answers = generate(
+            variant.make(SMALL),
+            [replace(request, sampling_params=replace(sampling, seed=i)) for i in range(800)],
+            rows=512, chunk=1 << 14, vocab=SMALL,
+        )  # fmt: skip
+
+    def chance(text: tuple[int, ...]) -> float:
+        product = 1.0
+        for i, token in enumerate(text):
+            logits = all_logits(target(SMALL), [*START, *text[:i]])[-1].astype(np.float64)
+            logits[[not may_follow(request, [*text[:i], each]) for each in range(SMALL)]] = -np.inf
+            p = np.exp((logits - logits.max()) / sampling.temperature)
+            product *= p[token] / p.sum()
+        return float(product)
+
+    counts = np.bincount([TEXTS.index(tuple(answer)) for answer in answers], minlength=len(TEXTS))
+    chances = np.array([chance(text) for text in TEXTS])
+    assert chances.sum() == pytest.approx(1) and p_value(counts, chances) > 1e-3

@@ -97,9 +97,9 @@ def test_states_are_those_of_the_embeddings_after_the_sequence_alone(groups: int
     while engine.busy and checked < 30:
         for update in engine.step():
             texts[update.request] += update.tokens
-        rows = {r.number: r.row for r in engine._scheduler.running}
-        for number, row in rows.items():
-            length, states = guesser._root_states.get(row, (0, torch.zeros(0)))
+        running = {r.number: r.sequence for r in engine._scheduler.running}
+        for number, sequence in running.items():
+            length, states = guesser._root_states.get(sequence, (0, torch.zeros(0)))
             if len(states):
                 text = texts[number]
                 assert length == len(text)

@@ -15,7 +15,6 @@ from foretell.engine.controller import Controller, StepLoad
 from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, BoundMethod, Method
-from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.request import Completion, Request
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, PassCost, RootOnly, Trie
@@ -248,36 +247,3 @@ def test_a_prediction_is_found_again_after_a_difference() -> None:
 def test_bad_predictions_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine(PLAIN, None).submit(replace(REQUESTS[0], **change))  # type: ignore[arg-type]
-
-
-def test_chunks_of_prompts_leave_the_time_between_tokens() -> None:
-    chunks = PromptChunks(512, target=0.050)
-    assert chunks.size(decoding=False) == 512 and chunks.size(decoding=True) == 16
-    chunks.update(500, False, 1.0)
-    for _ in range(5):
-        chunks.update(0, True, 0.010)
-    assert chunks.size(decoding=True) == 20
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        size = chunks.size(decoding=True)
-        chunks.update(size, True, (0.010 + 0.0005 * size) * rng.normal(1, 0.05))
-    assert abs(chunks.size(decoding=True) - 80) < 12
-    assert PromptChunks(512).size(decoding=True) == 512
-    with pytest.raises(ValueError, match="must be above 0 seconds"):
-        PromptChunks(512, target=0)
-
-
-def test_a_long_prompt_is_read_in_chunks_that_fit_the_target() -> None:
-    short, long = Request([1, 2], max_new_tokens=40), Request(random_tokens(150, seed=2), max_new_tokens=2)
-    run = Engine(DecoderRunner(target()), PLAIN, rows=2, chunk=128, clock=Clock(), itl_target=0.006)
-    first = run.submit(short)
-    run.step()
-    run.submit(long)
-    sizes, before = list[int](), 0
-    with unchecked():
-        while run.busy and first in run.statistics:
-            run.step()
-            read = run.prompt_progress[0]
-            sizes.append(read - before)
-            before = read
-    assert 0 < max(sizes) <= 32

@@ -176,30 +176,6 @@ def test_a_pass_that_fails_ends_the_request_that_makes_it_fail() -> None:
     assert describe_error(found[1].error or ValueError()) == "RuntimeError: no memory"
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_proposing_again_after_a_failure_changes_no_answer(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed pass, every request drafts and is verified again by itself."""
-    runner = DecoderRunner(target())
-    real, calls = runner.forward, [0]
-
-    def flaky(*given, **more):  # type: ignore[no-untyped-def]
-        calls[0] += 1
-        if calls[0] % 5 == 3:
-            raise MemoryError
-        return real(*given, **more)
-
-    requests = [replace(r, max_new_tokens=12) for r in unequal(1.0)]
-    expected = tokens(engine_for(variant.make(VOCAB)).complete(requests))
-    monkeypatch.setattr(runner, "forward", flaky)
-    with unchecked():
-        found = Engine(runner, variant.make(VOCAB), rows=3, chunk=16).complete(requests, raise_errors=False)
-    assert calls[0] > 10
-    for completion, wanted in zip(found, expected, strict=True):
-        # A request that ran alone when the pass failed again ends with an error.
-        assert list(completion.tokens) == wanted[: len(completion.tokens)]
-        assert completion.finish_reason == "error" or len(completion.tokens) == 12
-
-
 def test_a_detokenizer_that_fails_ends_its_own_request() -> None:
     class Broken(Detokenizer):
         def push(self, new):  # type: ignore[no-untyped-def]

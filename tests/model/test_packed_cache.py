@@ -265,20 +265,36 @@ def test_interrupted_work_is_removed(weights: FileWeights) -> None:
     folder.mkdir()
     old, names = (
         time.time() - 7200,
-        ("tmp1x", "tmp-999999999-x", f"tmp-{os.getpid()}-x", "new", "tmp-999999999-new"),
+        ("tmp-999999999-old12345.tmp", "tmp1x", f"tmp-{os.getpid()}-old12345.tmp", "tmp-999999999-new12345.tmp"),
     )
     for name in names:
         (folder / name).mkdir() if name == "tmp1x" else (folder / name).write_bytes(b"")
         if "new" not in name:
             os.utime(folder / name, (old, old))
     load(weights)
-    assert {path.name for path in folder.iterdir()} - set(names[2:]) == {cached_file().name}
+    assert {path.name for path in folder.iterdir()} == {*names[1:], cached_file().name}
+
+
+def test_files_of_others_are_not_of_the_cache(weights: FileWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither listed, nor cleared, nor removed where room is needed."""
+    folder = cache_folder()
+    folder.mkdir()
+    for name in ("thesis.packed", "thesis-0123.packed"):
+        (folder / name).write_bytes(b"precious")
+    load(weights)
+    (entry,) = cache_entries()
+    assert entry.model.endswith("model.gguf")
+    monkeypatch.setenv("FORETELL_CACHE_LIMIT", str(entry.bytes + 1000))
+    load(weights, "float32")
+    run_foretell("cache", "clear", "model")
+    assert {path.name for path in folder.iterdir()} == {"thesis.packed", "thesis-0123.packed"}
 
 
 def test_the_command_lists_and_clears(weights: FileWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "foretell").mkdir()
-    (tmp_path / "foretell" / "kernels-0.so").write_bytes(b"12")
+    (tmp_path / "foretell" / f"kernels-{'0a' * 10}.so").write_bytes(b"12")
+    (tmp_path / "foretell" / "kernels-mine.so").write_bytes(b"precious")
     assert json.loads(run_foretell("cache", "clear", "kernels", "--json").stdout)["bytes"] == 2
     assert "0 files" in run_foretell("cache").stdout
     load(weights), load(weights, "float32")

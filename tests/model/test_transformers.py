@@ -20,6 +20,7 @@ from foretell.draft import DraftModel, TokenRecycling
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
+from foretell.model.load import transformers_masks
 from foretell.model.load.transformers import HFRunner, load_hf
 from foretell.shape import BranchingTree, Chain, DynamicTree, Trie
 from foretell.testing import letter_codec
@@ -173,6 +174,63 @@ def test_a_model_that_cannot_read_trees_is_refused(kind: str) -> None:
     config = getattr(transformers, kind)(vocab_size=VOCAB, hidden_size=16, n_head=2, n_layer=1, num_hidden_layers=1)
     with pytest.raises(ValueError, match="cannot read token trees"):
         HFRunner(transformers.AutoModelForCausalLM.from_config(config))
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+WINDOWS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "one window": ("Phi3Config", {"sliding_window": 5}),
+    "one window, too": ("Starcoder2Config", {"sliding_window": 5}),
+    "experts": ("MixtralConfig", {"sliding_window": 5, "num_local_experts": 4}),
+    "switched off": ("Qwen2Config", {"use_sliding_window": False, "sliding_window": 5}),
+    "of some layers": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "a pattern": ("Gemma3TextConfig", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "types": ("Olmo3Config", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "chunks": ("Llama4TextConfig", {"attention_chunk_size": 5, "num_local_experts": 2, "intermediate_size_mlp": 48}),
+    "another name": ("ModernBertDecoderConfig", {"local_attention": 10, "global_attn_every_n_layers": 2}),
+    "none": ("Phi3Config", {"sliding_window": None}),
+}
+
+
+def windowed(kind: str, values: Mapping[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**{**SIZES, **ENDS, "cls_token_id": 0, "sep_token_id": 0, **values})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return (model if kind == "MixtralConfig" else model.double()).eval()
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
+    """However the configuration says them; beyond the window, in chunks, and in trees."""
+    model, text = windowed(*WINDOWS[name]), random_tokens(30, VOCAB)
+    runner, logits = HFRunner(model), list[torch.Tensor]()
+    for begin, end in ((0, 11), (11, 12), (12, 30)):
+        logits.append(runner.forward([3], chain_tree(text[begin:end])).logits)
+        runner.commit(3, range(end - begin))
+    torch.testing.assert_close(torch.cat(logits).double(), oracle_logits(model, text).double(), rtol=0, atol=1e-4)
+    tokens, parents = random_tokens(9, VOCAB, seed=2), [-1, 0, 0, 1, 1, 2, 5, 6, 7]
+    found = runner.forward([3], tree_from_lists([tokens], [parents])).logits
+    tree = tree_from_lists([tokens], [parents])
+    for node in range(9):
+        path = [*text, *(tokens[i] for i in tree.ancestors(0, node))]
+        torch.testing.assert_close(found[node].double(), oracle_logits(model, path)[-1].double(), rtol=0, atol=1e-4)
+    model.float().save_pretrained(tmp_path)
+    load_hf(tmp_path, torch.float32, torch.device("cpu"))
+
+
+def test_windows_that_no_mask_tells_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = {"attention_types": [[["global", "local"], 2]], "window_size": 5, "num_layers": 4, "num_heads": 4}
+    with pytest.raises(ValueError, match="local attention counts places of the cache"):
+        HFRunner(windowed("GPTNeoConfig", local))
+    windowed("Phi3Config", {"sliding_window": 5}).float().save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers_masks, "_made_kinds", lambda model: frozenset(("full_attention",)))
+    with pytest.raises(ValueError, match=r"see parts of the text \(sliding_window\) that its masks do not tell"):
+        load_hf(tmp_path, torch.float32, torch.device("cpu"))
 
 
 def test_the_output_before_the_final_norm_is_refused() -> None:

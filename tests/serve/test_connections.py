@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import logging
 import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -232,6 +234,71 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n" * 20 + b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n")
         assert read_until(connection, b'"version"').count(b'{"status":"ok"}') == 20
+
+
+BEHIND = {
+    "nothing": b"",
+    "a request": b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n",
+    "many requests": b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n" * 5000,
+    "a large body": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 300000\r\n\r\n" + b" " * 300_000,
+    "half a head": b"GET /live HTTP/1.1\r\nHo",
+    "half a body": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 300000\r\n\r\n" + b" " * 200_000,
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_lost_connection_ends_all_its_requests(
+    paced: Server, stream: bool, behind: str, reset: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever waits behind the one that is answered, and though a whole answer writes nothing until its end."""
+    connection = paced.start({"max_tokens": 400, "stream": stream, "ignore_eos": True})
+    wait_for(lambda: paced.engine.busy)
+    connection.sendall(BEHIND[behind])
+    time.sleep(0.1)
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    before = paced.engine.steps
+    paced.wait_until_idle()
+    assert paced.engine.steps - before < 100
+    wait_for(lambda: not paced.uvicorn.server_state.connections and not paced.uvicorn.server_state.tasks)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_closes_its_side_gets_all_its_answers(paced: Server, stream: bool) -> None:
+    """As Node's servers and Go's answer it; HTTP allows it (RFC 9112, 9.6)."""
+    with paced.start({"max_tokens": 30, "stream": stream, "ignore_eos": True}) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        got = b""
+        while new := connection.recv(1 << 16):
+            got += new
+    assert (b"[DONE]" if stream else b'"finish_reason":"length"') in got
+    assert got.rstrip().endswith(b"}") and b'"version"' in got and b"connection: close" in got
+    if not stream:
+        assert got.startswith(b"HTTP/1.1 100 ")
+
+
+def test_a_client_that_closes_its_side_and_then_leaves_is_noticed(paced: Server) -> None:
+    connection = paced.start({"max_tokens": 400, "ignore_eos": True})
+    wait_for(lambda: paced.engine.busy)
+    connection.shutdown(socket.SHUT_WR)
+    assert b" 100 " in read_until(connection, b"\r\n\r\n")
+    connection.close()
+    before = paced.engine.steps
+    paced.wait_until_idle()
+    assert paced.engine.steps - before < 100 and paced.chat().status_code == 200
+
+
+@pytest.fixture(scope="module")
+def paced() -> Iterator[Server]:
+    """Its answers of 400 tokens take eight seconds."""
+    with running_server(method="ngram") as found:
+        found.engine.delay = 0.02
+        yield found
 
 
 def test_a_client_that_speaks_first_and_leaves_costs_nothing(server: Server) -> None:

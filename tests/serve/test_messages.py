@@ -108,6 +108,7 @@ def test_an_answer_by_a_schema(client: Any) -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]}, "source"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"stop_sequences": [""]}, "stop_sequences"),
@@ -119,6 +120,47 @@ def test_bad_messages_are_named(server: Server, fields: dict[str, Any], words: s
     body = response.json()
     assert response.status_code == 400 and body["type"] == "error", body
     assert body["error"]["type"] == "invalid_request_error" and words in body["error"]["message"]
+
+
+DOCUMENT: Any = {"type": "document", "title": "Notes", "context": "of May"}
+PLAIN: Any = DOCUMENT | {"source": {"type": "text", "media_type": "text/plain", "data": "It rained."}}
+PARTS: Any = DOCUMENT | {"source": {"type": "content", "content": [{"type": "text", "text": "It rained."}]}}
+
+
+@pytest.mark.parametrize("document", [PLAIN, PARTS])
+def test_documents_of_plain_text_are_text(client: Any, document: Any) -> None:
+    """Also in the result of a tool."""
+    text = {"type": "text", "text": "Notes\nof May\nIt rained."}
+    for given in (
+        lambda block: [{"role": "user", "content": [block, {"type": "text", "text": "and?"}]}],
+        lambda block: [*HISTORY[:2], {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [block]}
+        ]}],
+    ):  # fmt: skip
+        options = {"model": NAME, "max_tokens": 8, **GREEDY}
+        found, expected = (client.messages.create(messages=given(b), **options) for b in (document, text))
+        assert found.content[0].text == expected.content[0].text
+        assert found.usage.input_tokens + found.usage.cache_read_input_tokens == (
+            expected.usage.input_tokens + expected.usage.cache_read_input_tokens
+        )
+
+
+def test_max_tokens_beyond_the_context_are_cut(server: Server) -> None:
+    response = server.post("/v1/messages", {"max_tokens": 32000, "messages": QUESTION})
+    assert response.status_code == 200 and "32000 new tokens were asked for" in response.headers["x-foretell-warning"]
+
+
+def test_unknown_paths_have_anthropic_s_shape_and_places_are_named_once(server: Server) -> None:
+    for response in (server.http.get("/v1/messages/batches"), server.http.get("/v1/messages")):
+        body = response.json()
+        assert body["type"] == "error" and response.status_code in (404, 405)
+        assert body["error"]["type"] == {404: "not_found_error", 405: "invalid_request_error"}[response.status_code]
+    for fields, name in (({}, "max_tokens"), ({"max_tokens": 5, "stop_sequences": 3}, "stop_sequences")):
+        message = server.post("/v1/messages", {"messages": QUESTION} | fields).json()["error"]["message"]
+        assert message.startswith(f"{name}: ") and message.count(name) == 1
+    body = {"messages": QUESTION, "max_tokens": 5, "stop_sequences": ["x"] * 99}
+    message = server.post("/v1/messages", body).json()["error"]["message"]
+    assert message.startswith("stop_sequences takes at most")
 
 
 def test_errors_have_anthropic_s_shape(server: Server, client: Any) -> None:

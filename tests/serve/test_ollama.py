@@ -43,7 +43,7 @@ def client_of(server: Server, key: str = KEY) -> ollama.Client:
 def text_of(server: Server, path: str = "/v1/chat/completions", **fields: Any) -> str:
     """What OpenAI's API answers."""
     (choice,) = server.post(path, {"max_tokens": 12, "temperature": 0} | fields).json()["choices"]
-    return choice["text"] if "text" in choice else choice["message"]["content"]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 SETTINGS_OF_BOTH: Any = [
@@ -257,7 +257,7 @@ REFUSED: Any = [
     ("/api/chat", {"options": {"top_k": 1.5}}, "options.top_k must be a whole number"),
     ("/api/chat", {"options": {"repeat_penalty": 0}}, "options.repeat_penalty must be above 0"),
     ("/api/chat", {"options": {"num_predict": "x"}}, "options.num_predict"),
-    ("/api/chat", {"options": {"stop": ["a"] * 20}}, "options.stop: stop takes at most 16 strings"),
+    ("/api/chat", {"options": {"stop": ["a"] * 20}}, "options.stop takes at most 16 strings"),
     ("/api/chat", {"options": {"n": 2}}, "options.n"),
     ("/api/chat", {"format": "xml"}, "format: "),
     ("/api/chat", {"format": {"not": {}}}, "format: "),
@@ -286,7 +286,7 @@ def test_bad_requests_are_named(server: Server, path: str, fields: Any, words: s
 
 
 def test_what_is_not_offered_is_refused_in_ollama_s_form(server: Server, client: Any) -> None:
-    for call in (
+    calls: Any = (
         lambda: client.pull("x"),
         lambda: client.push("x"),
         lambda: client.create("x", from_="y"),
@@ -294,7 +294,8 @@ def test_what_is_not_offered_is_refused_in_ollama_s_form(server: Server, client:
         lambda: client.delete("x"),
         lambda: client.embed(NAME, "x"),
         lambda: client.embeddings(NAME, "x"),
-    ):
+    )
+    for call in calls:
         with pytest.raises(ollama.ResponseError, match="is not offered: this server") as error:
             call()
         assert error.value.status_code == 501
@@ -310,6 +311,9 @@ def test_unknown_fields_are_named(server: Server) -> None:
     answer = server.post("/api/generate", {"prompt": "x", "options": options, "odd": 1, "stream": False})
     warning = answer.headers["X-Foretell-Warning"]
     assert all(name in warning for name in ("odd", "options.mirostat", "options.num_ctx"))
+    fields: Any = {"messages": [QUESTION[0] | {"mood": "good"}], "options": {"num_predict": 10**6}, "stream": False}
+    warning = server.post("/api/chat", fields).headers["X-Foretell-Warning"]
+    assert "messages.mood" in warning and "1000000 new tokens were asked for" in warning
 
 
 def test_keys_hosts_and_origins(server: Server) -> None:
@@ -323,8 +327,8 @@ def test_keys_hosts_and_origins(server: Server) -> None:
 def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
     server.engine.delay = SLOW / 4
     try:
-        client = client_of(server)
-        pieces = client.chat(NAME, QUESTION, options={"temperature": 0, "num_predict": 1000}, stream=True)
+        client: Any = client_of(server)
+        pieces: Any = client.chat(NAME, QUESTION, options={"temperature": 0, "num_predict": 1000}, stream=True)
         assert next(pieces).message.content
         pieces.close()
         client.close()

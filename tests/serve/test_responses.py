@@ -87,7 +87,22 @@ def test_the_form_of_a_response(client: Any) -> None:
         ({"input": []}, "input"),
         ({"input": "a" * 3000}, "input"),
         ({"input": "a", "previous_response_id": "x"}, "previous_response_id"),
-        ({"input": "a", "max_output_tokens": 5000}, "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "prompt": {"id": "p"}}, "prompt"),
+        ({"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        (
+            {
+                "input": "a",
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "other"}],
+                },
+            },
+            "tool_choice",
+        ),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "all"}}, "tool_choice"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
@@ -101,6 +116,56 @@ def test_the_form_of_a_response(client: Any) -> None:
 def test_bad_responses_are_named(server: Server, fields: dict[str, Any], param: str) -> None:
     response = server.post("/v1/responses", fields)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
+def test_the_log_probabilities_of_a_response_are_the_chat_s(server: Server, client: Any) -> None:
+    options: Any = {"model": NAME, "input": "hello", "temperature": 0, "max_output_tokens": 8, "top_logprobs": 2}
+    options |= {"include": ["message.output_text.logprobs"], "extra_body": {"ignore_eos": True}}
+    found = client.responses.create(**options)
+    wanted = server.chat("hello", logprobs=True, top_logprobs=2, ignore_eos=True).json()["choices"][0]["logprobs"]
+    (part,) = found.output[0].content
+    assert [entry.to_dict() for entry in part.logprobs] == wanted["content"] and len(wanted["content"]) == 8
+    events = list(client.responses.create(stream=True, **options))
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    streamed = [entry.to_dict() for e in deltas for entry in e.logprobs]
+    (done,) = (e for e in events if e.type == "response.output_text.done")
+    assert streamed == wanted["content"] == [entry.to_dict() for entry in done.logprobs]
+    assert [e.to_dict() for e in events[-1].response.output[0].content[0].logprobs] == wanted["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in streamed).decode(errors="replace") == done.text
+    assert all(delta.logprobs for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_tool_calls": 3, "reasoning": {"effort": "high"}}, "max_tool_calls, reasoning"),
+        ({"include": ["reasoning.encrypted_content"]}, "include has no effect for reasoning.encrypted_content"),
+        ({"top_logprobs": 2}, "top_logprobs has no effect"),
+        ({"max_output_tokens": 5000}, "5000 new tokens were asked for"),
+        ({"truncation": "disabled", "reasoning": {"effort": None}, "store": False}, ""),
+    ],
+)
+def test_what_a_response_ignores_is_said(server: Server, fields: dict[str, Any], warning: str) -> None:
+    response = server.post("/v1/responses", {"input": "a", "max_output_tokens": 4} | fields)
+    assert response.status_code == 200
+    shown = response.headers.get("x-foretell-warning", "")
+    assert warning in shown and bool(warning) == bool(shown)
+
+
+def test_only_allowed_tools_are_called(client: Any) -> None:
+    tools = [TOOL, TOOL | {"name": "other"}]
+    functions = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in tools]
+    for name in ("look", "other"):
+        options: Any = {"model": NAME, "temperature": 0}
+        allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": name}]}
+        found = client.responses.create(input="hi", tools=tools, tool_choice=allowed, **options)
+        assert {call.name for call in found.output} == {name} and found.tool_choice.to_dict() == allowed
+        chosen = [{"type": "function", "function": {"name": name}}]
+        chat = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": chosen}}
+        question = [{"role": "user", "content": "hi"}]
+        answer = client.chat.completions.create(messages=question, tools=functions, tool_choice=chat, **options)
+        assert {call.function.name for call in answer.choices[0].message.tool_calls} == {name}
 
 
 def test_a_failed_response(server: Server, client: Any) -> None:

@@ -59,6 +59,22 @@ def test_a_training_resumed_from_a_checkpoint_has_the_curve_of_one_that_never_st
         torch.testing.assert_close(load_file(tmp_path / "part" / "model.safetensors")[name], tensor, rtol=0, atol=0)
 
 
+def test_a_measurement_that_is_interrupted_leaves_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not their moving average, which a checkpoint would keep as the weights."""
+    part = trainer(settings(tmp_path, ema=0.9, measure_every=0))
+    with pytest.raises(KeyboardInterrupt):
+        part.run(lambda: part.step == 3)
+    before = {name: p.detach().clone() for name, p in part.job.recipe.module.named_parameters()}
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(part._strategy, "full_state_dict", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        part._measure()
+    assert all(torch.equal(p, before[name]) for name, p in part.job.recipe.module.named_parameters())
+
+
 def test_a_budget_of_processor_time_ends_a_training_and_its_learning_rate(tmp_path: Path) -> None:
     def wanted(minutes: float) -> TrainingSettings:
         return settings(tmp_path, steps=100_000, cpu_minutes=minutes, measure_every=0)

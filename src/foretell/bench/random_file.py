@@ -5,7 +5,6 @@ What a mixture reads depends on its text, so that of a mixture does not repeat o
 permutations of the embeddings, to which every sub-layer adds little, as in trained models.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.matrices.stored import BLOCKS, Kind
 from foretell.roofline.model_configs import find_model
 from foretell.utils.names import unknown
+from foretell.utils.unfinished import part_of, put_in_place, remove
 
 WEIGHTS: dict[str, Kind] = {"bf16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q4_K": "Q4_K"}
 """Storage types of the matrices, by the names of `--weights`. The head of Q4_K is Q6_K, of other quantised types Q8_0,
@@ -50,12 +50,12 @@ def random_model_file(shape: str, weights: str, folder: Path) -> Path:
     path = folder / f"random-{name}-{weights}.gguf"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
+        part = part_of(path)
         try:
             _write(part, config, WEIGHTS[weights])
-            part.replace(path)
+            put_in_place(part, path)
         finally:
-            part.unlink(missing_ok=True)
+            remove(part)
     return path
 
 

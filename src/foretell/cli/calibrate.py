@@ -16,6 +16,7 @@ from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset
 from foretell.train.exits.calibrate import CalibrationSettings, Loss, calibrate
 from foretell.train.loop.job import check_data
+from foretell.utils.paths import require_file_place
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,6 +80,7 @@ def exits(
     settings = CalibrationSettings(disagreement, confidence, measure, of, decay, longest=longest)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such directory; give exits of `foretell train exits`")
+    require_file_place(out or folder / "calibration.json")
     console, target = Console(stderr=True), load(model, dtype)
     network = target.speculator(folder)
     if not isinstance(network, Exits):

@@ -9,6 +9,7 @@ import typer
 
 from foretell.cli import options
 from foretell.cli.errors import print_error
+from foretell.utils.paths import require_file_place
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,6 +81,8 @@ def demo(
 
     import foretell
 
+    if picture is not None:
+        require_file_place(picture)
     console = Console(highlight=False)
     target = foretell.load(model, dtype)
     missing = missing_speculator(target)

@@ -15,7 +15,6 @@ from foretell.cli.roofline_options import (
     DeviceFile,
     DraftVocab,
     RuntimeName,
-    check_folder,
     check_output_options,
     exit_with_error,
     print_records,
@@ -29,6 +28,7 @@ from foretell.roofline.model_configs import find_model
 from foretell.roofline.published import compare_published, group_errors
 from foretell.roofline.published_loads import compare_loads, load_settings
 from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime
+from foretell.utils.paths import require_file_place
 
 
 def published_command(
@@ -61,7 +61,7 @@ def published_command(
     if out is not None:
         from foretell.roofline.paper.plots import draw_published
 
-        check_folder(out)
+        require_file_place(out)
         draw_published(compared, out)
         typer.echo(f"{len(compared)} published measurements and their predictions: {out}", err=True)
     print_records([records.published_record(c) for c in compared], as_json, as_csv, "Published and predicted")

@@ -104,13 +104,3 @@ def exit_with_error(sentence: str | None) -> None:
     if sentence:
         print_error(sentence)
         raise typer.Exit(1)
-
-
-def check_folder(out: Path) -> None:
-    """Check that the directory of an output file exists.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no directory {out.parent} to write {out.name} to")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from foretell.cli.roofline_options import DeviceFile, ExtraModels, check_folder
+from foretell.cli.roofline_options import DeviceFile, ExtraModels
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.model_configs import find_model
@@ -14,6 +14,7 @@ from foretell.roofline.viewer.answers import Answers
 from foretell.roofline.viewer.page import page, question_of_link, saved_answers
 from foretell.roofline.viewer.server import serve
 from foretell.roofline.viewer.settings import Known
+from foretell.utils.paths import require_file_place
 
 
 def view(
@@ -46,7 +47,7 @@ def export(
     ] = "",
 ) -> None:
     """Write the page with the figures of one setting as an HTML file that opens from disk."""
-    check_folder(out)
+    require_file_place(out)
     answers = _answers(model, hardware_file)
     text = page(answers, saved_answers(answers, question_of_link(link, answers)))
     out.write_text(text, "utf-8")

@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from foretell.cli.roofline_options import AsCsv, AsJson, DeviceFile, check_folder, print_records
+from foretell.cli.roofline_options import AsCsv, AsJson, DeviceFile, print_records
 from foretell.roofline import records
 from foretell.roofline.analysis import AnalyzedModel
 from foretell.roofline.hardware import known_hardware
 from foretell.roofline.model_configs import builtin_models, find_model
 from foretell.roofline.paper.figures import FIGURES, figure
 from foretell.roofline.paper.table1 import table1
+from foretell.utils.paths import require_file_place
 
 
 def table1_command(as_json: AsJson = False, as_csv: AsCsv = False) -> None:
@@ -30,7 +31,7 @@ def figure_command(
     """Draw a figure of the survey from our own numbers, and write its data as CSV."""
     from foretell.roofline.paper.plots import draw
 
-    check_folder(out)
+    require_file_place(out)
     drawn = figure(number)
     draw(drawn, out)
     out.with_suffix(".csv").write_text(records.to_csv(drawn.records), "utf-8")

@@ -67,9 +67,10 @@ def serve(
             "--itl-target-ms",
             metavar="MS",
             min=0,
-            help="Read prompts in chunks that keep the time between two tokens of running answers; 0: any.",
+            help="Read prompts in chunks that keep the time between two tokens of running answers, and new requests "
+            "from waiting; 0: in chunks of 512 tokens.",
         ),
-    ] = 0.0,
+    ] = 250.0,
     stream_interval_ms: Annotated[
         float,
         typer.Option(

@@ -1,8 +1,6 @@
 """The datastore of retrieval-based drafting: a corpus of tokens with its suffix array, on disk and memory-mapped."""
 
 import json
-import shutil
-import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
@@ -15,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from foretell.retrieval.suffix_array import SEPARATOR, build_suffix_array
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.paths import require_empty
+from foretell.utils.unfinished import part_of, put_in_place, remove
 from foretell.utils.validation import read_model
 
 DEFAULT_DEPTH = 16
@@ -155,16 +154,15 @@ def write_datastore(
         fingerprint=tokenizer_fingerprint(codec),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    unfinished = part_of(out)
     try:
+        unfinished.mkdir()
         np.save(unfinished / "tokens.npy", tokens)
         np.save(unfinished / "suffixes.npy", build_suffix_array(tokens, depth))
         (unfinished / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
-        unfinished.chmod(0o755)
-        unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        put_in_place(unfinished, out)
+    finally:
+        remove(unfinished)
     return manifest
 
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from foretell.serve.auth import KeyMiddleware
 from foretell.serve.errors import ApiError
 from foretell.serve.handlers import conversations, info, ollama, text
-from foretell.serve.handlers.endpoint import WARNING_HEADER, Endpoint, EndpointApp
+from foretell.serve.handlers.endpoint import Endpoint, EndpointApp
 from foretell.serve.metrics.http import HttpMetrics, HttpMetricsMiddleware
 from foretell.serve.metrics.registry import CONTENT_TYPE, MetricTables
 from foretell.serve.metrics.rejections import Rejections
@@ -51,6 +51,7 @@ from foretell.serve.request_id import NAME, RequestIdMiddleware
 from foretell.serve.service import Service
 from foretell.serve.settings import ServerSettings
 from foretell.serve.sse import EVENTS, LINES
+from foretell.serve.warnings import WARNING_HEADER
 
 ENDPOINTS: Sequence[Endpoint] = (
     Endpoint("POST", "/v1/chat/completions", "Answer a conversation", text.chat_completions, ChatCompletion, ChatBody,
@@ -84,6 +85,8 @@ ENDPOINTS: Sequence[Endpoint] = (
 )  # fmt: skip
 """Every endpoint; a new one is a line here and a handler."""
 _CORS_SECONDS = 600
+_NOT_MADE = ("embeddings", "moderations", "images", "audio", "rerank", "score", "files", "batches", "infill")
+"""What other servers of these APIs make, by the first part of its path."""
 
 
 def create_app(service: Service) -> Starlette:
@@ -175,9 +178,12 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     """An unknown path or method, in the shape of every other error."""
     assert isinstance(error, HTTPException)
     path = http.url.path
+    if (refusal := ollama.refusal(path)) is not None:
+        return refusal.response(path)
     message = f"{HTTPStatus(error.status_code).phrase}: {http.method} {path}"
-    plain = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return (ollama.refusal(path) or plain).response(path)
+    if (first := path.removeprefix("/v1").strip("/").split("/")[0]) in _NOT_MADE:
+        message += f"; this server makes no {first}: it writes text, and /openapi.json lists its endpoints"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(path)
 
 
 _HANDLERS: dict[Any, Any] = {HTTPException: _http_error}

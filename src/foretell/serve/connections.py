@@ -3,6 +3,7 @@ to read an answer.
 """
 
 import asyncio
+import select
 import socket
 import struct
 from collections import OrderedDict
@@ -11,7 +12,7 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from foretell.serve.settings import ServerSettings
 
@@ -21,6 +22,12 @@ FRAMING = 2
 """Most bytes on the wire per byte of a body, for its chunks and trailers."""
 _GRACE_SECONDS = 5.0
 """A body that is late gets status 408 from its handler, and so much later its connection is closed at any rate."""
+_PEER_SECONDS = 0.25
+"""Between two looks at a client whose end is not told by reading."""
+_CLOSES = getattr(select, "POLLRDHUP", 0)
+"""The client sends nothing more, as `poll` says it even where bytes wait to be read; Linux alone has it."""
+_CONTINUE = STATUS_LINE[100] + b"\r\n"
+"""An interim answer, which clients skip; one that has left answers it by a reset of the connection."""
 _NO_LINGER = struct.pack("ii", 1, 0)
 """A socket that is closed forgets what it has not sent."""
 _REFUSAL = b"connection: close\r\ncontent-length: 0\r\nretry-after: 1\r\n\r\n"
@@ -49,7 +56,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections that send a request too slowly or without an end, or do not read their answer.
 
     Above the greatest number of connections the one that is idle longest is closed; where none is idle, the new one is
-    refused with status 503.
+    refused with status 503. A lost connection ends all its requests, those that wait behind another one too.
+
+    A client that closes its side only (`shutdown`) gets its answers. Whether it has gone away instead is asked by an
+    interim answer, and seen by looking at the socket: so, too, while nothing is read since requests wait.
     """
 
     config: BoundedConfig
@@ -59,6 +69,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _received = 0
     """Bytes in this phase."""
     _phase = _Phase.NOTHING
+    _running: RequestResponseCycle | None = None
+    """The request that is being answered, or was last; `cycle` is the one that was parsed last."""
+    _peer_timer: asyncio.TimerHandle | None = None
+    _closes = False
+    """Whether the client sends nothing more."""
+    _looks = 0
+    """At a client that sends nothing more."""
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected. The transport is asyncio's or uvloop's."""
@@ -73,7 +90,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.config.idle.pop(self, None)
         self._stop_request_timer()
         self._stop_write_timer()
+        self._stop_peer_timer()
         super().connection_lost(exc)
+        waiting = [cycle for cycle, _ in self.pipeline]
+        self.pipeline.clear()
+        for cycle in (self._running, *waiting):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]  # as asyncio.Protocol has it
+        """The client sends nothing more: it has left, or waits for its answers. True: the connection stays open."""
+        if self.scheme == "https" or self._phase is not _Phase.NOTHING:  # TLS has no half of a connection.
+            return None
+        self._closes = True
+        self.cycle.keep_alive = False
+        self._stop_peer_timer()
+        self._look_at_peer()
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Some bytes of a request."""
@@ -105,6 +139,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise ValueError("the head of a request is too large")
         self._begin(_Phase.BODY, self.config.settings.limits.body_seconds + _GRACE_SECONDS)
         super().on_headers_complete()
+        self._watch_unread()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body."""
+        super().on_body(body)
+        self._watch_unread()
 
     def on_message_complete(self) -> None:
         """The request is complete."""
@@ -120,6 +160,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The answer is written, as far as the server is concerned."""
         super().on_response_complete()
         if self.cycle.response_complete:  # There is no further request in the pipeline.
+            self._stop_peer_timer()
             self.config.idle[self] = None
             self.config.idle.move_to_end(self)
             if self._phase is _Phase.NOTHING:
@@ -136,6 +177,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The client has read enough for more to be written."""
         super().resume_writing()
         self._stop_write_timer()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _watch_unread(self) -> None:
+        """Look at the client while nothing is read, so that its end is not told by reading."""
+        if self.flow.read_paused and self._peer_timer is None:
+            self._peer_timer = self.loop.call_later(_PEER_SECONDS, self._look_at_peer)
+
+    def _look_at_peer(self) -> None:
+        """End the requests of a client that has left; look again in a while.
+
+        One that sends nothing more is asked by an interim answer, at intervals that double.
+        """
+        self._peer_timer = None
+        if self._running is None or self._running.response_complete:
+            return
+        bound = self.transport.get_extra_info("socket")
+        poll = select.poll()
+        poll.register(bound.fileno(), _CLOSES)
+        events = dict(poll.poll(0)).get(bound.fileno(), 0)
+        if events & (select.POLLERR | select.POLLHUP):
+            self._cut_off()
+            return
+        if self._closes or events & _CLOSES:
+            self._looks += 1
+            if self._looks & (self._looks - 1) == 0 and self._takes_interim_answers:
+                self.transport.write(_CONTINUE)
+        self._peer_timer = self.loop.call_later(_PEER_SECONDS, self._look_at_peer)
+
+    @property
+    def _takes_interim_answers(self) -> bool:
+        running = self._running
+        return running is not None and not running.response_started and running.scope["http_version"] == "1.1"
 
     def _make_room(self) -> None:
         oldest = next(iter(self.config.idle))
@@ -185,3 +261,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+    def _stop_peer_timer(self) -> None:
+        if self._peer_timer is not None:
+            self._peer_timer.cancel()
+            self._peer_timer = None

@@ -1,6 +1,6 @@
 """Sampling defaults of a server: the checkpoint's `generation_config.json`, or the operator's."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,24 @@ def read_defaults(source: str, model: Path, override: str | None) -> dict[str, A
     file = folder / "generation_config.json"
     if source not in ("auto", "none") and not file.is_file():
         raise ValueError(f"--generation-config: {file} does not exist; give a folder that has it, auto or none")
-    defaults = dict[str, Any](OPENAI_DEFAULTS)
+    given = dict[str, Any]()
+    if override is not None:
+        name = "--override-generation-config"
+        given = _known(Fields(parse_object(override, name), name))
+    stored = dict[str, Any]()
     if source != "none" and file.is_file():
         fields = Fields(read_json(file, "download it again"), str(file))
         try:
-            defaults |= _known(fields)
+            stored = _known(fields, besides=given)
         except ValueError as error:
-            raise ValueError(f"{error}; correct it, or start with --generation-config none") from error
-    if override is not None:
-        name = "--override-generation-config"
-        defaults |= _known(Fields(parse_object(override, name), name))
-    return defaults
+            raise ValueError(f"sampling defaults: {error}; give another by --override-generation-config") from error
+    return {**OPENAI_DEFAULTS, **stored, **given}
 
 
-def _known(fields: Fields) -> dict[str, Any]:
+def _known(fields: Fields, besides: Collection[str] = ()) -> dict[str, Any]:
     values = dict[str, Any]()
     for name, parameter in PARAMETERS.items():
-        if parameter.in_checkpoint and fields.has(name):
+        if parameter.in_checkpoint and name not in besides and fields.has(name):
             value = fields.raw[name]
             whole = parameter.kind is int and isinstance(value, float) and value.is_integer()
             values[name] = parameter.read(int(value) if whole else value, f"{fields.source}: {name}")

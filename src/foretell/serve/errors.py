@@ -55,14 +55,18 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, object]:
         """The body of Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        message = self.detail["message"] if self.param is None else f"{self.detail['param']}: {self.detail['message']}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": self._sentence}}
 
     @property
     def ollama_body(self) -> dict[str, object]:
         """The body of Ollama's API."""
-        message, param = str(self.detail["message"]), self.detail["param"]
-        return {"error": message if param is None or message.startswith(str(param)) else f"{param}: {message}"}
+        return {"error": self._sentence}
+
+    @property
+    def _sentence(self) -> str:
+        """The message, after the field that is wrong."""
+        message = str(self.detail["message"])
+        return message if self.param is None or message.startswith(self.param) else f"{self.detail['param']}: {message}"
 
     @property
     def detail(self) -> dict[str, object]:

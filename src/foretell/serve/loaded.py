@@ -16,6 +16,8 @@ from foretell.engine.request import Request
 from foretell.utils.names import unknown
 
 PLAIN = "autoregressive"
+ITL_TARGET = 0.25
+"""Seconds between two tokens of an answer beside prompts that are read: a reader sees text come."""
 MAX_SALTED = 8
 """Trained drafters of different cache salts that are kept, those used last."""
 
@@ -93,7 +95,7 @@ class EngineSettings:
     rows: int = 16
     """Requests that are decoded together."""
     prefix_caching: bool = True
-    itl_target: float | None = None
+    itl_target: float | None = ITL_TARGET
     """Seconds between two tokens of an answer that chunks of prompts leave room for; None: any."""
     cache_bytes: int | None = None
     """Greatest size of the target's key-value cache; None: any."""

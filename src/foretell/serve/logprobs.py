@@ -19,15 +19,17 @@ class LogprobWriter:
 
     def chat(self, piece: Piece) -> dict[str, Any] | None:
         """`choices[].logprobs` of a chat completion."""
+        return {"content": self.entries(piece)} if piece.logprobs else None
+
+    def entries(self, piece: Piece) -> list[dict[str, Any]]:
+        """The tokens of a piece with their log-probabilities; none where none were asked for."""
         if not piece.logprobs:
-            return None
+            return []
         tops = _fill(piece.top_logprobs, len(piece.tokens))
-        return {
-            "content": [
-                self._entry(token, logprob) | {"top_logprobs": [self._entry(t, p) for t, p in top]}
-                for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
-            ]
-        }
+        return [
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(t, p) for t, p in top]}
+            for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
+        ]
 
     def completion(self, piece: Piece, offset: int, prompt: Sequence[int] = ()) -> dict[str, Any] | None:
         """`choices[].logprobs` of a completion whose piece begins at character `offset` of the choice.

@@ -46,9 +46,9 @@ class EventStream:
     It ends at once, and closes `events`, when the client goes away.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str], media_type: str = EVENTS) -> None:
-        self._events, kind = events, {"Content-Type": f"{media_type}; charset=utf-8"}
-        self._headers = [(k.lower().encode(), v.encode()) for k, v in {**kind, **HEADERS, **headers}.items()]
+    def __init__(self, events: AsyncIterator[bytes], media_type: str = EVENTS) -> None:
+        headers = {"Content-Type": f"{media_type}; charset=utf-8", **HEADERS}
+        self._events, self._headers = events, [(k.lower().encode(), v.encode()) for k, v in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""

@@ -1,7 +1,5 @@
 """Writes speculators in the formats of other engines."""
 
-import os
-import shutil
 from pathlib import Path
 
 from foretell.speculator.formats import EXPORTS
@@ -9,6 +7,7 @@ from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.network.base import Speculator
 from foretell.utils.names import unknown
 from foretell.utils.paths import require_empty
+from foretell.utils.unfinished import part_of, put_in_place, remove
 
 
 def find_exports(name: str) -> tuple[ExportFormat, ...]:
@@ -40,10 +39,10 @@ def export(network: Speculator, verifier: Verifier, format_name: str, out: Path)
         )
     require_empty(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.parent / f".{out.name}.{os.getpid()}.part"
+    part = part_of(out)
     try:
         part.mkdir()
         format_.write(network, verifier, part)
-        part.replace(out)
+        put_in_place(part, out)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)

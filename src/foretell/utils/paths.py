@@ -1,5 +1,6 @@
 """Checks of paths that are written to."""
 
+import os
 from pathlib import Path
 
 
@@ -12,3 +13,33 @@ def require_empty(out: Path, besides: str = "") -> None:
     """
     if out.exists() and (not out.is_dir() or any(path.name != besides for path in out.iterdir())):
         raise ValueError(f"{out}: there is something already; name a directory that is new or empty with --out")
+
+
+def require_file_place(out: Path) -> None:
+    """Refuse a path that no file can be written to, before the work whose result it shall hold.
+
+    Raises:
+        ValueError: it is a directory, or that of the file is missing or may not be written to.
+    """
+    if out.is_dir():
+        raise ValueError(f"{out}: a directory is where a file is to be written; name a file")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no directory {out.parent} to write {out.name} to")
+    _require_permission(out if out.exists() else out.parent)
+
+
+def require_folder_place(out: Path) -> None:
+    """Refuse a path that no folder can be made at, before the work whose results it shall hold.
+
+    Raises:
+        ValueError: it, or a part of its path, is a file, or it may not be written to.
+    """
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ValueError(f"{place}: a file is where a folder is to be written; name another one")
+    _require_permission(place)
+
+
+def _require_permission(place: Path) -> None:
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{place}: this may not be written to; name another place")

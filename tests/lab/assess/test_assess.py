@@ -2,22 +2,29 @@
 
 import json
 import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
+from foretell.api import Model
 from foretell.lab.assess.answers import agreement, repeated_share
 from foretell.lab.assess.choices import Choice, score_choices
 from foretell.lab.assess.confidence import TokenCalibrationSums, calibration_error, reliability
 from foretell.lab.assess.intervals import PairedSums, share_interval
 from foretell.lab.assess.noise import NOISES
-from foretell.lab.assess.probes import CLEAN, conditions, read_probes
+from foretell.lab.assess.probes import CLEAN, Probe, conditions, read_probes
 from foretell.lab.assess.report import broken_budgets
+from foretell.lab.assess.run import AssessSettings, assess
 from foretell.load import load
 from foretell.model.load.transforms import fake_quantize
 from foretell.verify.comparison import compare_logits
@@ -114,12 +121,63 @@ def test_alone_it_needs_no_other_model() -> None:
         (("--budget", "speed=1"), "unknown measure 'speed'"),
         (("--budget", "kl=1"), "beside another model"),
         (("--recall-facts", "2"), "4 to 60 facts, found 2"),
+        (("--out", str(TEXT)), "a file is where a folder is to be written"),
         (("--text", "nowhere.txt"), "no such file"),
         (("--probes", __file__), "no probe"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
     assert sentence in expect_error("assess", tiny_target(), *SMALL, *arguments)
+
+
+def test_progress_is_told_from_the_start_to_the_end() -> None:
+    told = list[tuple[str, float]]()
+    model, other_model = load(str(tiny_target()), "float32"), load(str(other()), "float32")
+    settings = AssessSettings(96, 192, 2, 6, 2, 4)
+    for against in (None, other_model):
+        told.clear()
+        assess(model, against, [TEXT], read_probes(PROBES), settings, lambda what, share: told.append((what, share)))
+        shares = [share for _, share in told]
+        assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] <= 1 and len(shares) > 20
+        assert max(b - a for a, b in pairwise(shares)) < 0.25
+        assert told[0][0] == "reading texts" and told[-1][0] == "writing answers"
+
+
+def test_progress_is_printed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretell.lab.cli.assess._LINE_INTERVAL", 0.0)
+    result = run_foretell("assess", tiny_target(), *SMALL)
+    assert "reading texts: 0% of the assessment done" in result.stderr and "writing answers: " in result.stderr
+
+
+def test_a_quick_assessment_does_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*arguments: str | Path) -> tuple[int, AssessSettings]:
+        found = list[tuple[int, AssessSettings]]()
+
+        def stop(model: Model, against: None, texts: object, probes: Sequence[Probe], *rest: Any) -> None:
+            found.append((len(probes), rest[0]))
+            raise ValueError("stop")
+
+        monkeypatch.setattr(sys.modules["foretell.lab.assess.run"], "assess", stop)
+        assert "stop" in expect_error("assess", tiny_target(), *arguments)
+        return found[0]
+
+    (probes, whole), (some, quick) = asked(), asked("--quick")
+    assert some == (probes + 2) // 3 and (quick.tokens, quick.answers, quick.recall_texts) == (512, 4, 4)
+    assert (whole.tokens, whole.answers, whole.recall_texts) == (2048, 12, 12)
+    own = asked("--quick", "--answers", "12", "--tokens", "192", "--probes", PROBES)
+    assert own == (len(read_probes(PROBES)), replace(quick, answers=12, tokens=192)), "what is given counts"
+
+
+def test_what_cannot_be_asked_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts that do not fit into the context are refused before texts are read and probes are asked."""
+
+    def read(*arguments: object) -> None:
+        pytest.fail("texts were read")
+
+    monkeypatch.setattr("foretell.lab.assess.run.assess_texts", read)
+    assert "ask for fewer facts" in expect_error("assess", tiny_target(), *SMALL, "--recall-facts", "60")
+    monkeypatch.setattr(sys.modules["foretell.load"], "load", read)
+    assert "4 to 60 facts" in expect_error("assess", tiny_target(), *SMALL, "--recall-facts", "61")
 
 
 def test_a_text_that_is_too_short_and_another_vocabulary_are_refused(tmp_path: Path) -> None:

@@ -138,6 +138,20 @@ def test_an_existing_output_is_kept_until_the_new_one_is_complete(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize("command", [("quantize",), ("compress", "--sparsity", "0.5")])
+@pytest.mark.parametrize("option", ["--held-back-tokens", "--calibration-tokens"])
+def test_too_few_tokens_are_refused_before_any_text_is_written(
+    command: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*arguments: object) -> None:
+        pytest.fail("text was written")
+
+    monkeypatch.setattr("foretell.lab.cli.quantize.generated_documents", write)
+    said = expect_error(*command, model(), "--out", tmp_path / "out", option, "100")
+    assert f"{option}: texts are read in sequences of" in said and "found 100" in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

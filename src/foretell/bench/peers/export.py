@@ -5,6 +5,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from foretell.model.load.reference import resolve_reference
+from foretell.utils.unfinished import part_of, put_in_place, remove
 
 PRECISIONS = ("bf16", "q8_0", "q4_0")
 """Formats of the matrices. With q4_0 the embedding and the head are q8_0, as in llama.cpp's own small models."""
@@ -34,12 +35,12 @@ def export(reference: str, precision: str, folder: Path) -> Path:
     path = folder / f"{source.stem}-{key}-{precision}.gguf"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
+        part = part_of(path)
         try:
             _write(source, part, precision)
-            part.replace(path)
+            put_in_place(part, path)
         finally:
-            part.unlink(missing_ok=True)
+            remove(part)
     return path
 
 

@@ -32,6 +32,7 @@ from foretell.cli.options import split_commas
 from foretell.cli.setup import set_threads
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
+from foretell.utils.paths import require_file_place, require_folder_place
 from foretell.utils.store import RunStore
 
 
@@ -77,6 +78,10 @@ def replay_(
 
     Greedy decoding with lossless methods; times are meaningless.
     """
+    if out is not None:
+        require_folder_place(out)
+    if pin is not None:
+        require_file_place(pin)
     settings, questions = load_recording(source)
     pinned = None if check is None else Baseline.read(check)
     names = (

@@ -20,6 +20,7 @@ from foretell.bench.saved_answers import read_answers, save_answers
 from foretell.cli.bench.inputs import load_selected_questions, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.utils.assignments import split_assignment
+from foretell.utils.paths import require_file_place
 from foretell.utils.validation import parse_json
 
 _SHOWN_DIFFERENCES = 5
@@ -107,6 +108,8 @@ def _check_identity(
     servers: Sequence[Server], workload: Workload, concurrencies: Sequence[int], options: _IdentityOptions
 ) -> None:
     """Print the shares of equal answers, and end with status 1 if one of the first server differs."""
+    if options.save is not None:
+        require_file_place(options.save)
     requests = identity_requests(workload.prompts, options.requests)
     most = workload.max_tokens
 

@@ -8,6 +8,7 @@ import typer
 
 from foretell.bench.soak import Soak, SoakPlan, SoakSample, kinds_table, verdict
 from foretell.bench.soak_client import TIMEOUT, find_target
+from foretell.utils.paths import require_file_place
 
 API_KEY_VARIABLE = "FORETELL_API_KEY"
 
@@ -41,6 +42,8 @@ def soak(
 
         foretell bench soak http://127.0.0.1:8000 --minutes 120
     """
+    if output is not None:
+        require_file_place(output)
     key = api_key or os.environ.get(API_KEY_VARIABLE, "").partition(",")[0]
     plan = SoakPlan(60 * minutes, clients, max_growth=max_growth)
 

@@ -1,6 +1,6 @@
 """Free-running answers: where the greedy texts of two models part, and how they end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -30,16 +30,22 @@ class AnswerAssessment:
     """Median place of the first token that differs, of the answers that differ."""
 
 
-def assess_answers(model: Model, against: Model | None, answers: int, max_new_tokens: int) -> AnswerAssessment:
-    """Answer the first of the built-in questions with both models."""
+def assess_answers(
+    model: Model,
+    against: Model | None,
+    answers: int,
+    max_new_tokens: int,
+    on_read: Callable[[int], None] = lambda tokens: None,
+) -> AnswerAssessment:
+    """Answer the first of the built-in questions with both models; `on_read` is called with new tokens."""
     prompts = [q.turns[0] for q in load_questions(BUILT_IN).questions[:answers]]
-    mine = _complete(model, prompts, max_new_tokens)
+    mine = _complete(model, prompts, max_new_tokens, on_read)
     texts = [c.tokens for c in mine]
     repeated = sum(map(repeated_share, texts)) / len(texts)
     ended = sum(c.finish_reason != "length" for c in mine) / len(mine)
     if against is None:
         return AnswerAssessment(len(mine), repeated, ended)
-    theirs = [c.tokens for c in _complete(against, prompts, max_new_tokens)]
+    theirs = [c.tokens for c in _complete(against, prompts, max_new_tokens, on_read)]
     return AnswerAssessment(len(mine), repeated, ended, *agreement(theirs, texts))
 
 
@@ -62,6 +68,9 @@ def repeated_share(tokens: Sequence[int]) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _complete(model: Model, prompts: Sequence[str], max_new_tokens: int) -> list[Completion]:
+def _complete(
+    model: Model, prompts: Sequence[str], max_new_tokens: int, on_read: Callable[[int], None]
+) -> list[Completion]:
     sampling = SamplingParams(temperature=0.0)
-    return model.engine().complete([model.request(p, sampling, max_new_tokens=max_new_tokens) for p in prompts])
+    requests = [model.request(p, sampling, max_new_tokens=max_new_tokens) for p in prompts]
+    return model.engine().complete(requests, lambda update: on_read(len(update.tokens)))

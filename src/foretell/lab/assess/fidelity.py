@@ -1,6 +1,6 @@
 """Fidelity and calibration on texts: the next-token distributions of a model, beside those of another one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -36,12 +36,16 @@ class TextAssessment:
 
 
 def assess_texts(
-    model: Model, against: Model | None, domains: Mapping[str, Int[Tensor, "b s"]], decoded: bool = False
+    model: Model,
+    against: Model | None,
+    domains: Mapping[str, Int[Tensor, "b s"]],
+    decoded: bool = False,
+    on_read: Callable[[int], None] = lambda tokens: None,
 ) -> TextAssessment:
     """Read texts with a model, and with the other one if there is one.
 
     `decoded`: the model reads the second half of every sequence token by token, as it would decode it, and only there
-    it is measured.
+    it is measured. `on_read` is called with the positions that were measured, of both models together.
 
     Raises:
         ValueError: the two models have other vocabularies, or a sequence does not fit into a context.
@@ -63,13 +67,20 @@ def assess_texts(
                 for q, targets in read_sequence(runner, sequence, first or 0, one_by_one=decoded):
                     overall.add(q, targets)
                     here.add(q, targets)
+                    on_read(len(targets))
         else:
-            parts = logit_parts(against, model, tokens, first)
+            parts = _told(logit_parts(against, model, tokens, first), on_read)
             compared[name] = compare_logits(_counted(parts, other, (here, overall), paired))
         calibrated[name] = here.result()
     if against is None:
         return TextAssessment(calibrated, overall.result(), compared)
     return TextAssessment(calibrated, overall.result(), compared, other.result(), paired.intervals())
+
+
+def _told(parts: _Parts, on_read: Callable[[int], None]) -> _Parts:
+    for part in parts:
+        yield part
+        on_read(2 * len(part[2]))
 
 
 def _counted(

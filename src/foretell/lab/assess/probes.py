@@ -1,7 +1,7 @@
 """Knowledge probes: facts and clozes with one right continuation among four, asked in two ways and with noise."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -95,15 +95,18 @@ class ProbeAnswers:
         return [float(p.max()) for mine, theirs, p in pairs if mine == 0 and theirs != 0]
 
 
-def ask(model: Model, probes: Sequence[Probe], seed: int = 0) -> dict[str, ProbeAnswers]:
+def ask(
+    model: Model, probes: Sequence[Probe], seed: int = 0, on_read: Callable[[int], None] = lambda tokens: None
+) -> dict[str, ProbeAnswers]:
     """A model's answers by condition: the first prompt as written and with every kind of noise, behind a sentence that
-    names a wrong candidate, and the second prompt.
+    names a wrong candidate, and the second prompt. `on_read` is called with the tokens of every condition.
     """
     runner, found = model.runner(), {}
     for condition, prompts in conditions(probes, seed):
         choices = [Choice.of(model.codec, text, p.candidates) for text, p in zip(prompts, probes, strict=True)]
         scores = score_choices(runner, choices, model.config.context)
         found[condition] = ProbeAnswers(tuple(_softmax(s) for s in scores))
+        on_read(sum(len(c.prompt) for c in choices))
     return found
 
 

@@ -1,7 +1,8 @@
 """Recall: what a model finds again in a text of invented facts, by the place of the fact."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,27 +20,56 @@ _CHUNK = 256
 """Tokens of a pass over a text."""
 
 
-def recall(model: Model, texts: int, facts: int, seed: int = 0) -> Mapping[str, float]:
+def recall(
+    model: Model, texts: int, facts: int, seed: int = 0, on_read: Callable[[int], None] = lambda tokens: None
+) -> Mapping[str, float]:
     """Share of facts found again among four names, by the place of the fact in its text.
 
     A text has `facts` sentences, which say who is the mayor of an invented town; the question about one of them comes
     after the text. The model reads the text as a prompt and the question token by token, as it would decode it, so that
-    a policy that evicts keys of the KV cache has its effect.
+    a policy that evicts keys of the KV cache has its effect. `on_read` is called with the tokens of every text.
 
     Raises:
         ValueError: too few or too many facts, or a text that is longer than the model's context.
     """
+    runner, right = model.runner(), {place: list[bool]() for place in PLACES}
+    for place, question in questions(model, texts, facts, seed):
+        right[place].append(_finds(runner, question))
+        on_read(len(question.choice.prompt))
+    return {place: float(np.mean(found)) for place, found in right.items()}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A text of facts with a question; `start`: tokens of the text, which are read as a prompt."""
+
+    choice: Choice
+    start: int
+
+
+def check_facts(facts: int) -> None:
+    """Refuse a number of facts of which no text is made.
+
+    Raises:
+        ValueError: too few or too many.
+    """
     if not MIN_FACTS <= facts <= MAX_FACTS:
         raise ValueError(f"a text for recall has {MIN_FACTS} to {MAX_FACTS} facts, found {facts}")
-    runner = model.runner()
-    return {
-        place: float(np.mean([_finds(model, runner, facts, at, f"{seed} {i}") for i in range(texts)]))
-        for place, at in zip(PLACES, (0, facts // 2, facts - 1), strict=True)
-    }
 
 
-def _finds(model: Model, runner: Runner, facts: int, at: int, seed: str) -> bool:
-    """Whether the mayor of fact `at` gets the highest probability of four mayors of the text."""
+def questions(model: Model, texts: int, facts: int, seed: int = 0) -> list[tuple[str, Question]]:
+    """All questions with the place of the fact that is asked about.
+
+    Raises:
+        ValueError: too few or too many facts, or a text that is longer than the model's context.
+    """
+    check_facts(facts)
+    places = zip(PLACES, (0, facts // 2, facts - 1), strict=True)
+    return [(place, _question(model, facts, at, f"{seed} {i}")) for place, at in places for i in range(texts)]
+
+
+def _question(model: Model, facts: int, at: int, seed: str) -> Question:
+    """The question who is the mayor of fact `at`, with four mayors of the text."""
     source = random.Random(seed)
     names = source.sample(_NAMES, 2 * facts)
     towns, mayors = names[:facts], names[facts:]
@@ -51,7 +81,12 @@ def _finds(model: Model, runner: Runner, facts: int, at: int, seed: str) -> bool
             f"a text for recall with {facts} facts has {len(choice.prompt)} tokens, and the model reads "
             f"{model.config.context}; ask for fewer facts"
         )
-    start = min(len(model.codec.encode(text)), len(choice.prompt) - 1)
+    return Question(choice, min(len(model.codec.encode(text)), len(choice.prompt) - 1))
+
+
+def _finds(runner: Runner, question: Question) -> bool:
+    """Whether the right candidate gets the highest probability."""
+    choice, start = question.choice, question.start
     runner.truncate(0, 0)
     for begin in range(0, start, _CHUNK):
         read_chunk(runner, choice.prompt[begin : min(begin + _CHUNK, start)], 1)

@@ -99,5 +99,5 @@ def _sequences(model: "Model", files: list[Path], tokens: int, length: int, seed
     elif model.codec.chat_template is None:
         raise ValueError(f"{model.name}: a model without a chat template writes no text to compare on; give --text")
     else:
-        documents, origin = generated_documents(model, 2 * tokens, seed), "the model's text"
+        documents, origin = generated_documents(model, 2 * max(tokens, length), seed), "the model's text"
     return split_text(documents, 0, tokens, length, origin).held_back, origin

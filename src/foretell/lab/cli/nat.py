@@ -27,6 +27,7 @@ from foretell.lab.nat.objective import KINDS
 from foretell.lab.nat.pairs import read_pairs, write_pairs
 from foretell.lab.nat.train import NatSettings, NatTrainer, write_card
 from foretell.train.loop.curve import StepMetrics
+from foretell.utils.paths import require_file_place
 from foretell.utils.validation import validate
 
 app = typer.Typer(
@@ -88,6 +89,7 @@ def data(
 
     foretell nat data --from train.tsv --teacher ar --out distilled.tsv
     """
+    require_file_place(out)
     if source is not None and teacher is None:
         raise ValueError("--from names pairs to distil, so it needs --teacher DIR")
     if source is not None:

@@ -14,7 +14,14 @@ from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.lab.quantize import METHODS
 from foretell.lab.quantize.base import Quantizer
-from foretell.lab.quantize.calibration import LENGTH, CalibrationText, generated_documents, split_text, text_documents
+from foretell.lab.quantize.calibration import (
+    LENGTH,
+    CalibrationText,
+    check_token_counts,
+    generated_documents,
+    split_text,
+    text_documents,
+)
 from foretell.lab.quantize.gguf_grids import GGUF_GRIDS
 from foretell.lab.quantize.gptq import GPTQ
 from foretell.lab.quantize.job import Source, Target, plan, quantize_model
@@ -127,6 +134,7 @@ def calibration_text(
         ValueError: there is not enough text, or the model writes none.
     """
     length = min(LENGTH, source.config.context)
+    check_token_counts(calibration, held_back, length)
     if files:
         documents = text_documents(find_files(files), source.codec)
         return split_text(documents, calibration, held_back, length, ", ".join(map(str, files)))

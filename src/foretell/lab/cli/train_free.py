@@ -1,6 +1,5 @@
 """`foretell train free`: a changed model whose first layers answer alone where they are sure."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from foretell.cli.given import refuse_unused
 from foretell.lab.cli.quantize import check_output, format_comparison
 from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
 from foretell.lab.quantize.evaluate import compare
-from foretell.lab.quantize.job import Source, put_in_place, remove
+from foretell.lab.quantize.job import Source
 from foretell.load import load, open_checkpoint
 from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
@@ -22,6 +21,7 @@ from foretell.model.run.partial_pass import check_spans
 from foretell.train.data.dataset import Dataset, Document
 from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
 from foretell.train.loop.job import check_data
+from foretell.utils.unfinished import part_of, put_in_place, remove
 from foretell.verify.comparison import Comparison
 
 _DEFAULTS = ShallowDeepSettings(layer=0)
@@ -104,7 +104,7 @@ def free(
 
 def _write(source: Source, decoder: Decoder, out: Path) -> None:
     """Write the trained blocks with all else of the source; the checkpoint appears whole or not at all."""
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    part = part_of(out)
     config = source.config
     try:
         write_checkpoint(

@@ -13,6 +13,7 @@ from foretell.lab.tune.skip import DraftingOptions, Objective, greedy_answers, t
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.run.skip import SkipTrial, kept_weight_share
+from foretell.utils.paths import require_file_place
 
 app = typer.Typer(
     no_args_is_help=True, help="Search for settings of a method on your prompts.", pretty_exceptions_enable=False
@@ -55,6 +56,7 @@ def skip(
     """Find the sub-layers that self-speculation skips; use the result with `--method self_speculative` and
     `skip_set`.
     """
+    require_file_place(out)
     if prompts.suffix == ".jsonl":
         prompt_list = [(task.prompt, task.raw) for task in read_all_prompts(prompts)]
     else:

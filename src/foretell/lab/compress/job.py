@@ -1,7 +1,6 @@
 """Compresses a model, one block at a time, and writes it with a card; the output appears whole or not at all."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from foretell.lab.compress.unfinished import UnfinishedResult, text_digest
 from foretell.lab.quantize.base import linears, set_matrix
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
 from foretell.lab.quantize.evaluate import compare
-from foretell.lab.quantize.job import Source, put_in_place, remove
+from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, inputs_of, parts_of
 from foretell.load import open_checkpoint
 from foretell.model.config.compressed import LowRank
@@ -36,6 +35,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.pack import TWO_OF_FOUR_INPUTS
 from foretell.model.load.build import build_block
 from foretell.utils.names import unknown
+from foretell.utils.unfinished import part_of, put_in_place, remove
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -163,9 +163,9 @@ def compress_model(
     except ValueError:
         work.remove()
         raise
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    part = part_of(out)
     try:
-        write_checkpoint(source, output_config(source, chosen, len(kept)), kept, changed, part)
+        write_checkpoint(source, output_config(source, chosen, kept), kept, changed, part)
         opened = open_checkpoint(part)
         compared = compare((source.config, source.weights), (opened.config, opened.weights), text.held_back)
         card = Card(
@@ -232,10 +232,10 @@ def _run_blocks(
     return [i for i in range(c.layers) if i not in least]
 
 
-def output_config(source: Source, chosen: Plan, layers: int) -> ModelConfig:
-    """The configuration of the compressed model."""
+def output_config(source: Source, chosen: Plan, kept: Sequence[int]) -> ModelConfig:
+    """The configuration of the compressed model, which has these blocks."""
     c = source.config if not chosen.width else sliced_config(source.config, chosen.width)
-    return replace(c, layers=layers, low_rank=chosen.ranks)
+    return replace(c.of_layers(kept), low_rank=chosen.ranks)
 
 
 def _runs_two_of_four(source: Source, chosen: Plan) -> bool:

@@ -41,6 +41,19 @@ class CalibrationText:
     origin: str
 
 
+def check_token_counts(calibration: int, held_back: int, length: int) -> None:
+    """Refuse numbers of tokens that make no sequence, before any text is written; `calibration` 0: there is none.
+
+    Raises:
+        ValueError: one is smaller than a sequence.
+    """
+    for name, tokens in (("--calibration-tokens", calibration), ("--held-back-tokens", held_back)):
+        if tokens < length and (tokens or name == "--held-back-tokens"):
+            raise ValueError(
+                f"{name}: texts are read in sequences of {length} tokens; ask for at least so many, found {tokens}"
+            )
+
+
 def generated_documents(model: Model, num_tokens: int, seed: int) -> list[list[int]]:
     """Questions and answers that the model writes, as training data is made.
 

@@ -1,7 +1,5 @@
 """Quantises a model, one block at a time, and writes it; the output appears whole or not at all."""
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ from foretell.model.load.gguf import GGUF
 from foretell.model.load.weights import Weights
 from foretell.tokenizer.codec import TextCodec
 from foretell.utils.names import unknown
+from foretell.utils.unfinished import part_of, put_in_place, remove
 from foretell.verify.comparison import Comparison
 
 Tensor = torch.Tensor
@@ -164,7 +163,7 @@ def quantize_model(
     Raises:
         ValueError: the model cannot be written in this format.
     """
-    part = target.path.with_name(f".{target.path.name}.{os.getpid()}.part{target.path.suffix}")
+    part = part_of(target.path)
     try:
         output = _open_output(part, source, target)
         try:
@@ -251,20 +250,3 @@ def _outer(matrix: Float[Tensor, "v d"], target: Target) -> QuantizedRows | Floa
     parts = [round_to_nearest(rows.float(), target.outer) for rows in matrix.split(_ROWS)]
     level = torch.cat([p.level for p in parts])
     return QuantizedRows(target.outer, level, Parameters.stack([p.parameters for p in parts]))
-
-
-def put_in_place(part: Path, out: Path) -> None:
-    """Rename; what was there is removed only afterwards."""
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.is_dir():
-        out.rename(old)
-    part.rename(out)
-    remove(old)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a directory, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

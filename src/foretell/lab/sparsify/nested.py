@@ -2,7 +2,6 @@
 network of its own.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.lab.quantize.directory import CheckpointDirectory
-from foretell.lab.quantize.job import Source, put_in_place, remove
+from foretell.lab.quantize.job import Source
 from foretell.lab.quantize.layout import EMBEDDING, FINAL_NORM, HEAD, block_tensors
 from foretell.lab.sparsify.activations import BlockActivations, block_activations
 from foretell.model.block.activation import gated
@@ -19,6 +18,7 @@ from foretell.model.block.decoder import FeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import PREFIX_UNIT
 from foretell.model.load.weights import Weights
+from foretell.utils.unfinished import part_of, put_in_place, remove
 
 Tensor = torch.Tensor
 
@@ -103,7 +103,7 @@ def write_nested(
     """
     c, size = source.config, prefix_size(settings.extract, source.config.ffn)
     dtype = torch.float32 if source.weights.storage == "float32" else torch.bfloat16
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    part = part_of(out)
     folder = source.path if source.path.is_dir() else None
     further = {"intermediate_size": size, "torch_dtype": str(dtype).removeprefix("torch.")}
     try:

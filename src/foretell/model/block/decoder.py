@@ -395,11 +395,11 @@ class Decoder(nn.Module):
         """The first `layers` blocks with the same norm and head, sharing all weights (LayerSkip, arXiv 2404.16710)."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return self._sharing(replace(self.config, layers=layers), self._block_list()[:layers], SkipSet())
+        return self._sharing(self.config.of_layers(range(layers)), self._block_list()[:layers], SkipSet())
 
     def followed_by(self, layers: int, blocks: Sequence[DecoderBlock]) -> "Decoder":
         """The first `layers` blocks, and after them others of the same sizes."""
-        config = replace(self.config, layers=layers + len(blocks))
+        config = replace(self.config.of_layers(range(layers)), layers=layers + len(blocks))
         return self._sharing(config, [*self._block_list()[:layers], *blocks], SkipSet())
 
     def without_sublayers(self, skip: SkipSet) -> "Decoder":

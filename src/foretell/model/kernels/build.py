@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -24,6 +25,8 @@ from foretell.utils.unfinished import remove_unfinished, unfinished_prefix
 
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 FLAGS = (*packaged.FLAGS, "-march=native")
+_KERNELS = re.compile(r"kernels-[0-9a-f]{20}\.so")
+"""Names of compiled kernels."""
 _UNUSED_SECONDS = 30 * 86400
 """Time without use after which compiled kernels are removed: those of other versions of the library."""
 
@@ -223,7 +226,7 @@ def cache_directory() -> Path:
 
 def kernel_files() -> list[Path]:
     """The kernels that were compiled on this machine; the time of a file is that of its last use."""
-    return sorted(cache_directory().glob("kernels-*.so"))
+    return sorted(p for p in cache_directory().glob("kernels-*.so") if _KERNELS.fullmatch(p.name))
 
 
 @functools.cache

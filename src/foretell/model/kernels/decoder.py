@@ -410,7 +410,7 @@ class NativeDecoder:
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "NativeDecoder":
         """The same embedding, norm and head for another configuration of the blocks."""
-        return self._sharing(config, self.stack.without_sublayers(skip.attention, skip.mlp))
+        return self._sharing(config, self.stack.without_sublayers(skip.attention, skip.mlp, config))
 
     @property
     def grows_dynamic_trees(self) -> bool:
@@ -456,7 +456,7 @@ class NativeDecoder:
         """The first `layers` blocks with the same norm and head, sharing all weights."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return self._sharing(replace(self.config, layers=layers), self.stack.first_layers(layers))
+        return self._sharing(self.config.of_layers(range(layers)), self.stack.first_layers(layers))
 
     def followed_by(self, layers: int, blocks: Sequence[DecoderBlock], place: int) -> "NativeDecoder":
         """The first `layers` blocks, and after them others of the same sizes, packed in this decoder's precision; see
@@ -468,7 +468,7 @@ class NativeDecoder:
         if not self.stack.uniform:
             raise ValueError("blocks of an exit need a model whose layers have the same sizes")
         packed = [self.stack.pack_block(layers, block_weights(block)) for block in blocks]
-        config = replace(self.config, layers=layers + len(blocks))
+        config = replace(self.config.of_layers(range(layers)), layers=layers + len(blocks))
         return self._sharing(config, self.stack.followed_by(layers, packed, place))
 
     def with_head(self, norm: Float[torch.Tensor, " d"], head: NativeLinear) -> "NativeDecoder":

@@ -239,12 +239,14 @@ class NativeStack:
         if result == UNREADABLE and self.expert_cache is not None:
             self.expert_cache.raise_error()
 
-    def without_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> "NativeStack":
-        """The blocks without some sub-layers, sharing the packed weights."""
+    def without_sublayers(
+        self, attention: Collection[int], mlp: Collection[int], config: ModelConfig | None = None
+    ) -> "NativeStack":
+        """The blocks without some sub-layers, sharing the packed weights; `config`: of a decoder of the first ones."""
         layers = type(self.layers).from_buffer_copy(self.layers)
         for i, layer in enumerate(layers):
             layer.attention, layer.mlp = layer.attention and i not in attention, layer.mlp and i not in mlp
-        other = self._sharing(layers)
+        other = self._sharing(layers, config)
         other._skipped = attention, mlp
         return other
 
@@ -275,7 +277,7 @@ class NativeStack:
         """The first `layers` blocks, sharing the packed weights; the cache needs at least as many layers."""
         if not 1 <= layers <= len(self.layers):
             raise ValueError(f"the first {layers} blocks were asked for, but there are {len(self.layers)}")
-        return self._sharing((structures.Layer * layers)(*self.layers[:layers]))
+        return self._sharing((structures.Layer * layers)(*self.layers[:layers]), self.config.of_layers(range(layers)))
 
     def followed_by(self, layers: int, blocks: Sequence[PackedBlock], place: int) -> "NativeStack":
         """The first `layers` blocks, and after them others, whose keys and values are layers `place, place + 1, …` of
@@ -288,11 +290,14 @@ class NativeStack:
         other._further = tuple(blocks)
         return other
 
-    def _sharing(self, layers: "ctypes.Array[structures.Layer]") -> "NativeStack":
+    def _sharing(self, layers: "ctypes.Array[structures.Layer]", config: ModelConfig | None = None) -> "NativeStack":
+        """A stack of other structures of the same packed weights; `config`: theirs, None: that of this one."""
         other = object.__new__(NativeStack)
         other.__dict__.update(self.__dict__)
         other._forget_derived()
         other.layers = layers
+        if config is not None:
+            other.config, (other._store_sizes, other._places) = config, plan_stores(config)
         return other
 
     def pack_block(self, i: int, block: BlockWeights) -> "PackedBlock":

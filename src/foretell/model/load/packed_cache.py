@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from foretell.utils.unfinished import remove_unfinished, unfinished_prefix
 
 log = logging.getLogger(__name__)
 SUFFIX = ".packed"
+_NAME = re.compile(".+-[0-9a-f]{16}" + re.escape(SUFFIX))
+"""Names of the files of the cache; others are not its own."""
 KERNELS = "kernels"
 WORTH_CACHING = 16 << 20
 """Bytes of packed weights from which on reading them is faster than packing again."""
@@ -83,7 +86,7 @@ class CacheEntry:
 def cache_entries() -> list[CacheEntry]:
     """What the cache holds, the last used first."""
     found = []
-    for path in cache_folder().glob(f"*{SUFFIX}"):
+    for path in filter(lambda p: _NAME.fullmatch(p.name), cache_folder().glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError):
             stat = path.stat()
             try:

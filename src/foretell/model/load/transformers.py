@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from torch.utils._pytree import tree_map
 
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, tree_from_lists
@@ -21,6 +22,7 @@ from foretell.model.block.linear import widen
 from foretell.model.cache.layout import index_marked
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.values import eos_token_ids
+from foretell.model.load.transformers_masks import LayerMasks, own_pass
 from foretell.model.run.runner import Runner
 from foretell.utils.validation import Fields
 
@@ -101,19 +103,17 @@ class HFRunner(Runner):
 
     Raises:
         ValueError: the model cannot run trees: it takes no position ids, has a recurrent state instead of a key-value
-            cache, or sliding windows.
+            cache, or windows that are counted in places of the cache.
     """
 
     def __init__(self, model: Any, images: ImagePrompt | None = None) -> None:
-        name, config = type(model).__name__, model.config.get_text_config()
+        name = type(model).__name__
         positions = "position_ids" in inspect.signature(model.forward).parameters
-        windowed = "sliding_attention" in (config.to_dict().get("layer_types") or ())
-        if not positions or model._is_stateful or windowed:
-            raise ValueError(
-                f"{name} cannot read token trees: it needs position ids, and attention over all keys and values"
-            )
+        if not positions or model._is_stateful:
+            raise ValueError(f"{name} cannot read token trees: it needs position ids, and keys and values in a cache")
         self._cache_argument = cache_argument(model)
-        self.model = model.eval()
+        self.masks = LayerMasks(model.eval())
+        self.model = model
         self.config = model_config_of(model)
         self.vocab, self.context = self.config.vocab, self.config.context
         self._rows: dict[int, _Row] = {}
@@ -178,15 +178,17 @@ class HFRunner(Runner):
         row.nodes += nodes
         slot = {node: row.length + j for j, node in enumerate(row.nodes)}
         dtype, device = self.model.dtype, self.model.device
-        mask = torch.full((len(nodes), row.length + len(row.nodes)), torch.finfo(dtype).min, dtype=dtype)
-        mask[:, : row.length] = 0
+        visible = torch.zeros(len(nodes), row.length + len(row.nodes), dtype=torch.bool)
+        visible[:, : row.length] = True
         for j, node in enumerate(nodes):
-            mask[j, [slot[a] for a in tree.ancestors(i, node)]] = 0
+            visible[j, [slot[a] for a in tree.ancestors(i, node)]] = True
         positions = row.length + tree.depth[i, nodes]
+        keys = np.concatenate([np.arange(row.length), row.length + tree.depth[i, row.nodes]])
+        mask = self.masks.of(visible, torch.from_numpy(positions), torch.from_numpy(keys), dtype)
         return self.model(
             **self._inputs(tree.token[i, nodes], positions),
             position_ids=torch.from_numpy(positions)[None].to(device),
-            attention_mask=mask[None, None].to(device),
+            attention_mask=tree_map(lambda m: m.to(device), mask),
             use_cache=True,
             output_hidden_states=hidden_states,
             **{self._cache_argument: row.cache},
@@ -265,7 +267,9 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             "it complete?"
         )
     try:
-        _check_trees(HFRunner(model.to(device)))
+        runner = HFRunner(model.to(device))
+        _check_trees(runner)
+        _check_windows(runner)
     except ValueError:
         raise
     except Exception as error:  # As above.
@@ -323,3 +327,21 @@ def _check_trees(runner: HFRunner) -> None:
     alone = runner.forward([1], tree_from_lists([[first, third]], [[-1, 0]])).logits[1]
     if (in_tree - alone).abs().max() > _TREE_TOLERANCE * alone.abs().max():
         raise ValueError(f"{type(runner.model).__name__} cannot read token trees: it ignores attention masks")
+
+
+def _check_windows(runner: HFRunner) -> None:
+    """Compare the logits of a text beyond the model's windows, which are made narrow for it, with the model's own."""
+    if not runner.masks.names:
+        return
+    tokens = np.random.default_rng(0).integers(runner.vocab, size=9).tolist()
+    with runner.masks.narrowed():
+        own, runner_logits = own_pass(runner.model, tokens), list[torch.Tensor]()
+        for part in (tokens[:5], tokens[5:]):
+            runner_logits.append(runner.forward([2], tree_from_lists([part], [list(range(-1, len(part) - 1))])).logits)
+            runner.commit(2, range(len(part)))
+    difference = (torch.cat(runner_logits) - widen(own)).abs().max()
+    if difference > _TREE_TOLERANCE * own.abs().max():
+        raise ValueError(
+            f"{type(runner.model).__name__} cannot read token trees: its layers see parts of the text "
+            f"({', '.join(runner.masks.names)}) that its masks do not tell"
+        )

@@ -1,6 +1,6 @@
 """What the conversions of all APIs share."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ def to_chat(body: GenerationBody, **fields: Any) -> ChatBody:
     return to_body(ChatBody, body, fields)
 
 
-def to_body(kind: type[B], body: GenerationBody, fields: Mapping[str, Any]) -> B:
+def to_body(kind: type[B], body: GenerationBody, fields: dict[str, Any]) -> B:
     """A body of another kind with the fields that all bodies share, and these.
 
     Raises:
@@ -31,9 +31,11 @@ def to_body(kind: type[B], body: GenerationBody, fields: Mapping[str, Any]) -> B
     shared = {name: getattr(body, name) for name in GenerationBody.model_fields}
     given = shared | fields
     try:
-        return kind.model_validate({name: value for name, value in given.items() if value is not None})
+        made = kind.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         raise validation_error(error) from error
+    made.share_notes(body)
+    return made
 
 
 @contextmanager
@@ -43,7 +45,10 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ApiError as error:
         whole = error.param or ""
-        error.param = names.get(whole) or names.get(whole.split(".")[0]) or error.param
+        name = names.get(whole) or names.get(whole.split(".")[0]) or whole
+        if whole and error.message.startswith(whole):
+            error.message = name + error.message.removeprefix(whole)
+        error.param = name or None
         raise
 
 
@@ -60,12 +65,38 @@ def text_of(content: Any, param: str) -> str:
     return "\n".join(_text_of_part(part, f"{param}.{i}") for i, part in enumerate(content))
 
 
+def unknown_keys(part: Any, known: Iterable[str], place: str) -> list[str]:
+    """The keys of a part beside these and its type, each after its place; none where the part is no object."""
+    return [f"{place}.{key}" for key in part if key not in (*known, "type")] if isinstance(part, Mapping) else []
+
+
 def _text_of_part(part: Any, param: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "document":
+        return _text_of_document(part, param)
     text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else part
         raise bad_request(f"a text part was expected, as this model reads text only; found {show(kind)}", param)
     return text
+
+
+def _text_of_document(part: Mapping[str, Any], param: str) -> str:
+    """Title, context and text of a document of Anthropic's API.
+
+    Raises:
+        ApiError: it is no plain text.
+    """
+    source = part.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else source
+    if not isinstance(source, Mapping) or kind not in ("text", "content"):
+        raise bad_request(
+            f"a document of plain text was expected (a source of type text or content), found {show(kind)}",
+            f"{param}.source",
+        )
+    name = "data" if kind == "text" else "content"
+    text = text_of(source.get(name), f"{param}.source.{name}")
+    given = [string_of(part, key, param) for key in ("title", "context") if part.get(key) is not None]
+    return "\n".join([*given, text])
 
 
 def string_of(item: Mapping[str, Any], name: str, param: str) -> str:

@@ -1,11 +1,11 @@
 """Anthropic's messages as chat completions."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic_core import to_json
 
-from foretell.serve.convert.base import response_format, string_of, text_of, to_chat
+from foretell.serve.convert.base import response_format, string_of, text_of, to_chat, unknown_keys
 from foretell.serve.errors import bad_request
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.messages import CountTokensBody, InputMessage, MessagesBody, MessageToolChoice
@@ -13,6 +13,13 @@ from foretell.utils.validation import show
 
 PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """Fields of chat completions as Anthropic calls them."""
+_KEYS: Mapping[str, Collection[str]] = {
+    "text": ("text", "citations"),
+    "document": ("source", "title", "context", "citations"),
+    "tool_use": ("id", "name", "input", "caller"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+"""What is read of the blocks of a message, and what changes nothing here, by their type."""
 _THINKING = ("thinking", "redacted_thinking")
 
 
@@ -26,6 +33,7 @@ def chat_of_messages(body: CountTokensBody) -> ChatBody:
     if body.system is not None:
         messages.append({"role": "system", "content": text_of(body.system, "system")})
     for number, message in enumerate(body.messages):
+        body.ignore(name for block in message.content for name in _unknown_keys(block))
         messages += _messages(message, f"messages.{number}.content")
     choice = body.tool_choice
     return to_chat(
@@ -59,8 +67,8 @@ def _messages(message: InputMessage, param: str) -> list[dict[str, Any]]:
     texts, calls, results = list[str](), list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(message.content):
         place, kind = f"{param}.{number}", block.get("type")
-        if kind == "text":
-            texts.append(string_of(block, "text", place))
+        if kind in ("text", "document"):
+            texts.append(text_of([block], param) if kind == "document" else string_of(block, "text", place))
         elif kind == "tool_use" and message.role == "assistant":
             calls.append(_call(block, place))
         elif kind == "tool_result" and message.role == "user":
@@ -72,6 +80,11 @@ def _messages(message: InputMessage, param: str) -> list[dict[str, Any]]:
         return results
     turn: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
     return [*results, turn | ({"tool_calls": calls} if calls else {})]
+
+
+def _unknown_keys(block: Mapping[str, Any]) -> list[str]:
+    known = _KEYS.get(str(block.get("type")))
+    return [] if known is None else unknown_keys(block, (*known, "cache_control"), "messages.content")
 
 
 def _call(block: Mapping[str, Any], param: str) -> dict[str, Any]:

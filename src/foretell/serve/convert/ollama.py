@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from foretell.serve.convert.base import to_body
+from foretell.serve.convert.base import B, to_body
 from foretell.serve.errors import bad_request
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.completions import CompletionBody
@@ -81,9 +81,9 @@ def _refuse(given: Mapping[str, Any], place: str = "") -> None:
             raise bad_request(why, place + name)
 
 
-def _converted(kind: type[Any], body: OllamaBody, model: str, fields: dict[str, Any]) -> Any:
+def _converted(kind: type[B], body: OllamaBody, model: str, fields: dict[str, Any]) -> B:
     """A body of this kind with these fields and those that have another name or place in Ollama's API."""
-    options, fields = body.options or OllamaOptions(), {**fields, "model": model}
+    options, fields = body.options or OllamaOptions.model_validate({}), {**fields, "model": model}
     if options.seed == _RANDOM_SEED:
         options = options.model_copy(update={"seed": None})
     if options.num_predict is not None:
@@ -94,7 +94,10 @@ def _converted(kind: type[Any], body: OllamaBody, model: str, fields: dict[str, 
         fields["structured_outputs"] = {"json_object": True} if body.format == "json" else {"json": body.format}
     elif body.format not in (None, ""):
         raise bad_request(f'"json" or a JSON schema was expected, found {show(body.format)}', "format")
-    return to_body(kind, options, fields)
+    made = to_body(kind, options, fields)
+    made.share_notes(body)
+    body.ignore(name for name in made.unknown_fields if name.startswith("messages."))
+    return made
 
 
 def _message(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def _message(number: int, given: Mapping[str, Any]) -> dict[str, Any]:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
-        function = {**function, "arguments": to_json(function["arguments"]).decode()}
+        function = {"name": function.get("name"), "arguments": to_json(function["arguments"]).decode()}
     return {**call, "function": function}
 
 
@@ -120,7 +123,7 @@ def _thinking(think: Any, template: str, model: str) -> dict[str, Any]:
         raise bad_request(f"true, false, low, medium or high was expected, found {show(think)}", "think")
     if think and not can_think(template):
         raise bad_request(f"{model} does not support thinking; leave think out", "think")
-    values = {} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}
+    values: dict[str, Any] = {} if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}
     values |= {"reasoning_effort": think} if isinstance(think, str) else {}
     return {name: value for name, value in values.items() if _reads(template, name)}
 

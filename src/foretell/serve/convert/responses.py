@@ -1,12 +1,13 @@
 """Responses as chat completions."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from foretell.serve.convert.base import response_format, string_of, text_of, to_chat
+from foretell.serve.convert.base import response_format, string_of, text_of, to_chat, unknown_keys
 from foretell.serve.errors import bad_request
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.responses import ResponsesBody
+from foretell.serve.protocol.tools import ToolChoice
 from foretell.utils.validation import show
 
 PARAMS = {
@@ -15,7 +16,16 @@ PARAMS = {
     "response_format": "text.format",
 }
 """Fields of chat completions as responses call them."""
-_STORED = ("previous_response_id", "conversation", "background")
+_STORED = ("previous_response_id", "conversation", "background", "prompt")
+_KEYS: Mapping[str, Collection[str]] = {
+    "message": ("role", "content", "phase"),
+    "function_call": ("call_id", "name", "arguments", "namespace"),
+    "function_call_output": ("call_id", "output"),
+}
+"""What is read of the items of an input, beside `id` and `status`, and what changes nothing here, by their type."""
+_PART_KEYS = ("text", "refusal", "annotations", "logprobs")
+_LOGPROBS = "message.output_text.logprobs"
+"""In `include`: log-probabilities of the tokens of the text."""
 
 
 def chat_of_response(body: ResponsesBody) -> ChatBody:
@@ -26,15 +36,21 @@ def chat_of_response(body: ResponsesBody) -> ChatBody:
     """
     for name in _STORED:
         if getattr(body, name):
-            raise bad_request(f"this server stores no responses; leave {name} out, and send all items", name)
+            raise bad_request(f"this server stores nothing; leave {name} out, and send all items", name)
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not items:
         raise bad_request("the input is empty", "input")
+    body.ignore(_unknown_keys(items))
     for number, item in enumerate(items):
         _add(messages, item, f"input.{number}")
+    include = body.include or ()
+    if rest := [name for name in include if name != _LOGPROBS]:
+        body.note(f"include has no effect for {', '.join(rest)}")
+    if body.top_logprobs is not None and _LOGPROBS not in include:
+        body.note(f"top_logprobs has no effect without {_LOGPROBS} in include")
     return to_chat(
         body,
         messages=messages,
@@ -44,13 +60,26 @@ def chat_of_response(body: ResponsesBody) -> ChatBody:
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
         response_format=response_format(body.text.format if body.text else None, "text.format"),
+        logprobs=_LOGPROBS in include or None,
+        top_logprobs=body.top_logprobs if _LOGPROBS in include else None,
     )
+
+
+def _unknown_keys(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = list[str]()
+    for item in items:
+        known = _KEYS.get(str(item.get("type", "message")))
+        names += [] if known is None else unknown_keys(item, (*known, "id", "status"), "input")
+        for name in ("content", "output"):
+            parts = item.get(name)
+            for part in parts if isinstance(parts, list) else ():
+                names += unknown_keys(part, _PART_KEYS, f"input.{name}")
+    return names
 
 
 def settings_of(body: ResponsesBody) -> dict[str, Any]:
     """The fields of a request that its response repeats."""
     choice, form = body.tool_choice, body.text.format if body.text else None
-    mode: Any = "auto" if choice is None else choice.mode
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -59,10 +88,18 @@ def settings_of(body: ResponsesBody) -> dict[str, Any]:
         "reasoning": {"effort": None, "summary": None},
         **{name: getattr(body, name) for name in ("temperature", "top_p")},
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-        "tool_choice": mode if choice is None or choice.name is None else {"type": "function", "name": choice.name},
+        "tool_choice": "auto" if choice is None else _shown(choice),
         "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
         "user": body.user,
     }
+
+
+def _shown(choice: ToolChoice) -> Any:
+    if choice.allowed:
+        allowed = [{"type": "function", "name": name} for name in choice.allowed]
+        return {"type": "allowed_tools", "mode": choice.mode, "tools": allowed}
+    return choice.mode if choice.name is None else {"type": "function", "name": choice.name}
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:

@@ -1,9 +1,9 @@
 """Responses of OpenAI's API."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from foretell.serve.choices import Choices
+from foretell.serve.choices import Choices, Piece
 from foretell.serve.errors import ApiError
 from foretell.serve.formats.base import AnswerHead
 from foretell.serve.formats.items import Item, ItemFormat
@@ -17,6 +17,15 @@ class ResponsesFormat(ItemFormat):
     def __init__(self, head: AnswerHead, parts: PartReader, settings: Mapping[str, Any]) -> None:
         super().__init__(head, parts)
         self._settings, self._events = settings, 0
+        self._unshown = list[dict[str, Any]]()
+        """Log-probabilities of the tokens whose text is not written yet."""
+        self._logprobs = dict[int, list[dict[str, Any]]]()
+        """Log-probabilities of the tokens of each text, by the index of its item."""
+
+    def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
+        """Events of the items, with the log-probabilities of their tokens."""
+        self._unshown += self.head.logprobs.entries(piece)
+        yield from super().piece(piece, usage)
 
     def begin(self, choices: Choices) -> Iterator[bytes]:
         """The response without output."""
@@ -55,25 +64,38 @@ class ResponsesFormat(ItemFormat):
         shown = self._item(item, "in_progress", empty=True)
         yield self._event("response.output_item.added", output_index=item.index, item=shown)
         if item.call is None:
-            yield self._event("response.content_part.added", **self._place(item), part=_content(""))
+            yield self._event("response.content_part.added", **self._place(item), part=_content("", ()))
 
     def delta(self, item: Item, text: str) -> Iterator[bytes]:
         """New text or arguments."""
         if item.call is None:
-            yield self._event("response.output_text.delta", **self._place(item), delta=text, logprobs=[])
+            logprobs = self._take(item, len(text.encode()))
+            yield self._event("response.output_text.delta", **self._place(item), delta=text, logprobs=logprobs)
         else:
+            self._unshown.clear()  # The syntax of a call is no text of the answer.
             yield self._event("response.function_call_arguments.delta", **self._place(item), delta=text)
 
     def end_item(self, item: Item) -> Iterator[bytes]:
         """The whole text or arguments, and the item."""
         if item.call is None:
-            yield self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place(item), part=_content(item.text))
+            logprobs = self._logprobs.get(item.index, [])
+            yield self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=logprobs)
+            yield self._event("response.content_part.done", **self._place(item), part=_content(item.text, logprobs))
         else:
             named = {"name": item.call.name, "arguments": item.text}
             yield self._event("response.function_call_arguments.done", **self._place(item), **named)
         done = self._item(item, self._status)
         yield self._event("response.output_item.done", output_index=item.index, item=done)
+
+    def _take(self, item: Item, size: int) -> list[dict[str, Any]]:
+        """The next tokens, up to so many bytes of text, as those of an item."""
+        count = 0
+        while count < len(self._unshown) and size > 0:
+            size -= len(self._unshown[count]["bytes"])
+            count += 1
+        taken, self._unshown = self._unshown[:count], self._unshown[count:]
+        self._logprobs.setdefault(item.index, []).extend(taken)
+        return taken
 
     @property
     def _status(self) -> str:
@@ -92,7 +114,7 @@ class ResponsesFormat(ItemFormat):
             kind: dict[str, Any] = {
                 "type": "message",
                 "role": "assistant",
-                "content": [] if empty else [_content(text)],
+                "content": [] if empty else [_content(text, self._logprobs.get(item.index, ()))],
             }
         else:
             kind = {"type": "function_call", "call_id": item.call.id, "name": item.call.name, "arguments": text}
@@ -128,5 +150,5 @@ class ResponsesFormat(ItemFormat):
         return event({"type": name, "sequence_number": number, **data}, name)
 
 
-def _content(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _content(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

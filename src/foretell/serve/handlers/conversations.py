@@ -13,7 +13,6 @@ from foretell.serve.convert.responses import chat_of_response, settings_of
 from foretell.serve.formats.messages import MessagesFormat
 from foretell.serve.formats.parts import PartReader
 from foretell.serve.formats.responses import ResponsesFormat
-from foretell.serve.handlers.endpoint import warning_headers
 from foretell.serve.handlers.generate import Generation, respond
 from foretell.serve.handlers.text import prepare_chat
 from foretell.serve.protocol.chat import ChatBody
@@ -27,9 +26,7 @@ async def responses(service: Service, http: HttpRequest, body: ResponsesBody) ->
     with renamed(RESPONSES_PARAMS):
         prepared = await prepare_chat(service, chat_of_response(body))
     format = ResponsesFormat(prepared.head, PartReader(prepared.tools), settings_of(body))
-    return await respond(
-        service, http, Generation(prepared.requests, 1, format, bool(body.stream), warning_headers(body))
-    )
+    return await respond(service, http, Generation(prepared.requests, 1, format, bool(body.stream)))
 
 
 async def response_tokens(service: Service, http: HttpRequest, body: ResponsesBody) -> ASGIApp:
@@ -44,9 +41,7 @@ async def messages(service: Service, http: HttpRequest, body: MessagesBody) -> A
     with renamed(MESSAGES_PARAMS):
         prepared = await prepare_chat(service, chat_of_messages(body))
     format = MessagesFormat(prepared.head, PartReader(prepared.tools))
-    return await respond(
-        service, http, Generation(prepared.requests, 1, format, bool(body.stream), warning_headers(body))
-    )
+    return await respond(service, http, Generation(prepared.requests, 1, format, bool(body.stream)))
 
 
 async def message_tokens(service: Service, http: HttpRequest, body: CountTokensBody) -> ASGIApp:

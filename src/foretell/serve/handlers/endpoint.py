@@ -8,20 +8,20 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretell.serve.errors import CLIENT_CLOSED_REQUEST, ApiError, bad_request, server_error, validation_error
 from foretell.serve.protocol.base import Body
 from foretell.serve.service import Service
 from foretell.serve.settings import Limits
+from foretell.serve.warnings import WARNING_HEADER, log_once, warning_of
 from foretell.utils.validation import parse_object
 
 log = logging.getLogger(__name__)
-WARNING_HEADER = "X-Foretell-Warning"
-MAX_WARNED_FIELDS, MAX_FIELD_CHARS = 10, 40
 IN_POOL_BYTES = 1 << 16
 """Bodies from this size on are parsed in a thread."""
 
@@ -51,12 +51,17 @@ class EndpointApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        http = HttpRequest(scope, receive, send)
+        http, body = HttpRequest(scope, receive, send), None
         response: ASGIApp
         try:
-            response = await self._endpoint.handler(self._service, http, await self._body(http))
+            body = await self._body(http)
+            response = await self._endpoint.handler(self._service, http, body)
         except Exception as error:
             response = error_response(error, self._endpoint, scope["path"])
+        warning = "" if body is None else warning_of(body)
+        if warning:
+            log_once(self._endpoint.path, warning)
+            send = _with_warning(send, warning)
         await response(scope, receive, send)
 
     async def _body(self, http: HttpRequest) -> Body | None:
@@ -131,12 +136,10 @@ def parse_body(kind: type[B], data: bytes) -> B:
         raise bad_request(str(error)) from error
 
 
-def warning_headers(body: Body) -> dict[str, str]:
-    """A header that names the unknown fields of a body."""
-    names = body.unknown_fields
-    if not names:
-        return {}
-    shown = [name.encode("ascii", "replace").decode()[:MAX_FIELD_CHARS] for name in names[:MAX_WARNED_FIELDS]]
-    printable = ["".join(c if c.isprintable() else "?" for c in name) for name in shown]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return {WARNING_HEADER: f"unknown fields were ignored: {', '.join(printable)}{more}"}
+def _with_warning(send: Send, warning: str) -> Send:
+    async def send_with_warning(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[WARNING_HEADER] = warning
+        await send(message)
+
+    return send_with_warning

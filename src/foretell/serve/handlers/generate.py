@@ -1,7 +1,7 @@
 """Runs the engine's requests of one HTTP request and writes the answer: as one object, or as a stream."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from pydantic_core import to_json
@@ -31,7 +31,6 @@ class Generation:
     """Choices of each prompt."""
     format: AnswerFormat
     stream: bool
-    headers: Mapping[str, str]
     stream_interval: int = 1
     """New tokens of a piece of a stream, at least, beside its first and last one."""
     ping_interval: float | None = None
@@ -56,13 +55,13 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
         watched = job if generation.progress and isinstance(job, Job) else None
         silence = Silence(generation.format, usual if asked is None else asked or None, watched)
         events = _events(job, choices, generation, silence)
-        return EventStream(events, generation.headers, generation.format.media_type)
+        return EventStream(events, generation.format.media_type)
     try:
         pieces = await _until_disconnect(http, _collect(job, choices))
     finally:
         job.close()
     body = generation.format.complete(choices, pieces, usage(choices), measurements(choices))
-    return Response(to_json(body, inf_nan_mode="null"), headers=dict(generation.headers), media_type="application/json")
+    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
 
 
 def _open(service: Service, generation: Generation) -> AnyJob:

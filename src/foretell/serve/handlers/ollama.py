@@ -14,7 +14,6 @@ from foretell.serve.convert.ollama import NAMES, PARAMS, can_think, chat_of_olla
 from foretell.serve.errors import OLLAMA_PATH, ApiError
 from foretell.serve.formats.ollama import OllamaFormat, unfinished
 from foretell.serve.formats.parts import PartReader
-from foretell.serve.handlers.endpoint import warning_headers
 from foretell.serve.handlers.generate import Generation, respond
 from foretell.serve.handlers.text import prepare_chat, prepare_completion
 from foretell.serve.protocol.ollama import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
@@ -43,8 +42,7 @@ async def answer(service: Service, http: HttpRequest, body: OllamaChatBody | Oll
         else:
             prepared = await prepare_chat(service, chat_of_ollama(body, name, _template(service)))
     format = OllamaFormat(prepared.head, PartReader(prepared.tools), is_chat)
-    stream, warning = body.stream is not False, warning_headers(body)
-    return await respond(service, http, Generation(prepared.requests, 1, format, stream, warning))
+    return await respond(service, http, Generation(prepared.requests, 1, format, body.stream is not False))
 
 
 async def models(service: Service, http: HttpRequest, body: None) -> ASGIApp:
@@ -110,6 +108,8 @@ def _template(service: Service) -> str:
 
 def _details(service: Service) -> dict[str, Any]:
     model = service.loaded.model
-    details = {"family": model.config.architecture, "quantization_level": model.precision, "parameter_size": ""}
-    details |= {"parent_model": "", "format": "", "families": [model.config.architecture]}
-    return {"modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(), "details": details}
+    kind, unknown = model.config.architecture, dict.fromkeys(("parent_model", "format", "parameter_size"), "")
+    return {
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "details": {**unknown, "family": kind, "families": [kind], "quantization_level": model.precision},
+    }

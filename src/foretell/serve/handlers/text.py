@@ -14,7 +14,6 @@ from foretell.serve.fields import Prompt, draw_seed, make_requests
 from foretell.serve.formats.base import AnswerHead
 from foretell.serve.formats.openai import ChatFormat, CompletionFormat
 from foretell.serve.formats.parts import PartReader
-from foretell.serve.handlers.endpoint import warning_headers
 from foretell.serve.handlers.generate import Generation, respond
 from foretell.serve.logprobs import LogprobWriter
 from foretell.serve.planned import check_plan, make_run, with_plan
@@ -25,6 +24,7 @@ from foretell.serve.protocol.generation import GenerationBody, StreamOptions, Te
 from foretell.serve.service import Service
 from foretell.serve.tools.use import ToolUse, uses_functions
 from foretell.utils.json_values import texts
+from foretell.utils.validation import show
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of completions; chats may fill the context."""
@@ -174,17 +174,15 @@ def _fit(
     default: int | None,
     param: str,
 ) -> list[Prompt]:
-    """The prompts with their most new tokens, from the field `asked_by` or the default. A prompt is shortened from the
-    left if `truncate_prompt_tokens` says so.
+    """The prompts with their most new tokens, from the field `asked_by` or the default, and as many as the context has
+    room for. A prompt is shortened from the left if `truncate_prompt_tokens` says so.
 
     Raises:
-        ApiError: a prompt is empty, or it does not fit the context with the tokens that are asked for.
+        ApiError: a prompt is empty, or leaves no room in the context.
     """
     asked: int | None = getattr(body, asked_by)
     if asked == 0:
         raise bad_request(f"{asked_by} must be at least 1, or -1 for all that the context holds", asked_by)
-    if asked == -1:
-        asked = default = None
     context, vocab = service.loaded.model.config.context, service.loaded.model.config.vocab
     found = []
     for prompt in prompts:
@@ -197,10 +195,10 @@ def _fit(
         if room < 1:
             raise context_exceeded(f"the prompt has {len(prompt)} tokens", context, param)
         if asked is not None and asked > room:
-            wanted = f"the prompt has {len(prompt)} tokens, {asked} new ones were asked for"
-            raise context_exceeded(wanted, context, asked_by)
+            body.note(f"{show(asked)} new tokens were asked for, and the context of {context} has room for {room}")
         usual = service.loaded.defaults.get("max_new_tokens", room) if default is None else default
-        found.append(Prompt(prompt, asked or min(usual, room)))
+        most = usual if asked is None else asked
+        found.append(Prompt(prompt, room if most == -1 else min(most, room)))
     return found
 
 
@@ -234,7 +232,6 @@ def _generation(body: TextBody, requests: Sequence[Request], format: ChatFormat 
         body.n or 1,
         format,
         bool(body.stream),
-        warning_headers(body),
         body.stream_interval or 1,
         _ping_interval(body.sse_ping_interval),
         bool(body.return_progress) and len(requests) == 1,

@@ -1,9 +1,9 @@
 """Field types and the base of all request bodies."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, WithJsonSchema
 
 from foretell.utils.validation import show
 
@@ -16,11 +16,44 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+    _notes: list[str] = PrivateAttr(default_factory=list)
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Count fields of parts that have no type as unknown ones."""
+        self._ignored += names
+
+    def note(self, text: str) -> None:
+        """Say in the warning of the answer how the request was changed."""
+        self._notes.append(text)
+
+    def share_notes(self, other: "Body") -> None:
+        """Note in the warning of another body, from which this one was made."""
+        self._notes = other._notes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the request was changed, each once."""
+        return tuple(dict.fromkeys(self._notes))
+
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names of the fields that no server feature reads, with a dot before those of an object in a field."""
-        inner = ((name, value) for name, value in self if isinstance(value, Body))
-        return (*(self.model_extra or ()), *(f"{name}.{key}" for name, body in inner for key in body.unknown_fields))
+        """Names of the fields that no server feature reads, each once; a dot stands before those of an object, or of
+        the objects of a list, in a field. A field that is null asks for nothing.
+        """
+        return tuple(dict.fromkeys((*_unknown(self, ""), *self._ignored)))
+
+
+def _unknown(value: Any, place: str) -> Iterator[str]:
+    if isinstance(value, Body):
+        extra = value.model_extra or {}
+        yield from (f"{place}{name}" for name, given in extra.items() if given is not None)
+        for name, inner in value:
+            if name not in extra:
+                yield from _unknown(inner, f"{place}{name}.")
+    elif isinstance(value, list) and value and isinstance(value[0], Body):
+        for inner in value:
+            yield from _unknown(inner, place)
 
 
 def _token_ids(value: Any) -> list[int]:

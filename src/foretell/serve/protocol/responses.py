@@ -49,13 +49,15 @@ class ResponsesBody(GenerationBody):
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    """`message.output_text.logprobs` is given; of others the answer warns."""
+    top_logprobs: int | None = Field(None, ge=0)
+    prompt: Any = None
+
     # Accepted and without effect on this model.
     reasoning: Any = None
-    include: Any = None
     truncation: Any = None
-    prompt: Any = None
     max_tool_calls: Any = None
-    top_logprobs: Any = None
     prompt_cache_retention: Any = None
 
 

@@ -36,6 +36,8 @@ class ToolChoice:
 
     mode: str
     name: str | None = None
+    allowed: tuple[str, ...] = ()
+    """Names of the tools that may be called; empty: all."""
 
 
 def _tool_choice(value: Any) -> Any:
@@ -43,14 +45,33 @@ def _tool_choice(value: Any) -> Any:
         return value
     if isinstance(value, str) and value in _MODES:
         return ToolChoice(value)
-    function = value.get("function", value) if isinstance(value, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value.get("allowed_tools", value))
+    name = _name_of(value)
     if not isinstance(name, str):
         raise ValueError(
             f"{', '.join(_MODES)} or {{'type': 'function', 'function': {{'name': ...}}}} was expected, "
             f"found {show(value)}"
         )
     return ToolChoice("required", name)
+
+
+def _name_of(tool: Any) -> Any:
+    """The name of a function, as chat completions and as responses write it."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _allowed_tools(value: Any) -> ToolChoice:
+    """A choice among some of the tools (OpenAI)."""
+    given = value if isinstance(value, Mapping) else {}
+    mode, tools = given.get("mode"), given.get("tools")
+    names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else []
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"a mode, auto or required, and tools, a list of functions by name, were expected, found {show(value)}"
+        )
+    return ToolChoice(mode, allowed=tuple(names))
 
 
 _NAMED = {
@@ -61,7 +82,12 @@ _NAMED = {
     },
     "required": ["type", "function"],
 }
+_ALLOWED = {
+    "type": "object",
+    "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": {"type": "object"}},
+    "required": ["type"],
+}
 Choice = Annotated[
-    ToolChoice, BeforeValidator(_tool_choice), WithJsonSchema({"anyOf": [{"enum": list(_MODES)}, _NAMED]})
+    ToolChoice, BeforeValidator(_tool_choice), WithJsonSchema({"anyOf": [{"enum": list(_MODES)}, _NAMED, _ALLOWED]})
 ]
 """`tool_choice` of chat completions and responses, and `function_call` of older requests."""

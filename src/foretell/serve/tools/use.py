@@ -62,8 +62,11 @@ def tools_of(body: ChatBody, codec: TextCodec) -> ToolUse | None:
     names = [f.name for f in functions]
     if len(set(names)) < len(names):
         raise bad_request("two tools have the same name", "tools")
-    if choice.name is not None and choice.name not in names:
-        raise bad_request(f"there is no tool {choice.name!r:.80} among the tools of the request", param)
+    chosen = choice.allowed if choice.name is None else (choice.name,)
+    if missing := [name for name in chosen if name not in names]:
+        raise bad_request(f"there is no tool {missing[0]!r:.80} among the tools of the request", param)
+    if choice.allowed:
+        functions = [f for f in functions if f.name in choice.allowed]
     if choice.mode == "required" and not functions:
         raise bad_request("a tool must be called, and the request has no tools", param)
     if not functions or choice.mode == "none":

@@ -32,7 +32,7 @@ class DatasetManifest(BaseModel):
     fingerprint: str
     """Of the model that wrote the answers; empty for plain text."""
     tokenizer: str
-    """The tokenizer's identity (`foretell.retrieval.datastore.fingerprint`)."""
+    """The tokenizer's identity (`foretell.retrieval.datastore.tokenizer_fingerprint`)."""
     vocab: int
     kind: Literal["self", "prompts", "text"]
     seed: int = 0

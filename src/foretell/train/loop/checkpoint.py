@@ -5,6 +5,7 @@ A checkpoint is written to a temporary folder and then renamed, so that an inter
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,9 +23,12 @@ from foretell.train.loop.settings import TrainingSettings, option_name
 from foretell.train.recipe.base import TensorDict
 from foretell.utils.paths import require_empty
 from foretell.utils.store import write_synced
+from foretell.utils.unfinished import put_in_place, remove
 from foretell.utils.validation import read_model
 
 FOLDER = "checkpoint"
+_STEP = re.compile(r"step-\d+(\.part)?")
+"""Names of checkpoints."""
 _STATE = "state.json"
 
 
@@ -152,13 +156,11 @@ class CheckpointStore(Generic[S]):
             write_synced(part / _STATE, state.model_dump_json().encode())
             _sync(part)
         final = part.with_suffix("")
-        if final.exists():
-            shutil.rmtree(final)
-        part.rename(final)
+        put_in_place(part, final)
         _sync(self._folder)
         for other in self._folder.iterdir():
-            if other != final:
-                shutil.rmtree(other)
+            if other != final and _STEP.fullmatch(other.name):
+                remove(other)
 
     def _part(self, step: int) -> Path:
         return self._folder / f"step-{step:09d}.part"

@@ -89,8 +89,10 @@ class _CPUShardedStrategy(DistributedStrategy):
     def no_sync(self) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(False)
-        yield
-        self.module.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)

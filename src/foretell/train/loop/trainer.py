@@ -243,10 +243,14 @@ class Trainer:
 
     @contextmanager
     def _ema_weights(self) -> Iterator[None]:
-        if self._ema:
-            self._ema.swap()
-        yield
-        if self._ema:
+        """With the moving average of the weights in the place of the weights, if there is one."""
+        if not self._ema:
+            yield
+            return
+        self._ema.swap()
+        try:
+            yield
+        finally:
             self._ema.swap()
 
     def save(self) -> None:
