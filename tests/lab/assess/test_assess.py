@@ -208,8 +208,9 @@ def test_what_blocks_cost_alone_nearly_adds_up_to_what_they_cost_together(bits: 
     exact = torch.from_numpy(all_logits(whole, tokens))
 
     def cost(rounded: tuple[int, ...]) -> float:
-        blocks = [(coarse if i in rounded else whole).block(i) for i in range(whole.config.layers)]
-        logits = torch.from_numpy(all_logits(whole.followed_by(0, blocks), tokens))
+        first, *others = ((coarse if i in rounded else whole) for i in range(whole.config.layers))
+        mixed = first.followed_by(1, [model.block(i) for i, model in enumerate(others, 1)])
+        logits = torch.from_numpy(all_logits(mixed, tokens))
         return compare_logits([(exact, logits, exact.argmax(-1))]).kl
 
     coarse = fake_quantize(whole, bits, 4)
