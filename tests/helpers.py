@@ -12,6 +12,7 @@ from typing import Any
 
 import jaxtyping
 import numpy as np
+import pytest
 import torch
 from scipy.stats import chisquare
 
@@ -102,6 +103,11 @@ def wide_target(seed: int = 0, layers: int = 2) -> Decoder:
     return tiny_decoder(replace(TINY, hidden=64, head_dim=16, vocab=VOCAB, layers=layers), seed, torch.float32)
 
 
+def draft_tokens(vocab: int = VOCAB) -> list[int]:
+    """Three quarters of a vocabulary: what the speculators of these tests may draft."""
+    return sorted(list(dict.fromkeys(random_tokens(10 * vocab, vocab, seed=3)))[: 3 * vocab // 4])
+
+
 @cache
 def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int = 256) -> Path:
     """Directory of a speculator with random weights for the tiny target, or the wide one, over three quarters of the
@@ -111,8 +117,7 @@ def speculator(kind: str, vocab: int = VOCAB, wide: bool = False, context: int =
     """
     config_type, network_type = NETWORKS[kind]
     context_of_target = BuildContext(vocab, wide_target() if wide else target(vocab))
-    kept = random_tokens(10 * vocab, vocab, seed=3)
-    tokens = torch.tensor(sorted(list(dict.fromkeys(kept))[: 3 * vocab // 4]))
+    tokens = torch.tensor(draft_tokens(vocab))
     sizes = dict(SPECULATORS[kind])
     if "context" in sizes:
         sizes |= {"context": context} | ({"head_dim": 16} if wide else {})
@@ -292,6 +297,42 @@ DISTINCT = tuple(e for e in BUILT_IN if e.name != DEFAULT_METHOD)
 """The methods of the catalogue, without the one that chooses another."""
 VARIANTS = tuple(_of_catalogue(e) for e in DISTINCT) + _BY_HAND
 """The catalogue's methods, then combinations that it does not contain."""
+FAMILIES = (
+    "autoregressive",
+    "ngram",
+    "sam_recycling",
+    "lookahead",
+    "phrases",
+    "draft_model",
+    "layer_skip",
+    "specinfer",
+    "dynamic_tree",
+    "online",
+    "medusa",
+    "pass",
+    "mlp_speculator",
+    "eagle",
+    "eagle3",
+    "hybrid_model",
+)
+"""At least one method of every family."""
+REPRESENTATIVES = {
+    *FAMILIES, "rest", "universal_draft", "cascade", "masked_diffusion", "pard", "sparse_kv_draft", "triforce", "mtp",
+    "dflash", "bild_lossy", "typical_lossy", "confident_block", "mixed", "exit_blocks_tree", "expert_aware",
+}  # fmt: skip
+"""Methods that differ in what they keep between the steps. A test of the engine runs with these, and with all others
+among the exhaustive tests; what every method must fulfil is in `test_general`.
+"""
+
+
+def methods_by_kind(
+    methods: Sequence[Entry] | Sequence[Variant], others: pytest.MarkDecorator = pytest.mark.exhaustive
+) -> list[Any]:
+    """Parameters of a test: the methods; those that are not representatives have the mark `others`."""
+    return [
+        pytest.param(method, marks=() if method.name in REPRESENTATIVES else others, id=method.name)
+        for method in methods
+    ]
 
 
 def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
@@ -437,8 +478,59 @@ class Phrases:
         return state == 11
 
 
+class Choice:
+    """A constraint to one of some texts. `final`: a text is complete where no longer one begins with it; else nothing
+    may follow it, and nothing says so.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], eos: Sequence[int], final: bool = True) -> None:
+        self._texts, self._eos, self._final = {tuple(t) for t in texts}, eos, final
+
+    def start(self) -> tuple[int, ...]:
+        """No token."""
+        return ()
+
+    def _following(self, state: tuple[int, ...]) -> set[int]:
+        return {t[len(state)] for t in self._texts if len(t) > len(state) and t[: len(state)] == state}
+
+    def _allowed(self, state: tuple[int, ...]) -> set[int]:
+        return self._following(state) | (set(self._eos) if self._final and state in self._texts else set())
+
+    def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+        """One token more."""
+        return (*state, token) if token in self._allowed(state) else None
+
+    def mask(self, state: tuple[int, ...]) -> np.ndarray:
+        """The allowed tokens."""
+        return np.packbits([token in self._allowed(state) for token in range(VOCAB)], bitorder="little")
+
+    def forced(self, state: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The rest of the text, if there is one alone."""
+        rest = [t[len(state) :] for t in self._texts if len(t) > len(state) and t[: len(state)] == state]
+        return (rest[0],) if len(rest) == 1 else ()
+
+    def is_final(self, state: tuple[int, ...]) -> bool:
+        """At the end of a text."""
+        return self._final and state in self._texts and not self._following(state)
+
+
+@cache
+def _naive_texts(network: Decoder) -> dict[str, tuple[Request, list[int]]]:
+    return {}
+
+
 def naive(network: Decoder, request: Request) -> list[int]:
-    """Reference decoding without cache, batch, tree or engine: one pass over the whole sequence per token."""
+    """Reference decoding without cache, batch, tree or engine: one pass over the whole sequence per token; the text of
+    a request that many tests compare with is computed once.
+    """
+    texts, key = _naive_texts(network), repr(request)
+    if key not in texts:
+        # The request is kept, so that no other constraint gets the address of its own.
+        texts[key] = request, _naive_text(network, request)
+    return list(texts[key][1])
+
+
+def _naive_text(network: Decoder, request: Request) -> list[int]:
     sampling, prompt = request.sampling_params, len(request.prompt)
     tokens, rng, least = list(request.prompt), CounterRNG(sampling.seed), sampling.min_tokens
     for position in range(prompt, prompt + request.max_new_tokens):

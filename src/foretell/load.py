@@ -13,9 +13,8 @@ import torch
 from foretell.api import Model
 from foretell.model.cache.policy import parse_target_policy
 from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
-from foretell.model.config.readers.architectures import is_decoder_family
 from foretell.model.config.readers.compressed import check_card
-from foretell.model.config.readers.hf import from_hf
+from foretell.model.config.readers.hf import from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision

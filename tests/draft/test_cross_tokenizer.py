@@ -128,6 +128,28 @@ def test_answers_are_the_targets_in_any_batch(temperature: float, confidence: fl
     assert generate(method(), requests, rows=1, chunk=512) == plain
 
 
+def ending(vocab: int = VOCAB) -> TextCodec:
+    """`pairs` in which every second letter is a special token, which ends a draft."""
+    codec = pairs(vocab)
+    codec.tokenizer.add_special_tokens([chr(ord("a") + i) for i in range(0, vocab - 4, 2)])
+    return codec
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_begins_with_a_special_token_is_empty(temperature: float) -> None:
+    requests = [
+        Request(random_tokens(n, seed=n), SamplingParams(temperature=temperature, seed=n), max_new_tokens=12)
+        for n in (3, 17, 9)
+    ]
+    draft = CrossTokenizerDrafter(DraftModel(DecoderRunner(sibling())), letter_codec(VOCAB), ending(), 5, 0.0)
+    chains = list[int]()
+    continued = draft._continue
+    draft._continue = lambda inner: [chains.append(len(c)) or c for c in continued(inner)]  # type: ignore[method-assign,func-returns-value]
+    plain = generate(build("autoregressive", BuildContext(VOCAB, target())), requests)
+    assert generate(Method(draft, Trie(10), Match()), requests) == plain
+    assert 0 in chains and max(chains) > 0
+
+
 def test_both_tokenizers_are_needed() -> None:
     with pytest.raises(ValueError, match="one draft model with its tokenizer"):
         build("universal_draft", BuildContext(VOCAB, target(), drafts=(DecoderRunner(sibling()),)))

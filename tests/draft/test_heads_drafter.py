@@ -100,7 +100,8 @@ def test_drafts_come_from_the_state_that_produced_the_root_whatever_the_path(kin
             text += update.tokens
     output = DecoderRunner(target()).forward([0], chain_tree(text[:-1]), hidden_layers=heads.hidden_layers)
     wanted = heads.network.to_target_vocab(heads.network(output.hidden_states[0][-1]))
-    context = context_of(text)
+    (running,) = engine._scheduler.running
+    context = replace(context_of(text), sequences=(running.sequence,))
     tree = FixedTree(((0,), (2,), (0, 0), (2, 1))).grow(heads, context)
     order = wanted.argsort(-1, descending=True)
     assert tree.token[0].tolist() == [text[-1], *order[0, [0, 2]].tolist(), *order[1, [0, 1]].tolist()]

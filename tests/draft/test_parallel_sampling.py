@@ -81,6 +81,7 @@ def trace(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> tupl
     return [tokens_of(u) for u in run(Engine(runner, method, rows=rows), requests)], runner
 
 
+@pytest.mark.covering(1)
 @every_number_of_groups
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_embeddings_never_change_an_answer(shape: Shape[Predictor], groups: int | None) -> None:
@@ -97,9 +98,9 @@ def test_states_are_those_of_the_embeddings_after_the_sequence_alone(groups: int
     while engine.busy and checked < 30:
         for update in engine.step():
             texts[update.request] += update.tokens
-        rows = {r.number: r.row for r in engine._scheduler.running}
-        for number, row in rows.items():
-            length, states = guesser._root_states.get(row, (0, torch.zeros(0)))
+        running = {r.number: r.sequence for r in engine._scheduler.running}
+        for number, sequence in running.items():
+            length, states = guesser._root_states.get(sequence, (0, torch.zeros(0)))
             if len(states):
                 text = texts[number]
                 assert length == len(text)

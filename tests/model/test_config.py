@@ -2,7 +2,10 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,10 +14,12 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretell.model.block.rope import rope_tables
-from foretell.model.config.model import ModelConfig, with_context, with_rope_scaling
-from foretell.model.config.readers.architectures import ARCHITECTURES
+from foretell.model.config.families import KINDS
+from foretell.model.config.model import ModelConfig, MoEConfig, with_context, with_rope_scaling
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.config.readers.hf import from_hf
+from foretell.model.config.states import ShortConvConfig
+from foretell.testing import TINY
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 32,
@@ -102,7 +107,7 @@ MORE_VALUES: dict[str, dict[str, Any]] = {
 """More values of the configuration under test, by architecture."""
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
     raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}
@@ -446,3 +451,36 @@ def test_gguf_rotary_keys_are_read_as_llama_cpp_reads_them() -> None:
     for rest, said in (({at + "scaling.yarn_log_multiplier": 0.1}, "0: no other value"), ({at + "scaling.x": 1}, "x")):
         with pytest.raises(ValueError, match=said):
             from_gguf(gguf_meta(rest, "qwen2"))
+
+
+def test_configurations_are_read_without_torch() -> None:
+    code = "import sys; import foretell.model.config.readers.hf; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_cut_of_a_model_marks_the_layers_that_are_left() -> None:
+    """Every field that marks layers, those of experts and of recurrent states included."""
+    names = [f.name for f in fields(ModelConfig) if f.name.endswith("_layers") and f.name != "kv_layers"]
+    marked = {name: (i % 3, i % 3 + 3) for i, name in enumerate(names)}
+    whole = replace(TINY, layers=6, state=ShortConvConfig((1, 4), 16), experts=MoEConfig(4, 2, 8, layers=(2, 5)))
+    whole = replace(whole, **marked)  # type: ignore[arg-type]
+    for layers in ((0, 1), (5,), (4, 0, 3), (2, 3, 4, 5), range(6)):
+        cut = whole.of_layers(layers)
+        assert cut.layers == len(layers)
+        for i, layer in enumerate(layers):
+            assert all((i in getattr(cut, name)) is (layer in marked[name]) for name in names)
+            assert (i in cut.state_layers) is (layer in (1, 4))
+            assert (cut.experts is not None and i in cut.experts.layers) is (layer in (2, 5))
+        assert (cut.state is None) is not bool({1, 4} & {*layers})
+        assert (cut.experts is None) is not bool({2, 5} & {*layers})
+    assert whole.of_layers(range(6)) == whole
+
+
+def test_a_cut_reads_the_keys_that_the_whole_model_reads() -> None:
+    whole = replace(TINY, layers=5, kv_layers=(0, 1, 2, 1, 2))
+    assert whole.of_layers(range(5)) == whole and whole.of_layers(range(3)).kv_layers == ()
+    assert whole.of_layers((1, 2, 4)).kv_layers == (0, 1, 1)
+    with pytest.raises(ValueError, match=r"layers \[0, 4\] read keys and values of layer 2, which is not among them"):
+        whole.of_layers((0, 4))
+    with pytest.raises(ValueError, match="at least one layer"):
+        whole.of_layers(())

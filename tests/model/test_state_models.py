@@ -39,7 +39,7 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder
-from helpers import VOCAB, all_logits, chain_tree, of_catalogue, random_tokens, speculator
+from helpers import VOCAB, all_logits, chain_tree, methods_by_kind, of_catalogue, random_tokens, speculator
 
 LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -205,7 +205,7 @@ SPARSE = ("sparse_mlp_draft", "matformer_draft")
 LOSSLESS = [entry for entry in BUILT_IN if entry.lossless and entry.name not in (*REFUSED, *SPARSE)]
 
 
-@pytest.mark.parametrize("entry", LOSSLESS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", methods_by_kind(LOSSLESS))
 def test_lossless_methods_give_the_tokens_of_plain_decoding(entry: Entry) -> None:
     target = state_target("delta_net")
     drafts = DecoderRunner(state_target("delta_net", seed=5)), DecoderRunner(target.first_layers(1))
@@ -421,6 +421,47 @@ def test_layers_without_rotary_positions_run_on_the_kernels() -> None:
     decoder, text = tiny_decoder(config, dtype=torch.float32), random_tokens(30)
     found, wanted = (all_logits(network, text) for network in (NativeDecoder(decoder, "float32"), decoder))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def attention_first(name: str) -> tuple[Decoder, NativeDecoder]:
+    """A small model with two layers of this kind after one of attention, which has experts."""
+    config = native(name)[0].config
+    assert config.state is not None
+    experts = MoEConfig(4, 2, 24, layers=(0,))
+    config = replace(config, state=replace(config.state, layers=(1, 2)), experts=experts, unrotated_layers=(0, 2))
+    decoder = tiny_decoder(config, dtype=torch.float32)
+    return decoder, NativeDecoder(decoder, "float32")
+
+
+@needs_kernels
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("name", ["delta_net", "short_conv"])
+def test_the_first_layers_are_a_model_of_their_own(name: str, layers: int) -> None:
+    """Also where none of them has a state: the states of the whole model at that depth, and its head."""
+    decoder, network = attention_first(name)
+    text = random_tokens(24)
+    output = DecoderRunner(decoder).forward([0], chain_tree(text), hidden_layers=(layers,))
+    wanted = decoder.logits(decoder.final_norm(output.hidden_states[0]))
+    for whole in (decoder, network):
+        cut = whole.first_layers(layers)
+        assert cut.config.state_layers == (1,)[: layers - 1] and (cut.config.state is None) is (layers == 1)
+        torch.testing.assert_close(torch.from_numpy(all_logits(cut, text)), wanted.double(), rtol=0, atol=2e-4)
+    tree = tree_from_lists([random_tokens(9, seed=3)], [random_parents(9, seed=1)])
+    found = [DecoderRunner(whole.first_layers(layers)).forward([0], tree).logits for whole in (decoder, network)]
+    torch.testing.assert_close(*found, rtol=0, atol=2e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["delta_net", "short_conv"])
+def test_layer_skip_drafts_with_attention_layers_alone(name: str) -> None:
+    _, network = attention_first(name)
+    context = BuildContext(VOCAB, network)
+    plain_tokens, found = (
+        [c.tokens for c in Engine(DecoderRunner(network), build(method, context), rows=2).complete(REQUESTS)]
+        for method in ("plain", "layer_skip")
+    )
+    greedy = [i for i, request in enumerate(REQUESTS) if not request.sampling_params.temperature]
+    assert [found[i] for i in greedy] == [plain_tokens[i] for i in greedy]
 
 
 @needs_kernels

@@ -47,6 +47,7 @@ def test_the_threshold_falls_only_below_the_full_length() -> None:
     assert ConfidenceRule().update(sure, 8, 8).limits.confidence == 0.8
 
 
+@pytest.mark.exhaustive_types
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
 def test_adapting_changes_no_answer(rule: HeuristicSchedule | ConfidenceRule) -> None:
     plain = generate(Method(NoDrafter(), RootOnly(), Match()), REQUESTS)
@@ -55,6 +56,7 @@ def test_adapting_changes_no_answer(rule: HeuristicSchedule | ConfidenceRule) ->
         assert generate(method, REQUESTS, rows, chunk) == plain
 
 
+@pytest.mark.exhaustive_types
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
 def test_sampled_answers_do_not_depend_on_the_batch(rule: HeuristicSchedule | ConfidenceRule) -> None:
     requests = [Request(r.prompt, SamplingParams(temperature=1, seed=3), 18) for r in REQUESTS]
@@ -66,15 +68,19 @@ def test_sampled_answers_do_not_depend_on_the_batch(rule: HeuristicSchedule | Co
     assert answers(3) == answers(1)
 
 
-def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_released() -> None:
+def test_good_drafts_lengthen_the_chain_and_bad_ones_shorten_it_for_each_request_by_itself() -> None:
     def lengths(draft: DraftModel) -> list[int]:
         """Length of the chain after every step of a request."""
         shape, found = AdaptiveChain(Chain(4), HeuristicSchedule()), list[int]()
         engine = engine_for(Method(draft, shape, Match()), rows=1)
         engine.submit(Request([1, 2, 3], max_new_tokens=40))
+        (live,) = engine._scheduler
         while engine.busy:
             engine.step()
-            found.append(shape.history(0).limits.length)
+            found.append(shape.history(live.sequence).limits.length)
+        engine.submit(Request([1, 2, 3], max_new_tokens=40))
+        (live,) = engine._scheduler
+        assert shape.history(live.sequence).limits.length == 4, "the next request starts afresh"
         return found
 
     assert lengths(DraftModel(DecoderRunner(target())))[:4] == [6, 8, 10, 12], "every draft is accepted"
@@ -82,7 +88,6 @@ def test_good_drafts_lengthen_the_chain_bad_ones_shorten_it_and_rows_are_release
     wrong.head = Linear(-wrong.head.weight)
     found = lengths(DraftModel(DecoderRunner(wrong)))
     assert found[:4] == [3, 2, 1, 1], "the target's least probable tokens are drafted"
-    assert found[-1] == 4, "the next request starts afresh"
 
 
 def test_a_row_falls_back_before_an_unsure_token() -> None:

@@ -10,7 +10,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.shape.constrained import TreeLimits, fit_to_rules
-from helpers import Phrases, context_of
+from helpers import Choice, Phrases, context_of
 
 
 def constrained(max_depth: int = 20, **sampling: object) -> Context:
@@ -54,3 +54,26 @@ def test_new_nodes_come_after_the_others_with_the_scores_of_their_parents(score:
     assert out.token[0, :7].tolist() == DRAFTS.token[0].tolist() and out.nodes == 14
     assert (out.parent[0] < np.arange(out.nodes)).all()
     assert score is None or (out.score is not None and out.score[0, 7:].tolist() == [0.3] * 2 + [0.2] * 5)
+
+
+def test_nothing_lies_below_the_end_of_an_answer() -> None:
+    """Neither drafts that were chosen or sampled nor forced ones; the end itself stays."""
+    for sampled in (-1, 0):
+        tree = replace(DRAFTS, q_index=np.full_like(DRAFTS.token, sampled))
+        for eos, texts in (((8,), [(5, 7, 12), (8, 7, 0)]), ((99,), [(5, 7), (8,)])):
+            rules = TokenRules(SamplingParams(), eos, Choice(texts, eos))
+            context = replace(context_of([1, 2], max_depth=20), rules=(rules,))
+            kept = fitted(tree, context, sampled=False, added=False)
+            assert (8,) in kept and not any(path[:1] == (8,) and len(path) > 1 for path in kept)
+            assert (5, 7) in kept and ((5, 7, 12) in fitted(tree, context)) is (eos == (8,))
+            assert not any(path[:1] == (8,) and len(path) > 1 for path in fitted(tree, context))
+
+
+def test_what_may_follow_stops_at_the_end_of_an_answer() -> None:
+    nothing = np.zeros(0, np.int64)
+    rules = TokenRules(SamplingParams(), (9,), Choice([(5, 7), (5, 7, 1)], (9,)))
+    assert rules.allowed_prefix(nothing, (), (5, 7, 9, 9)) == [5, 7, 9]
+    assert rules.allowed_prefix(nothing, (5,), (7, 1, 9)) == [7, 1]
+    assert rules.allowed_prefix(nothing, (5, 7, 1), (9,)) == [] == rules.allowed_prefix(nothing, (5, 9), (7,))
+    assert rules.ends(nothing, (5, 7, 9)) and rules.ends(nothing, (5, 7, 1))
+    assert not rules.ends(nothing, (5, 7)) and not rules.ends(nothing, ())

@@ -41,6 +41,7 @@ def sizes(seconds: Callable[[int], float], steps: int = 400, rows: int = 1) -> l
         size = int(tree.valid.sum())
         found.append(size)
         shape.observe(_step(context, tree, seconds(size)))
+        context.kept.clear()
     return found
 
 

@@ -72,10 +72,11 @@ def test_the_threshold_halves_after_a_step_without_rejection() -> None:
     shape = LLMCadTree(8, branch_threshold=1.0, threshold=1e-3)
     engine = Engine(DecoderRunner(target()), Method(DraftModel(DecoderRunner(target())), shape, Match()))
     engine.submit(Request(random_tokens(7), max_new_tokens=40))
-    levels = [shape.threshold_for(0)]
+    (live,) = engine._scheduler
+    levels = [shape.threshold_for(live.sequence)]
     for _ in range(3):
         engine.step()
-        levels.append(shape.threshold_for(0))
+        levels.append(shape.threshold_for(live.sequence))
     assert levels == pytest.approx([1e-3 * 0.5**i for i in range(4)])
 
 
@@ -83,19 +84,22 @@ def test_the_rise_is_the_share_of_rejected_tokens() -> None:
     shape = LLMCadTree(4, branch_threshold=1.0, threshold=0.01)
     engine = Engine(DecoderRunner(target()), Method(small_model(VOCAB), shape, Match()))
     number = engine.submit(Request(random_tokens(7), max_new_tokens=40))
+    (live,) = engine._scheduler
     before, seen = math.log(0.01), 0
     while engine.busy:
-        shape_before = math.log(shape.threshold_for(0))
+        shape_before = math.log(shape.threshold_for(live.sequence))
         updates = engine.step()
         if updates and updates[0].finish_reason is None:
             accepted = updates[0].accepted
-            after = math.log(shape.threshold_for(0))
+            after = math.log(shape.threshold_for(live.sequence))
             drafted = engine.statistics[number].drafted - seen
             if drafted:
                 change = math.log(0.5) if accepted == drafted else (drafted - accepted) / drafted * math.log(2)
                 assert after == pytest.approx(min(0.0, shape_before + change))
         seen = engine.statistics[number].drafted if engine.busy else seen
-    assert shape.threshold_for(0) == pytest.approx(math.exp(before)), "a finished request leaves nothing behind"
+    engine.submit(Request(random_tokens(7), max_new_tokens=40))
+    (live,) = engine._scheduler
+    assert shape.threshold_for(live.sequence) == pytest.approx(math.exp(before)), "a finished request leaves nothing"
 
 
 def test_tokens_are_the_targets_whatever_the_parameters() -> None:

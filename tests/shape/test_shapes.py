@@ -17,7 +17,20 @@ from foretell.core.tree import TokenTree, concatenate_trees, merge_trees, tree_f
 from foretell.draft import Continuation, NoDrafter, Predictor, PromptLookup, Retriever
 from foretell.draft.base import Drafter
 from foretell.engine.method import Method
-from foretell.shape import BeamSearch, BranchingTree, Chain, DynamicTree, FixedTree, RootOnly, Shape, Trie, optimal_tree
+from foretell.shape import (
+    AdaptiveChain,
+    BeamSearch,
+    BranchingTree,
+    Chain,
+    DynamicTree,
+    FixedTree,
+    HeuristicSchedule,
+    LLMCadTree,
+    RootOnly,
+    Shape,
+    Trie,
+    optimal_tree,
+)
 from foretell.shape.base import TreeBuilder
 from foretell.shape.optimal_tree import expected_tokens
 from helpers import context_of
@@ -89,6 +102,37 @@ SHAPES: list[Shape[Predictor]] = [
     BeamSearch(3, 4),
     optimal_tree(12, [0.5, 0.2, 0.1]),
 ]
+
+
+class StrictTable(Table):
+    """Refuses to be asked about nothing."""
+
+    def expand(self, tree: TokenTree, frontier: np.ndarray, context: Context) -> tuple[torch.Tensor, np.ndarray]:
+        assert np.take_along_axis(tree.valid, frontier, 1).any()
+        return super().expand(tree, frontier, context)
+
+
+STATEFUL = [AdaptiveChain(Chain(4), HeuristicSchedule()), LLMCadTree(6)]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *STATEFUL], ids=lambda shape: str(shape).split(" object")[0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_whose_tokens_are_all_forbidden_drafts_nothing_that_is_sampled(
+    shape: Shape[Predictor], temperature: float
+) -> None:
+    """The other requests of the batch get the tree that they get alone."""
+    free = SamplingParams(temperature=temperature, seed=2)
+    banned = replace(free, logit_bias=dict.fromkeys(range(VOCAB), -float("inf")))
+    together = replace(context_of([1, 2], [3, 4], max_depth=5), sampling_params=(banned, free))
+    draft = StrictTable()
+    tree = shape.grow(draft, together)
+    well_formed(tree)
+    assert paths(tree, 1) == paths(shape.grow(draft, together.select([1])))
+    if not isinstance(shape, LLMCadTree):  # ranks by the drafter's own probabilities
+        single = isinstance(shape, Chain | AdaptiveChain) or (temperature and getattr(shape, "draw", False))
+        assert not single or not paths(tree, 0)
+    assert (tree.q_index[0] < 0).all()
+    well_formed(shape.grow(draft, replace(together.select([0]))))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

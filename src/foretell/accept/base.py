@@ -11,7 +11,10 @@ from foretell.distributions.processed import ProcessedDistributions
 
 @dataclass(frozen=True)
 class AcceptResult:
-    """Accepted nodes from the root down, the root excluded, and the token that follows the last of them."""
+    """Accepted nodes from the root down, the root excluded, and the token that follows the last of them.
+
+    Where an accepted draft ends the answer (`ProcessedDistributions.goes_on`), it is this token.
+    """
 
     path: tuple[int, ...]
     token: int

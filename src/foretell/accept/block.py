@@ -12,8 +12,8 @@ class BlockVerification(Acceptor):
 
     With w_i = min(1, w_{i-1} p_i(x_i)/q_i(x_i)), the prefix of length i < γ passes with probability r/(r + 1 - w_i),
     where r = sum max(0, w_i p_{i+1} - q_{i+1}); the full chain passes with w_γ. The token after the longest prefix that
-    passes is sampled from the normalised max(0, w p - q) there, or from p after the full chain. Chains with tokens that
-    were not sampled go to `Match`.
+    passes is sampled from the normalised max(0, w p - q) there, or from p after the full chain. A draft that ends the
+    answer ends the chain. Chains with tokens that were not sampled go to `Match`.
 
     Raises:
         ValueError: the tree is not a chain.
@@ -29,7 +29,7 @@ class BlockVerification(Acceptor):
         """Accept a prefix of the chain of batch row `row`."""
         children, root = tree.children(row), tree.root(row)
         chain = [root]
-        while chain[-1] in children:
+        while chain[-1] in children and distributions.goes_on(row, chain[-1]):
             below = children[chain[-1]]
             if len(below) > 1:
                 raise ValueError(
@@ -53,6 +53,8 @@ class BlockVerification(Acceptor):
                 pass_probability = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
             if distributions.uniform(row, chain[i], Stream.ACCEPT) < pass_probability:
                 accepted = i + 1
+        if accepted and accepted == len(drafts) and not distributions.goes_on(row, chain[-1]):
+            return AcceptResult(tuple(drafts[:-1]), int(tree.token[row, chain[-1]]))
         if accepted == len(drafts):
             return AcceptResult(tuple(drafts), distributions.sample(row, chain[-1]))
         end = chain[accepted]

@@ -26,10 +26,10 @@ class TopKAcceptor(LossyAcceptor):
             raise ValueError(f"at least the best token must be acceptable, found the best {self.count}")
 
     def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
-        """The most probable tokens, except those of probability 0."""
-        best = torch.zeros_like(p, dtype=torch.bool)
-        best[p.topk(min(self.count, len(p))).indices] = True
-        return best & (p > 0)
+        """The most probable tokens, of equals the lower ids, except those of probability 0."""
+        least = p.topk(min(self.count, len(p))).values[-1]
+        above, equal = p > least, p == least
+        return (above | (equal & (equal.cumsum(0) <= self.count - above.sum()))) & (p > 0)
 
 
 @dataclass(frozen=True)

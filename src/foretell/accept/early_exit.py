@@ -38,6 +38,8 @@ class AcceptExits(Acceptor):
             child = children[node][0]
             if self.exact_keys:
                 fidelity.append(_deviation(tree, row, node, child, distributions))
+            if not distributions.goes_on(row, child):
+                return AcceptResult(tuple(path), int(tree.token[row, child]), tuple(fidelity))
             path.append(child)
             node = child
         if self.exact_keys:
@@ -49,11 +51,11 @@ class AcceptExits(Acceptor):
 class AcceptReduced(Acceptor):
     """The token of a pass that left out layers is the answer's; the tree must be a root (SkipDecode, arXiv 2307.02628).
 
-    `reference`: the whole model's logits after the last token of a cache row; None: they are not known, and deviations
-    are not reported.
+    `reference`: the whole model's logits after the last token of a cache row, or None if they are not known in this
+    step; then deviations are not reported. None: they never are.
     """
 
-    reference: Callable[[int], Float[torch.Tensor, " v"]] | None = None
+    reference: Callable[[int], Float[torch.Tensor, " v"] | None] | None = None
 
     label = "all"
 
@@ -65,9 +67,9 @@ class AcceptReduced(Acceptor):
         """Sample the next token of batch row `row`."""
         node = tree.root(row)
         token = distributions.sample(row, node)
-        if self.reference is None:
+        whole = None if self.reference is None else distributions.with_logits(row, node, self.reference)
+        if whole is None:
             return AcceptResult((), token)
-        whole = distributions.with_logits(row, node, self.reference)
         own = whole.sample(row, node)
         if distributions.sampling_params(row).temperature == 0:
             divergence = whole.log_ratio(row, node, own, token) if token != own else 0.0

@@ -33,7 +33,9 @@ class LenientRejection(LossyAcceptor):
             raise ValueError(f"lenience lies in (0, 1], where 1 is exact; found {self.lenience}")
 
     def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
-        """Tokens nearly as probable as the most probable one."""
+        """Tokens nearly as probable as the most probable one; with a lenience of 1 this one alone, of equals too."""
+        if self.lenience == 1:
+            return torch.arange(len(p), device=p.device) == p.argmax()
         return p >= self.lenience * p.max()
 
     def accepted_mass(self, p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"]) -> Float[torch.Tensor, " v"]:

@@ -77,6 +77,8 @@ class LossyAcceptor(Acceptor):
             best = max(best, current, key=lambda x: x[:2])
             length, score, path = current
             node = path[-1] if path else root
+            if not distributions.goes_on(row, node):
+                continue
             accept_all = length + 1 < self.minimum_block
             decision = self._decide_node(tree, row, node, children.get(node, []), accept_all, distributions)
             decisions[node] = decision
@@ -84,13 +86,17 @@ class LossyAcceptor(Acceptor):
                 p = float(decision.p[int(tree.token[row, child])])
                 queue.append((length + 1, score + math.log(max(p, _MIN_SCORE_PROBABILITY)), (*path, child)))
         path = best[2]
+        if path and path[-1] not in decisions:  # It ends the answer.
+            path, token = path[:-1], int(tree.token[row, path[-1]])
+        else:
+            node = path[-1] if path else root
+            residual = decisions[node].residual
+            token = (
+                distributions.sample(row, node)
+                if residual is None
+                else sample_from(residual, distributions.uniform(row, node, Stream.RESIDUAL))
+            )
         nodes = (root, *path)
-        residual = decisions[nodes[-1]].residual
-        token = (
-            distributions.sample(row, nodes[-1])
-            if residual is None
-            else sample_from(residual, distributions.uniform(row, nodes[-1], Stream.RESIDUAL))
-        )
         new_tokens = [*(int(tree.token[row, n]) for n in path), token]
         fidelity = tuple(
             decisions[n].token_fidelity(distributions, row, n, t) for n, t in zip(nodes, new_tokens, strict=True)

@@ -25,7 +25,7 @@ class Match(Acceptor):
         while True:
             token = distributions.sample(row, node)
             step = next((c for c in children.get(node, ()) if drafted[c] == token), None)
-            if step is None:
+            if step is None or not distributions.goes_on(row, step):
                 return AcceptResult(tuple(path), token)
             path.append(step)
             node = step

@@ -29,7 +29,7 @@ class Rejection(Acceptor):
         children, node, path = tree.children(row), tree.root(row), list[int]()
         while True:
             child, token = self._accept_child(tree, row, node, children.get(node, []), distributions)
-            if child is None:
+            if child is None or not distributions.goes_on(row, child):
                 return AcceptResult(tuple(path), token)
             path.append(child)
             node = child

@@ -37,7 +37,7 @@ class KSequentialSelection(Acceptor):
             drafts = [c for node in chains for c in children.get(node, ())]
             token = self._token(tree, row, chains[0], drafts, distributions)
             remaining = [c for c in drafts if tree.token[row, c] == token]
-            if not remaining:
+            if not remaining or not distributions.goes_on(row, remaining[0]):
                 return AcceptResult(tuple(tree.ancestors(row, chains[0])[int(tree.prefix_length[row]) :]), token)
             chains = remaining
 

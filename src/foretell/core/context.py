@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from foretell.core.draft_origins import DraftOrigins
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
+
+T = TypeVar("T")
 
 
 class TokenBuffer:
@@ -87,6 +90,8 @@ class Context:
     """Where the parts of a method record what they draft; None: no request asks."""
     cache_salts: tuple[str, ...] = ()
     """Per request: what drafters learn from it serves only requests of the same salt. Empty: all have the empty one."""
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What the parts of a method keep of this step until they observe it; see `StepState`."""
 
     @property
     def last_tokens(self) -> list[int]:
@@ -123,7 +128,25 @@ class Context:
             other_rows=self.other_rows,
             origins=self.origins,
             cache_salts=tuple(self.cache_salts[i] for i in indices) if self.cache_salts else (),
+            kept=self.kept,
         )
+
+
+class StepState(Generic[T]):
+    """What a drafter or shape knows of a step between its drafts and `observe`.
+
+    The value lies in the step's context, not in the part: a step that fails takes it along, so that what a later step
+    observes is its own.
+    """
+
+    def put(self, context: Context, value: T) -> None:
+        """Keep a value for the step of this context, or of a part of it; it replaces another one."""
+        context.kept[self] = value
+
+    def of(self, context: Context, default: T) -> T:
+        """The value that was kept for the step; `default`: none was, as the part did not draft."""
+        value: T = context.kept.get(self, default)
+        return value
 
 
 @dataclass(frozen=True)

@@ -156,12 +156,27 @@ class TokenRules:
             return []
         state, out = self._states.at(generated, drafted), list[list[int]]()
         for tokens in () if state is None else self._constraint.forced(state):
-            allowed = 0
-            while allowed < len(tokens) and self.allows(generated, (*drafted, *tokens[:allowed]), tokens[allowed]):
-                allowed += 1
-            if allowed:
-                out.append(list(tokens[:allowed]))
+            if allowed := self.allowed_prefix(generated, drafted, tokens):
+                out.append(allowed)
         return out
+
+    def allowed_prefix(
+        self, generated: Int[np.ndarray, " t"], drafted: Sequence[int], tokens: Sequence[int]
+    ) -> list[int]:
+        """The first of `tokens` that may follow the answer and the drafts, up to the end of the answer."""
+        out = list[int]()
+        for token in tokens:
+            path = (*drafted, *out)
+            if self.ends(generated, path) or not self.allows(generated, path, token):
+                break
+            out.append(token)
+        return out
+
+    def ends(self, generated: Int[np.ndarray, " t"], drafted: Sequence[int]) -> bool:
+        """Whether the answer is over with the last of the drafts: it is an ending token, or completes the constraint;
+        without drafts it is not.
+        """
+        return bool(drafted) and (drafted[-1] in self._ending_tokens or self.is_complete(generated, drafted))
 
     def is_complete(self, generated: Int[np.ndarray, " t"], following: Sequence[int] = ()) -> bool:
         """Whether the constraint allows no further token but an end-of-sequence token."""

@@ -130,12 +130,14 @@ class TokenTree:
         return path
 
     def spread(self, roots: Sequence[int], which: Sequence[int]) -> "TokenTree":
-        """Trees without sampled nodes, whose rows are the requests `which`, among all requests with these roots."""
-        if len(which) == len(roots):
+        """Trees whose rows are the requests `which`, among all requests with these roots; the others get theirs alone,
+        with a score of 1.
+        """
+        others = sorted(set(range(len(roots))) - set(which))
+        if not others:
             return self
-        count, score = np.count_nonzero(self.valid[:, 1:], axis=1), self.score
-        assert score is not None
-        return tree_from_scores(roots, which, self.token, self.parent, score, count)
+        alone = replace(root_tree([roots[i] for i in others]), score=np.ones((len(others), 1)))
+        return concatenate_trees([self, alone]).select(np.argsort([*which, *others]))
 
     def limit_depth(self, max_depth: Int[np.ndarray, " b"]) -> "TokenTree":
         """The tree without drafts deeper than `max_depth[i]` below the root of row `i`."""
@@ -327,21 +329,21 @@ def tree_from_scores(
     score: Float[np.ndarray, "a m"],
     count: Int[np.ndarray, " a"],
 ) -> TokenTree:
-    """Trees of a root and `count` nodes below it, which were not sampled, for the requests `which`; the others get the
-    root alone. The token of a root is set here; the arrays are kept and changed.
+    """Trees of a root and the first `count` nodes after it, which were not sampled, for the requests `which`; the
+    others get the root alone. The token of a root is set here; the arrays are kept and changed.
     """
     counts, b = count.tolist(), len(roots)
     n = max(counts) + 1
     token, parent, score = token[:, :n], parent[:, :n], score[:, :n]
     if len(which) < b:
         places = np.array(which)
-        all_parts = np.zeros((b, n), np.int64), np.full((b, n), -1, np.int64), np.zeros((b, n))
-        for whole, part in zip(all_parts, (token, parent, score), strict=True):
+        all_parts = np.zeros((b, n), np.int64), np.full((b, n), -1, np.int64), np.zeros((b, n)), np.zeros(b, np.int64)
+        for whole, part in zip(all_parts, (token, parent, score, count), strict=True):
             whole[places] = part
-        token, parent, score = all_parts
+        token, parent, score, count = all_parts
     token[:, 0], score[:, 0] = roots, 1
     full = len(which) == b and min(counts) == n - 1
-    return _unsampled_trees(token, parent, None if full else score > 0, score)
+    return _unsampled_trees(token, parent, None if full else np.arange(n) <= count[:, None], score)
 
 
 def merge_trees(first: TokenTree, second: TokenTree) -> TokenTree:

@@ -11,7 +11,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.sampling import DEPTHS_PER_STREAM, SamplingParams, Stream, apply_penalties
 from foretell.core.token_rules import TokenRules
 from foretell.core.tree import TokenTree
-from foretell.distributions.sampler import KeptTokens, kept_tokens, no_token_error, sample
+from foretell.distributions.sampler import KeptTokens, NoTokenError, kept_tokens, sample
 from foretell.model.run.topk import argmax
 
 
@@ -37,15 +37,21 @@ class ProcessedDistributions:
         self._argmax: list[int] | None = None if best is None else best.tolist()
         self._rules = rules
         self._samples: dict[tuple[int, int], int] = {}
+        self._last: tuple[tuple[int, int], Float[torch.Tensor, " v"]] | None = None
+        """The node whose logits were processed last, and these."""
 
     def with_logits(
-        self, row: int, node: int, logits_of: Callable[[int], Float[torch.Tensor, " v"]]
-    ) -> "ProcessedDistributions":
-        """The distribution at a node from other logits, which are given for the cache row of its request."""
+        self, row: int, node: int, logits_of: Callable[[int], Float[torch.Tensor, " v"] | None]
+    ) -> "ProcessedDistributions | None":
+        """The distribution at a node from other logits, which are given for the cache row of its request; None: there
+        are none.
+        """
         index = np.full(self._tree.token.shape, -1)
         index[row, node] = 0
-        logits = logits_of(self._context.rows[row])[None]
-        return ProcessedDistributions(self._context, self._tree, logits, index, rules=self._rules)
+        logits = logits_of(self._context.rows[row])
+        if logits is None:
+            return None
+        return ProcessedDistributions(self._context, self._tree, logits[None], index, rules=self._rules)
 
     def sampling_params(self, row: int) -> SamplingParams:
         """Sampling parameters of a batch row."""
@@ -57,31 +63,29 @@ class ProcessedDistributions:
         return self._context.rngs[row].uniform(position, stream + number * DEPTHS_PER_STREAM + depth)
 
     def sample(self, row: int, node: int) -> int:
-        """The token that plain decoding samples after this node: it depends on seed and position, not on the drafts."""
+        """The token that plain decoding samples after this node: it depends on seed and position, not on the drafts.
+
+        Raises:
+            NoTokenError: no token may follow.
+        """
         if self.sampling_params(row).temperature == 0:
             return self.argmax(row, node)
         if (row, node) not in self._samples:
-            self._sample_roots() if node == self._tree.root(row) else self._sample_nodes([(row, node)])
+            if self._uses_raw_logits(row):
+                nodes = self._raw_roots() if node == self._tree.root(row) else [(row, node)]
+                self._sample_from_rows(nodes, self._logits, [int(self._logit_index[n]) for n in nodes])
+            else:
+                self._sample_from_rows([(row, node)], self._processed(row, node)[None], [0])
         return self._samples[row, node]
 
-    def _sample_roots(self) -> None:
-        """Sample after the scored roots of all requests that do, in one call."""
+    def _raw_roots(self) -> list[tuple[int, int]]:
+        """The scored roots of all requests that sample from the logits as they are, which one call does."""
         roots = [(row, self._tree.root(row)) for row in range(self._tree.rows)]
-        self._sample_nodes(
-            [
-                (row, node)
-                for row, node in roots
-                if self.sampling_params(row).temperature > 0 and self._logit_index[row, node] >= 0
-            ]
-        )
-
-    def _sample_nodes(self, nodes: Sequence[tuple[int, int]]) -> None:
-        raw = [n for n in nodes if self._uses_raw_logits(n[0])]
-        if raw:
-            self._sample_from_rows(raw, self._logits, [int(self._logit_index[n]) for n in raw])
-        for n in nodes:
-            if n not in self._samples:
-                self._sample_from_rows([n], self._processed(*n)[None], [0])
+        return [
+            (row, node)
+            for row, node in roots
+            if self.sampling_params(row).temperature > 0 and self.is_known(row, node) and self._uses_raw_logits(row)
+        ]
 
     def _uses_raw_logits(self, row: int) -> bool:
         return self.sampling_params(row).uses_raw_logits and not (self._rules and self._rules[row] is not None)
@@ -97,24 +101,49 @@ class ProcessedDistributions:
         """Whether there are logits after this node."""
         return bool(self._logit_index[row, node] >= 0)
 
+    def goes_on(self, row: int, node: int) -> bool:
+        """Whether a token may follow this node: not below the root where the answer is over, by an ending token or a
+        complete constraint, nor where the rules forbid every token. Acceptors ask for no token there: a draft at which
+        it ends is the last token of their result.
+        """
+        rules = self._rules[row] if self._rules else None
+        if rules is None or node == self._tree.root(row):
+            return True
+        sequence, drafted = self._context.sequences[row], self._drafted(row, node).tolist()
+        if rules.ends(sequence.generated, drafted):
+            return False
+        if not self.is_known(row, node):
+            return True
+        if self.sampling_params(row).uses_raw_logits and self._allows(row, node, self._best(row, node)):
+            return True
+        return bool((self._processed(row, node) > -torch.inf).any())
+
     def log_ratio(self, row: int, node: int, first: int, second: int) -> float:
         """The log of the ratio of two tokens' probabilities after this node, before the temperature."""
         logits = self._processed(row, node)
         return float(logits[first].double() - logits[second].double())
 
     def argmax(self, row: int, node: int) -> int:
-        """The most probable token after this node."""
+        """The most probable token after this node.
+
+        Raises:
+            NoTokenError: no token may follow.
+        """
         if self.sampling_params(row).uses_raw_logits:
-            if self._argmax is None:
-                self._argmax = argmax(self._logits).tolist()
-            best = self._argmax[int(self._logit_index[row, node])]
+            best = self._best(row, node)
             if self._allows(row, node, best):  # Then it is the best of the allowed tokens, too.
                 return best
         processed = self._processed(row, node)
         best = int(processed.argmax())
         if processed[best] == -torch.inf:
-            raise no_token_error()
+            raise NoTokenError
         return best
+
+    def _best(self, row: int, node: int) -> int:
+        """The token with the largest logit after this node."""
+        if self._argmax is None:
+            self._argmax = argmax(self._logits).tolist()
+        return self._argmax[int(self._logit_index[row, node])]
 
     def _allows(self, row: int, node: int, token: int) -> bool:
         """Whether the rules of the request allow a token after this node; quicker than the mask of all tokens."""
@@ -128,7 +157,11 @@ class ProcessedDistributions:
         return self._tree.token[row, self._tree.ancestors(row, node)[int(self._tree.prefix_length[row]) :]]
 
     def probabilities(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
-        """The distribution after this node, float64; one-hot at temperature 0."""
+        """The distribution after this node, float64; one-hot at temperature 0.
+
+        Raises:
+            NoTokenError: no token may follow.
+        """
         sampling = self.sampling_params(row)
         if sampling.temperature == 0:
             one_hot = torch.zeros(self._logits.shape[-1], dtype=torch.float64, device=self._logits.device)
@@ -154,9 +187,15 @@ class ProcessedDistributions:
         return torch.softmax(self._logits[self._logit_index[row, node]], -1)
 
     def _processed(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
-        logits, sampling = self._logits[self._logit_index[row, node]], self.sampling_params(row)
         if self._uses_raw_logits(row):
-            return logits
+            return self._logits[self._logit_index[row, node]]
+        if self._last is None or self._last[0] != (row, node):
+            self._last = (row, node), self._process(row, node)
+        return self._last[1]
+
+    def _process(self, row: int, node: int) -> Float[torch.Tensor, " v"]:
+        """Logits with penalties, bias and rules."""
+        logits, sampling = self._logits[self._logit_index[row, node]], self.sampling_params(row)
         sequence = self._context.sequences[row]
         drafted = self._drafted(row, node)
         if not sampling.uses_raw_logits:

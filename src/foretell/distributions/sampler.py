@@ -70,7 +70,7 @@ def sample(
     A row's token does not depend on the other rows.
 
     Raises:
-        ValueError: a row has no logit above -infinity.
+        NoTokenError: a row has no logit above -infinity.
     """
     if kernels.runs_on(logits):
         structs = [sampling_struct(s, key) for s, key in zip(sampling, keys, strict=True)]
@@ -79,7 +79,7 @@ def sample(
         weights = _weights(logits[list(rows)], [s.temperature for s in sampling])
         found = [_race(_keep_with_torch(w, s), key) for w, s, key in zip(weights, sampling, keys, strict=True)]
     if min(found, default=0) < 0:
-        raise no_token_error()
+        raise NoTokenError
     return found
 
 
@@ -87,23 +87,26 @@ def kept_tokens(logits: Float[torch.Tensor, " v"], sampling: SamplingParams) -> 
     """The tokens that may be sampled from a row of logits, at a temperature above 0.
 
     Raises:
-        ValueError: no logit is above -infinity.
+        NoTokenError: no logit is above -infinity.
     """
     if kernels.runs_on(logits):
         kept = KeptTokens(*kernels.kept_tokens(logits, sampling_struct(sampling)))
     else:
         kept = _keep_with_torch(_weights(logits[None], [sampling.temperature])[0], sampling)
     if not len(kept.token):
-        raise no_token_error()
+        raise NoTokenError
     return kept
 
 
-def no_token_error() -> ValueError:
-    """The error where no token may follow."""
-    return ValueError(
-        "no token can be sampled: the logits are NaN or -infinity for all tokens; check logit_bias, allowed_token_ids, "
-        "bad_words, min_tokens and the constraint, which together may forbid every token, and the model's weights"
-    )
+class NoTokenError(ValueError):
+    """No token may follow."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no token can be sampled: the logits are NaN or -infinity for all tokens; check logit_bias, "
+            "allowed_token_ids, bad_words, min_tokens and the constraint, which together may forbid every token, and "
+            "the model's weights"
+        )
 
 
 def sampling_struct(s: SamplingParams, key: int = 0) -> Sampling:

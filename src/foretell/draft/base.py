@@ -5,12 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
@@ -92,6 +93,15 @@ class Drafter(EngineBound, ABC):
         self.release(target)
         return self.rewind(target, length)
 
+    def rereads_from(self, row: int, length: int, prompt_length: int) -> int | None:
+        """For drafts that change the text of a seed: whether what is kept of the first `length` tokens of a row serves
+        a request with a prompt of `prompt_length` tokens.
+
+        None: it is what the drafter would know had the request read them in an empty row. Otherwise the number of these
+        tokens that it can do without in an empty row.
+        """
+        return None
+
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add nodes that the target reads for the drafter and never accepts."""
         return tree
@@ -161,6 +171,14 @@ class CompositeDrafter(Drafter):
         for d in self._all:
             length = d.copy_row(source, target, length)
         return min(d.rewind(target, length) for d in self._all)
+
+    def rereads_from(self, row: int, length: int, prompt_length: int) -> int | None:
+        """The least number that any drafter can do without, where one has to begin anew."""
+        least = [d.rereads_from(row, length, prompt_length) for d in self._all]
+        if all(n is None for n in least):
+            return None
+        pairs = zip(self._all, least, strict=True)
+        return min(n if n is not None else 0 if d.hidden_layers else length for d, n in pairs)
 
     def bind(self, engine: BindingEngine) -> bool:
         """Claim all drafters."""
@@ -251,13 +269,14 @@ class RootStatePredictor(Predictor):
     """A predictor that drafts from the target's hidden state at the root only; it needs no earlier states."""
 
     def __init__(self) -> None:
-        self._root_states: dict[int, tuple[int, torch.Tensor]] = {}
-        """Per row the length of the sequence whose last token a state produced, and that state."""
+        self._root_states = WeakKeyDictionary[TokenBuffer, tuple[int, torch.Tensor]]()
+        """Per sequence its length when a state produced its last token, and that state: a request that is paused keeps
+        it.
+        """
 
     def _ready(self, context: Context) -> list[bool]:
         """Whether the state at the root is known, per request."""
-        known = [self._root_states.get(row, (-1,))[0] for row in context.rows]
-        return [length == t.length for length, t in zip(known, context.sequences, strict=True)]
+        return [self._root_states.get(text, (-1,))[0] == text.length for text in context.sequences]
 
     def _prepare_states(self, hidden_states: Sequence[Float[torch.Tensor, "b d"]]) -> Float[torch.Tensor, "b e"]:
         """What is kept of the target's hidden states, one tensor per layer."""
@@ -267,19 +286,12 @@ class RootStatePredictor(Predictor):
         """Keep the state that produced the newest token of every request."""
         last = [index[path[-1]] for index, path in zip(step.output.hidden_index.tolist(), step.paths, strict=True)]
         states = self._prepare_states([_rows_of(h, last) for h in step.output.hidden_states])
-        for i, row in enumerate(step.context.rows):
+        for i, text in enumerate(step.context.sequences):
             if step.new_tokens[i]:
-                self._root_states[row] = step.context.sequences[i].length, states[i]
-            else:
-                self.release(row)
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        self._root_states.pop(row, None)
+                self._root_states[text] = text.length, states[i]
 
     def rewind(self, row: int, length: int) -> int:
         """Keep everything: every step brings the state that the next draft needs."""
-        self.release(row)
         return length
 
 

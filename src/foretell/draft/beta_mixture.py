@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from math import lgamma
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from foretell.core.context import StepResult
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 
 GRID = np.linspace(0.3, 0.9, 10)
 """Thresholds that are considered."""
@@ -78,29 +79,31 @@ class AdaptiveThresholds:
 
     def __init__(self, mixture: BetaMixtureThreshold) -> None:
         self.mixture = mixture
-        self._of_row: dict[int, float] = {}
-        self._tested: list[tuple[int, int, float, int]] = []
+        self._of_text = WeakKeyDictionary[TokenBuffer, float]()
+        self._tested = StepState[dict[int, dict[int, tuple[float, int]]]]()
+        """Per row and node of the step: how sure the exit is, and of which token."""
 
-    def of(self, row: int) -> float:
-        """The threshold of the request of a row."""
-        if row not in self._of_row:
-            self._of_row[row] = self.mixture.update()
-        return self._of_row[row]
+    def of(self, text: TokenBuffer) -> float:
+        """The threshold of the request with this text."""
+        if text not in self._of_text:
+            self._of_text[text] = self.mixture.update()
+        return self._of_text[text]
 
-    def record(self, request: int, node: int, confidence: float, token: int) -> None:
-        """Note how sure the exit is after a node of a request of this step, and of which token."""
-        self._tested.append((request, node, confidence, token))
+    def record(self, context: Context, row: int, node: int, confidence: float, token: int) -> None:
+        """Note how sure the exit is after a node of the request of a row in this step, and of which token; `node`
+        counts from the root.
+        """
+        noted = self._tested.of(context, {})
+        noted.setdefault(row, {})[node] = confidence, token
+        self._tested.put(context, noted)
 
     def observe(self, step: StepResult) -> None:
         """Compare what was noted with the whole model's most probable tokens."""
         output = step.output
-        for request, node, confidence, token in self._tested:
-            at = int(output.logit_index[request, node])
-            if at >= 0:
-                own = output.logits[at].argmax() if output.argmax is None else output.argmax[at]
-                self.mixture.add(confidence, int(own) == token)
-        self._tested.clear()
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        self._of_row.pop(row, None)
+        tested = self._tested.of(step.context, {})
+        for i, row in enumerate(step.context.rows):
+            for node, (confidence, token) in tested.get(row, {}).items():
+                at = int(output.logit_index[i, step.tree.root(i) + node])
+                if at >= 0:
+                    own = output.logits[at].argmax() if output.argmax is None else output.argmax[at]
+                    self.mixture.add(confidence, int(own) == token)

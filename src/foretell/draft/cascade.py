@@ -1,14 +1,14 @@
 """Speculative decoding of the draft model: another method drafts for the small model, which drafts for the target."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
@@ -45,6 +45,26 @@ class DraftProposer(Protocol):
         """Serve this engine from now on."""
 
 
+@dataclass
+class _ReadTree:
+    """What the model has read in a step."""
+
+    rows: tuple[int, ...]
+    tree: TokenTree
+    """The nodes below each request's committed tokens that it has read (`valid`)."""
+    logit_index: Int[np.ndarray, "b n"]
+    logits: list[Float[torch.Tensor, "k v"]] = field(default_factory=list)
+
+    def place(self, i: int, path: Sequence[int]) -> int:
+        """The node at the end of this path below the root of batch row `i`."""
+        nodes = self.tree.find_path(i, path)
+        return nodes[-1] if nodes else int(self.tree.prefix_length[i]) - 1
+
+    def has(self, i: int, path: Sequence[int]) -> bool:
+        """Whether there is a node at the end of the path."""
+        return len(self.tree.find_path(i, path)) == len(path)
+
+
 class CascadeDrafter(Predictor):
     """A draft model that reads the trees of `proposer` in advance (Cascade Speculative Drafting, arXiv 2312.11462;
     staged speculation, arXiv 2308.04623).
@@ -62,11 +82,7 @@ class CascadeDrafter(Predictor):
         self.passes = 0
         """Passes of the draft model so far, without those of `read_backlog`."""
         self._chunk = chunk
-        self._rows: tuple[int, ...] = ()
-        self._tree: TokenTree | None = None
-        """The nodes that the model has read below each request's committed tokens (`valid`)."""
-        self._logits: list[Float[torch.Tensor, "k v"]] = []
-        self._logit_index: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
+        self._drafts = StepState[_ReadTree | None]()
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -75,8 +91,9 @@ class CascadeDrafter(Predictor):
 
         Requests whose frontier is at their maximum depth are not read.
         """
-        if tree.nodes == 1:
-            self._begin(context)
+        known = self._drafts.of(context, None)
+        if known is None or tree.nodes == 1:
+            known = self._begin(context)
         logit_index = np.full(tree.token.shape, -1, np.int64)
         wanted = [
             (i, node, tree.token[i, tree.ancestors(i, node)[1:]].tolist())
@@ -85,64 +102,53 @@ class CascadeDrafter(Predictor):
             if tree.valid[i, node] and tree.depth[i, node] < context.max_depth[i]
         ]
         missing = [
-            sorted({tuple(path) for j, _, path in wanted if j == i and not self._has(i, path)})
+            sorted({tuple(path) for j, _, path in wanted if j == i and not known.has(i, path)})
             for i in range(tree.rows)
         ]
         if any(missing):
-            self._extend(missing)
+            self._extend(known, missing)
         for i, node, path in wanted:
-            logit_index[i, node] = self._logit_index[i, self._place(i, path)]
-        return torch.cat(self._logits), logit_index
+            logit_index[i, node] = known.logit_index[i, known.place(i, path)]
+        return torch.cat(known.logits), logit_index
 
-    def _begin(self, context: Context) -> None:
+    def _begin(self, context: Context) -> _ReadTree:
         """Read all unread tokens and the tree of the proposer."""
-        self._rows = context.rows
         read_backlog(self.runner, context, self._chunk)
         tree = self.proposer.propose(replace(context, max_depth=np.maximum(context.max_depth - 1, 0)))
         full = tree.with_prefix(unread_tokens(self.runner, context))
         read = full.valid & (context.max_depth > 0)[:, None]
-        self._tree = replace(full, valid=read, probe=np.zeros_like(read))
-        self._logits, self._logit_index = [], np.full(full.token.shape, -1, np.int64)
-        self._read(read, read & (np.arange(full.nodes) >= full.prefix_length[:, None] - 1))
+        tree = replace(full, valid=read, probe=np.zeros_like(read))
+        known = _ReadTree(context.rows, tree, np.full(full.token.shape, -1, np.int64))
+        self._drafts.put(context, known)
+        self._read(known, read, read & (np.arange(full.nodes) >= full.prefix_length[:, None] - 1))
+        return known
 
-    def _extend(self, missing: Sequence[Sequence[tuple[int, ...]]]) -> None:
+    def _extend(self, known: _ReadTree, missing: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """Read nodes that were not read in advance; all but the last token of each path has been read."""
-        assert self._tree is not None
-        first, most = self._tree.nodes, max(len(m) for m in missing)
-        parents = [[self._place(i, path[:-1]) for path in paths] for i, paths in enumerate(missing)]
-        tree = self._tree.with_probes([[path[-1] for path in paths] for paths in missing], parents)
+        first, most = known.tree.nodes, max(len(m) for m in missing)
+        parents = [[known.place(i, path[:-1]) for path in paths] for i, paths in enumerate(missing)]
+        tree = known.tree.with_probes([[path[-1] for path in paths] for paths in missing], parents)
         new = tree.probe & (np.arange(first + most) >= first)
-        self._tree = replace(tree, valid=tree.valid | new, probe=np.zeros_like(new))
-        self._logit_index = np.pad(self._logit_index, ((0, 0), (0, most)), constant_values=-1)
-        self._read(new, new)
+        known.tree = replace(tree, valid=tree.valid | new, probe=np.zeros_like(new))
+        known.logit_index = np.pad(known.logit_index, ((0, 0), (0, most)), constant_values=-1)
+        self._read(known, new, new)
 
-    def _read(self, read: np.ndarray, scored: np.ndarray) -> None:
+    def _read(self, known: _ReadTree, read: np.ndarray, scored: np.ndarray) -> None:
         """One pass over nodes of the tree, whose logits are appended."""
-        assert self._tree is not None
-        output = self.runner.forward(self._rows, self._tree, active=read, scored=scored)
+        output = self.runner.forward(known.rows, known.tree, active=read, scored=scored)
         self.passes += 1
-        before = sum(len(x) for x in self._logits)
-        self._logit_index = np.where(output.logit_index >= 0, output.logit_index + before, self._logit_index)
-        self._logits.append(output.logits)
-
-    def _place(self, i: int, path: Sequence[int]) -> int:
-        """The node at the end of this path below the root of batch row `i`."""
-        assert self._tree is not None
-        nodes = self._tree.find_path(i, path)
-        return nodes[-1] if nodes else int(self._tree.prefix_length[i]) - 1
-
-    def _has(self, i: int, path: Sequence[int]) -> bool:
-        assert self._tree is not None
-        return len(self._tree.find_path(i, path)) == len(path)
+        before = sum(len(x) for x in known.logits)
+        known.logit_index = np.where(output.logit_index >= 0, output.logit_index + before, known.logit_index)
+        known.logits.append(output.logits)
 
     def observe(self, step: StepResult) -> None:
         """Keep the read nodes on the path of the new tokens, and update the proposer."""
-        if self._tree is not None:
+        known = self._drafts.of(step.context, None)
+        if known is not None:
             for i, row in enumerate(step.context.rows):
-                if row in self._rows and self._tree.valid[(mine := self._rows.index(row)), 0]:
-                    prefix_length = range(int(self._tree.prefix_length[mine]))
-                    self.runner.commit(row, [*prefix_length, *self._tree.find_path(mine, step.new_tokens[i][:-1])])
-        self._tree, self._rows = None, ()
+                if row in known.rows and known.tree.valid[(mine := known.rows.index(row)), 0]:
+                    prefix_length = range(int(known.tree.prefix_length[mine]))
+                    self.runner.commit(row, [*prefix_length, *known.tree.find_path(mine, step.new_tokens[i][:-1])])
         self.proposer.observe(step)
 
     def release(self, row: int) -> None:

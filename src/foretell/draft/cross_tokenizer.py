@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from foretell.core.context import Context, StepResult, TokenBuffer, common_prefix
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer, common_prefix
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import root_tree, tree_from_lists
@@ -45,8 +45,8 @@ class CrossTokenizerDrafter(Retriever):
         self._codec, self._draft_codec = codec, draft_codec
         self._special_tokens = {i for i, t in draft_codec.tokenizer.get_added_tokens_decoder().items() if t.special}
         self._retokenized: dict[int, RetokenizedText] = {}
-        self._context: Context | None = None
-        """The requests that the draft model drafted for in this step, in its own tokens."""
+        self._inner = StepState[Context | None]()
+        """The requests that the draft model drafted for in a step, in its own tokens."""
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The draft model's greedy continuation of every request, in the target's tokens."""
@@ -66,7 +66,7 @@ class CrossTokenizerDrafter(Retriever):
             )
             for i, chain in zip(fits, self._continue(inner), strict=True):
                 found[i] = self._to_target_tokens(context.sequences[i], retokenized[i].buffer, chain)
-            self._context = inner
+            self._inner.put(context, inner)
         return found
 
     def _update(self, row: int, text: TokenBuffer) -> "RetokenizedText":
@@ -102,7 +102,11 @@ class CrossTokenizerDrafter(Retriever):
     def _to_target_tokens(
         self, text: TokenBuffer, draft_text: TokenBuffer, chain: list[tuple[int, float]]
     ) -> list[Continuation]:
-        """The chain in the target's tokens, encoded together with the last tokens of the sequence."""
+        """The chain in the target's tokens, encoded together with the last tokens of the sequence; nothing for an empty
+        one, whose first token was special.
+        """
+        if not chain:
+            return []
         tail = decode_from(self._codec, text.tokens, max(0, text.length - self.lookbehind))
         drafted = np.append(draft_text.tokens, [t for t, _ in chain])
         ends = [
@@ -116,9 +120,10 @@ class CrossTokenizerDrafter(Retriever):
 
     def observe(self, step: StepResult) -> None:
         """Update the draft model with the new tokens, in its own tokens."""
-        if self._context is None:
+        inner = self._inner.of(step.context, None)
+        if inner is None:
             return
-        rows, decided = self._context.rows, list[tuple[int, ...]]()
+        rows, decided = inner.rows, list[tuple[int, ...]]()
         for row in rows:
             retokenized, text = self._retokenized[row], step.context.sequences[step.context.rows.index(row)]
             before = retokenized.buffer.length
@@ -126,11 +131,10 @@ class CrossTokenizerDrafter(Retriever):
             decided.append(
                 tuple(retokenized.buffer.tokens[before:].tolist()) if retokenized.unchanged >= before else ()
             )
-        self.draft.observe(replace(step, context=self._context, new_tokens=tuple(decided)))
+        self.draft.observe(replace(step, context=inner, new_tokens=tuple(decided)))
         for row in rows:
             retokenized = self._retokenized[row]
             self.draft.runner.truncate(row, max(0, min(retokenized.unchanged, retokenized.buffer.length - 1)))
-        self._context = None
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

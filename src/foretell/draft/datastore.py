@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 from jaxtyping import Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 from foretell.retrieval.datastore import Datastore
@@ -80,11 +80,11 @@ class DatastoreRetriever(Retriever):
         self.store, self.longest, self.shortest = store, longest, shortest
         self.copy, self.hits, self.least_hits = copy, hits, least_hits
         self._estimators: dict[int, AcceptanceEstimator] = {}
-        self._offered: dict[int, tuple[int, PrefixCounts]] = {}
+        self._offered = StepState[dict[int, tuple[int, PrefixCounts]]]()
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The `budget` most frequent prefixes of the continuations, as paths."""
-        out = []
+        out, offered = [], dict[int, tuple[int, PrefixCounts]]()
         for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             copy = min(self.copy, budget, max_depth)
             ending = sequence.tokens[-self.longest :].tolist()
@@ -99,14 +99,16 @@ class DatastoreRetriever(Retriever):
                 len(found).bit_length() - 1, _COUNT_LEVELS - 1
             )
             estimator = self._estimators.setdefault(row, AcceptanceEstimator(_PRIOR))
-            self._offered[row] = kind, counts
+            offered[row] = kind, counts
             out.append(_paths(counts, len(found), estimator.rate(kind) if counts else 0.0))
+        self._offered.put(context, offered)
         return out
 
     def observe(self, step: StepResult) -> None:
         """Update the acceptance rates."""
+        offered = self._offered.of(step.context, {})
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
-            kind, counts = self._offered.pop(row, (0, {}))
+            kind, counts = offered.get(row, (0, {}))
             inner, prefix = {p[:-1] for p in counts}, tuple[int, ...]()
             for token in decided:
                 if prefix not in inner:
@@ -117,7 +119,6 @@ class DatastoreRetriever(Retriever):
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self._estimators.pop(row, None)
-        self._offered.pop(row, None)
 
 
 def most_frequent_prefixes(found: Int[np.ndarray, "h c"], most: int) -> PrefixCounts:

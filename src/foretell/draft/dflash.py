@@ -46,7 +46,7 @@ class DFlashDrafter(BlockPredictor):
     @torch.inference_mode()
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
-        _, states = self._take_pending(rows, texts, counts)
+        _, states = self._pending(rows, texts, counts)
         self.network.read_target_states(*states, layout, self._cache)
 
     def _draft(
@@ -65,7 +65,7 @@ class DFlashDrafter(BlockPredictor):
 
     def _block_layout(self, rows: Sequence[int]) -> Layout:
         """The layout of a block after the positions of every row: its slots see these and each other."""
-        size, length = self.network.config.block_size, np.array([self._prefixes[row].length for row in rows])
+        size, length = self.network.config.block_size, np.array([self._prefixes[row].count for row in rows])
         self._cache.reserve(rows, (length + size).tolist())
         slot = (length[:, None] + np.arange(size)).ravel()
         return layout_of(np.repeat(rows, size), slot, slot, np.repeat(length + size, size))

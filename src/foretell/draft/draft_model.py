@@ -1,17 +1,28 @@
 """Drafting with a smaller model: a second checkpoint, or the target's first layers."""
 
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.tree import TokenTree, root_tree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Predictor
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import GrowsTrees, Runner, copy_row, offered
+
+
+@dataclass(frozen=True)
+class _ReadTree:
+    """The draft tree of a step, below all unread tokens, as it is in the model's cache."""
+
+    rows: tuple[int, ...]
+    tree: TokenTree
+    read: Bool[np.ndarray, "b n"]
+    """Its nodes that the model has read."""
 
 
 class OwnCache(Predictor):
@@ -49,10 +60,7 @@ class DraftModel(OwnCache):
     def __init__(self, runner: Runner, chunk: int = 512) -> None:
         self.runner, self.max_context = runner, runner.context
         self._chunk = chunk
-        self._tree: TokenTree | None = None
-        """The draft tree below all unread tokens, as in this model's cache."""
-        self._read: Bool[np.ndarray, "b n"] = np.zeros((0, 0), bool)
-        self._rows: tuple[int, ...] = ()
+        self._drafts = StepState[_ReadTree | None]()
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -61,8 +69,9 @@ class DraftModel(OwnCache):
 
         Requests whose frontier is at their maximum depth are not read.
         """
-        if tree.nodes == 1:
-            self._rows = context.rows
+        before = self._drafts.of(context, None)
+        first = before is None or tree.nodes == 1
+        if first:
             read_backlog(self.runner, context, self._chunk)
         full = tree.with_prefix(unread_tokens(self.runner, context))
         shift = full.prefix_length - 1
@@ -71,15 +80,11 @@ class DraftModel(OwnCache):
         np.put_along_axis(wanted, np.take_along_axis(place, frontier, 1), True, 1)
         growing = full.valid & (full.depth - shift[:, None] < context.max_depth[:, None])
         wanted &= growing
-        first = tree.nodes == 1
         output = self.runner.forward(context.rows, full, active=growing if first else wanted, scored=wanted)
-        self._tree = full
-        before = (
-            np.zeros(full.token.shape, bool)
-            if first
-            else np.pad(self._read, ((0, 0), (0, full.nodes - self._read.shape[1])))
-        )
-        self._read = growing if first else before | wanted
+        read = growing
+        if before is not None and not first:
+            read = np.pad(before.read, ((0, 0), (0, full.nodes - before.read.shape[1]))) | wanted
+        self._drafts.put(context, _ReadTree(context.rows, full, read))
         return output.logits, np.take_along_axis(output.logit_index, place, 1)
 
     def grow_dynamic_tree(
@@ -108,29 +113,29 @@ class DraftModel(OwnCache):
         tree = tree_from_scores(
             context.last_tokens, active.tolist(), trees.token, trees.parent, trees.score, trees.count
         )
-        self._tree, self._rows = tree.with_prefix(unread), context.rows
-        self._read = np.arange(self._tree.nodes) < self._tree.prefix_length[:, None]
+        full = tree.with_prefix(unread)
+        read = np.arange(full.nodes) < full.prefix_length[:, None]
         if sizes[1] == 1:
             # The last token of a chain is not read; the cache slots of wider trees are not in the order of their nodes.
-            self._read[:, :-1] |= self._tree.valid[:, 1:]
-        self._read &= (context.max_depth > 0)[:, None]
+            read[:, :-1] |= full.valid[:, 1:]
+        self._drafts.put(context, _ReadTree(context.rows, full, read & (context.max_depth > 0)[:, None]))
         return tree
 
     def observe(self, step: StepResult) -> None:
         """Keep the read nodes on the path of the new tokens; the last of these is the next root and stays unread."""
-        if self._tree is None:
+        drafts = self._drafts.of(step.context, None)
+        if drafts is None:
             return
         for i, row in enumerate(step.context.rows):
-            if row in self._rows:
-                mine = self._rows.index(row)
+            if row in drafts.rows:
+                mine = drafts.rows.index(row)
                 nodes = [
-                    *range(int(self._tree.prefix_length[mine])),
-                    *self._tree.find_path(mine, step.new_tokens[i][:-1]),
+                    *range(int(drafts.tree.prefix_length[mine])),
+                    *drafts.tree.find_path(mine, step.new_tokens[i][:-1]),
                 ]
-                path = list(takewhile(self._read[mine].__getitem__, nodes))
+                path = list(takewhile(drafts.read[mine].__getitem__, nodes))
                 if path:
                     self.runner.commit(row, path)
-        self._tree, self._rows = None, ()
 
 
 def unread_tokens(runner: Runner, context: Context) -> list[list[int]]:

@@ -67,10 +67,9 @@ class EagleDrafter(CachedStatesPredictor):
         if self.network.native is None or not which:
             return None
         rows = [context.rows[i] for i in which]
-        self._restore(rows)
-        counts = [self._prefixes[row].pending_count for row in rows]
-        token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
-        length = [self._prefixes[row].length for row in rows]
+        counts = self._count_pending(rows, context)
+        token, states = self._pending(rows, [context.sequences[i] for i in which], counts)
+        length = [self._prefixes[row].count for row in rows]
         self._cache.reserve(rows, [n + sizes[0] * sizes[1] for n in length])
         part = context.select(which)
         trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, kernel_noise(part, sizes[0]))
@@ -86,7 +85,7 @@ class EagleDrafter(CachedStatesPredictor):
             batch_row = np.flatnonzero(context.max_depth)
             node = np.zeros_like(batch_row)
             out = self._forward_roots(batch_row.tolist(), context)
-            length = [self._prefixes[row].length if row in self._prefixes else 0 for row in context.rows]
+            length = [self._prefixes[row].count if row in self._prefixes else 0 for row in context.rows]
             self._nodes = _DraftedNodes(np.array(context.rows), np.array(length))
             self._nodes.begin(batch_row, out)
         else:
@@ -102,8 +101,7 @@ class EagleDrafter(CachedStatesPredictor):
         rows = [context.rows[i] for i in active]
         if not rows:
             return self._cache.k.new_zeros(0, self.network.hidden, dtype=self.network.dtype)
-        self._restore(rows)
-        counts = [self._prefixes[row].pending_count for row in rows]
+        counts = self._count_pending(rows, context)
         read = self._read_pending(rows, [context.sequences[i] for i in active], counts)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]
 
@@ -113,7 +111,7 @@ class EagleDrafter(CachedStatesPredictor):
     ) -> Float[torch.Tensor, "t d"]:
         """Read the next positions of some rows from the target's states."""
         layout = self._reserve_pending(rows, counts)
-        token, states = self._take_pending(rows, texts, counts)
+        token, states = self._pending(rows, texts, counts)
         return self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
     def _forward_nodes(

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor, TopTokens, top_tokens
@@ -65,15 +66,15 @@ class EarlyExitDrafter(Predictor):
         self._runner: Runner | None = None
         self._layers: RunsLayers | None = None
         """The target, whose passes begin with their first layers."""
-        self._pass: PartialPass | None = None
+        self._pass = StepState[PartialPass | None]()
         self._chain: ExitChain | None = None
         """Chains of the only exit, where the kernels can run them."""
         self._blocks: ExitBlocks | None = None
         """The decoder blocks of the only exit."""
         if heads.blocks:
             self.hidden_layers, self.reads_prompts = heads.layers, True
-        self._depths: dict[int, Float[np.ndarray, " e"]] = {}
-        """Per row the distribution function of the depth of its answer, with classifiers for whole answers."""
+        self._depths = WeakKeyDictionary[TokenBuffer, Float[np.ndarray, " e"]]()
+        """Per sequence the distribution function of the depth of its answer, with classifiers for whole answers."""
 
     def attach(self, runner: Runner) -> None:
         """Draft in the cache of this runner.
@@ -85,7 +86,7 @@ class EarlyExitDrafter(Predictor):
         if runner is self._runner:
             return
         self._layers = required(runner, RunsLayers, "early exit needs a model of the own decoder")
-        self._runner, self._pass = runner, None
+        self._runner = runner
         self._blocks = ExitBlocks(self.heads.blocks, self.heads.layers[0], runner) if self.heads.blocks else None
         self._chain = ExitChain.of(self.heads, runner, self._blocks)
 
@@ -137,14 +138,15 @@ class EarlyExitDrafter(Predictor):
             return None
         part = context.select(active.tolist())
         grown = self._chain.grow(part, length, *rule)
-        self._pass, tree = grown.partial, grown.tree
+        tree = grown.tree
+        self._pass.put(context, grown.partial)
         self.exit_counts[0] += int(np.count_nonzero(tree.valid[:, 1:]))
         if self.missing_keys == "copy":
             grown.partial.fill(np.pad(tree.valid[:, 1:], ((0, 0), (0, 1))))
         if self.adaptive is not None:
             for i, node in zip(*np.nonzero(grown.trees.confidence[:, 1:]), strict=True):
                 confidence, token = grown.trees.confidence[i, node + 1], grown.trees.token[i, node + 1]
-                self.adaptive.record(int(active[i]), int(node), float(confidence), int(token))
+                self.adaptive.record(context, part.rows[i], int(node), float(confidence), int(token))
         return tree.spread(context.last_tokens, active.tolist())
 
     def _kernel_rule(self, context: Context, limits: NodeLimits) -> tuple[NodeLimits, float | None] | None:
@@ -154,17 +156,17 @@ class EarlyExitDrafter(Predictor):
         rule = self.rule
         if rule is None:
             return limits, None
-        levels = {self._threshold(row, 0, 0) for row in context.rows}
+        levels = {self._threshold(text, 0, 0) for text in context.sequences}
         unsupported = rule.decay or rule.confidence not in ("softmax", "probability") or len(levels) != 1
         if not self._only_confident or unsupported or limits != NodeLimits():
             return None
         level = levels.pop()
         return NodeLimits(0.0, float(np.nextafter(level, 2.0)), rule.confidence == "softmax"), level
 
-    def _threshold(self, row: int, exit_: int, position: int) -> float:
-        """The threshold of an exit for the request of a row at a position of its answer."""
+    def _threshold(self, text: TokenBuffer, exit_: int, position: int) -> float:
+        """The threshold of an exit for the request with this text at a position of its answer."""
         assert self.rule is not None
-        return float(self.rule.threshold(exit_, position)) if self.adaptive is None else self.adaptive.of(row)
+        return float(self.rule.threshold(exit_, position)) if self.adaptive is None else self.adaptive.of(text)
 
     def _exit(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -184,7 +186,7 @@ class EarlyExitDrafter(Predictor):
             sure = None if self.rule is None else self._measure(staying, i, found, logits, depths)
             leaving = staying if sure is None else self._leaving(staying, i, sure, tree, context)
             if sure is not None and self.adaptive is not None:
-                self._record(staying, sure, found, logits)
+                self._record(context, staying, sure, found, logits)
             if last and not self._only_confident:
                 leaving = staying
             staying = staying & ~leaving
@@ -240,13 +242,15 @@ class EarlyExitDrafter(Predictor):
         answered = [s.length - s.prompt_length for s in context.sequences]
         rows, depth = np.nonzero(nodes)[0].tolist(), tree.depth[nodes].tolist()
         pairs = zip(rows, depth, strict=True)
-        level = [self._threshold(context.rows[row], exit_, answered[row] + below) for row, below in pairs]
+        level = [self._threshold(context.sequences[i], exit_, answered[i] + below) for i, below in pairs]
         out = np.zeros(nodes.shape, bool)
-        out[nodes] = sure > np.array(level)
+        # Rounding may give a confidence above 1, and a threshold of 1 is never passed.
+        out[nodes] = np.minimum(sure, 1) > np.array(level)
         return out
 
     def _record(
         self,
+        context: Context,
         nodes: Bool[np.ndarray, "b n"],
         sure: Float[np.ndarray, " k"],
         found: NodeStates,
@@ -256,7 +260,7 @@ class EarlyExitDrafter(Predictor):
         best = logits.argmax(-1).cpu().numpy()[found.index[nodes]]
         tokens = best if self.heads.token_of is None else self.heads.token_of[best]
         for request, node, confidence, token in zip(*np.nonzero(nodes), sure, tokens, strict=True):
-            self.adaptive.record(int(request), int(node), float(confidence), int(token))
+            self.adaptive.record(context, context.rows[request], int(node), float(confidence), int(token))
 
     def _choose_depths(
         self, nodes: Bool[np.ndarray, "b n"], run: PartialPass, context: Context
@@ -267,31 +271,35 @@ class EarlyExitDrafter(Predictor):
         out[nodes] = self.heads.depth_distribution(found.states).double().cpu().numpy()[found.index[nodes]]
         if self.heads.chooses_once:
             for i, node in zip(*np.nonzero(nodes), strict=True):
-                out[i, node] = self._depths.setdefault(context.rows[i], out[i, node].copy())
+                out[i, node] = self._depths.setdefault(context.sequences[i], out[i, node].copy())
         return out
 
     def _begin(self, tree: TokenTree, context: Context) -> PartialPass:
         """The pass over the tree so far."""
-        if tree.nodes == 1 or self._pass is None:
+        run = self._pass.of(context, None)
+        if tree.nodes == 1 or run is None:
             if self._layers is None:
                 raise ValueError(_NO_ENGINE)
-            self._pass = self._layers.begin_pass(context.rows, tree)
-            self._pass.keeps_previous = self.rule is not None and self.rule.confidence == "state"
+            run = self._layers.begin_pass(context.rows, tree)
+            run.keeps_previous = self.rule is not None and self.rule.confidence == "state"
+            self._pass.put(context, run)
         else:
-            self._pass.extend(tree)
-        return self._pass
+            run.extend(tree)
+        return run
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Leave out the logits of nodes with copied keys, which do not run the last layers."""
-        run = self._pass
+        run = self._pass.of(context, None)
         if run is None or self.missing_keys == "recompute" or run.tree.nodes > tree.nodes:
             return tree
-        filled = np.pad(run.filled, ((0, 0), (0, tree.nodes - run.tree.nodes)))
+        filled = np.zeros(tree.token.shape, bool)
+        for i, row in enumerate(context.rows):
+            if row in run.rows:  # Requests that may not draft are not in the pass.
+                filled[i, : run.tree.nodes] = run.filled[run.rows.index(row)]
         return replace(tree, unscored=filled if tree.unscored is None else filled | tree.unscored)
 
     def observe(self, step: StepResult) -> None:
-        """Forget the pass: the target has finished it."""
-        self._pass = None
+        """Keep what the exit's blocks and the threshold learn from."""
         if self._blocks is not None:
             self._blocks.observe(step)
         if self.adaptive is not None:
@@ -299,25 +307,19 @@ class EarlyExitDrafter(Predictor):
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
-        self._depths.pop(row, None)
         if self._blocks is not None:
             self._blocks.release(row)
-        if self.adaptive is not None:
-            self.adaptive.release(row)
 
     def rewind(self, row: int, length: int) -> int:
         """As `Drafter.rewind`: the exit's blocks keep what they know of the shared tokens."""
         if self._blocks is None:
             return super().rewind(row, length)
-        kept = self._blocks.keep(row, length)
-        self._depths.pop(row, None)
-        return kept
+        return self._blocks.keep(row, length)
 
     def copy_row(self, source: int, target: int, length: int) -> int:
         """As `Drafter.copy_row`: the cache holds the keys of the exit's blocks, too."""
         if self._blocks is None:
             return super().copy_row(source, target, length)
-        self.release(target)
         return self._blocks.copy(source, target, length)
 
 

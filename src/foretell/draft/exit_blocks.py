@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.tree import TokenTree
 from foretell.draft.cached_states import layout_of
 from foretell.draft.target_states import TargetStates, concatenate_states
@@ -26,13 +26,15 @@ class _Prefix:
 
     length: int = 0
     pending: list[TargetStates] = field(default_factory=list)
-    proposed: int = 0
-    """Pending tokens that the drafts of this step have read."""
 
     @property
     def end(self) -> int:
         """The first token whose state is not known."""
         return self.length + sum(len(part.place) for part in self.pending)
+
+    def count_as_read(self) -> None:
+        """Forget the states, which the blocks have read."""
+        self.length, self.pending = self.end, []
 
     def first(self, tokens: int) -> "_Prefix":
         """The same for a row that shares the first tokens."""
@@ -74,6 +76,8 @@ class ExitBlocks:
         places = [*range(layer), *range(place, place + len(blocks))]
         self._cache = LayeredCache([cache], [(0, index) for index in places])
         self._prefixes: dict[int, _Prefix] = {}
+        self._read_by_drafts = StepState[dict[int, int]]()
+        """How many pending tokens of each row the drafts of a step have read."""
 
     def ready(self, row: int, length: int) -> bool:
         """Whether the states of the first `length` tokens of a row are known."""
@@ -90,13 +94,14 @@ class ExitBlocks:
         rows = [context.rows[i] for i in requests]
         prefixes = [self._prefixes[row] for row in rows]
         parts, counts = list[torch.Tensor](), list[int]()
-        for prefix, root in zip(prefixes, roots, strict=True):
-            prefix.proposed = prefix.end - prefix.length
+        pending = [prefix.end - prefix.length for prefix in prefixes]
+        self._read_by_drafts.put(context, dict(zip(rows, pending, strict=True)))
+        for prefix, count, root in zip(prefixes, pending, roots, strict=True):
             if prefix.pending:
                 states, place = concatenate_states(prefix.pending)
                 parts.append(states[0][torch.from_numpy(place).to(root.device)].to(root.dtype))
             parts.append(root[None])
-            counts.append(prefix.proposed + 1)
+            counts.append(count + 1)
         first = [prefix.length for prefix in prefixes]
         slot = np.concatenate([np.arange(f, f + n) for f, n in zip(first, counts, strict=True)])
         out = self._run(torch.cat(parts), layout_of(np.repeat(rows, counts), slot, slot, slot + 1))
@@ -123,6 +128,9 @@ class ExitBlocks:
     def observe(self, step: StepResult) -> None:
         """Keep the target's states at the accepted nodes."""
         output = step.output
+        for row, count in self._read_by_drafts.of(step.context, {}).items():
+            if count:
+                self._prefixes[row].count_as_read()
         for i, (row, start) in enumerate(zip(step.context.rows, step.start_positions, strict=True)):
             known = self._prefixes.get(row)
             if start == 0:
@@ -130,8 +138,6 @@ class ExitBlocks:
             if known is None or known.end != start:
                 self._prefixes.pop(row, None)
                 continue
-            known.length, known.pending = known.length + known.proposed, known.pending if not known.proposed else []
-            known.proposed = 0
             places = output.hidden_index[i, list(step.paths[i])][: step.context.sequences[i].length - 1 - start]
             if len(places):
                 known.pending.append(TargetStates(output.hidden_states, places))

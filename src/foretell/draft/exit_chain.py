@@ -43,7 +43,7 @@ class ExitChain:
         return None if decoder is None else ExitChain(decoder, heads.layers[0], target, blocks)
 
     def grow(self, context: Context, length: int, limits: NodeLimits, refused: float | None) -> GrownChains:
-        """Chains for requests that may all draft; `refused`: nodes of at most this confidence are not valid."""
+        """Chains for requests that may all draft; `refused`: nodes of at most this confidence are not in the tree."""
         roots = root_tree(context.last_tokens)
         run = self._runner.begin_pass(context.rows, roots)
         states = run.advance(np.ones(roots.token.shape, bool), self._layer).states
@@ -56,10 +56,13 @@ class ExitChain:
             *(limits, states.shape[1]),
         )
         self._decoder.network.grow_dynamic_trees(states, trees, run.cache, self._decoder.token_of)
+        count = trees.count
         if refused is not None:
-            trees.score[:, 1:][trees.confidence[:, 1:] <= refused] = 0
+            # A chain goes on after confident nodes only, so that the refused ones are the last ones.
+            drafted = np.arange(1, trees.token.shape[1]) <= count[:, None]
+            count = np.count_nonzero(drafted & (trees.confidence[:, 1:] > refused), axis=1)
         which = range(len(context.rows))
-        tree = tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
+        tree = tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, count)
         run.extend(tree)
         if self._blocks is not None:
             return GrownChains(tree, trees, run)

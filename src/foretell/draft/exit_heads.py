@@ -15,6 +15,7 @@ from foretell.model.kernels import rms_norm
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import NodeStates
+from foretell.model.run.topk import top_probabilities
 from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.pack import ExitHead
 
@@ -204,12 +205,10 @@ def measure_confidence(
     found: NodeStates,
     logits: Float[torch.Tensor, "k w"],
 ) -> Float[torch.Tensor, " k"]:
-    """How sure an exit is at every node."""
-    if confidence == "probability":
-        return logits.float().softmax(-1).amax(-1)
-    if confidence == "softmax":
-        best = logits.float().softmax(-1).topk(min(2, logits.shape[-1]), -1).values
-        return best[:, 0] - best[:, 1] if best.shape[1] > 1 else best[:, 0]
+    """How sure an exit is at every node; on the CPU kernels with the bits of chains in one call (`ExitChain`)."""
+    if confidence in ("softmax", "probability"):
+        best = top_probabilities(logits.float(), min(2, logits.shape[-1]))[0]
+        return best[:, 0] - best[:, 1] if confidence == "softmax" and best.shape[1] > 1 else best[:, 0]
     if confidence == "state":
         return F.cosine_similarity(found.states.float(), found.before.float(), dim=-1)
     return heads.classify(exit_, found.states)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context
+from foretell.core.context import Context, TokenBuffer
 from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
 from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
@@ -60,16 +60,16 @@ class HeadsDrafter(RootStatePredictor):
         """
         ready = self._ready(context)
         if tree.nodes == 1:
-            self._logits = self._compute_all([row for row, yes in zip(context.rows, ready, strict=True) if yes])
+            self._logits = self._compute_all([text for text, yes in zip(context.sequences, ready, strict=True) if yes])
         return scores_by_depth(self._logits, tree, frontier, ready)
 
-    def _compute_all(self, rows: list[int]) -> Float[torch.Tensor, "h k w"]:
-        """The logits of all heads for these rows."""
-        if not rows:
+    def _compute_all(self, texts: Sequence[TokenBuffer]) -> Float[torch.Tensor, "h k w"]:
+        """The logits of all heads for these sequences."""
+        if not texts:
             return torch.zeros(
                 self.network.heads, 0, self.network.target_info.vocab if self._token_of is None else len(self._token_of)
             )
-        h = torch.stack([self._root_states[row][1] for row in rows])
+        h = torch.stack([self._root_states[text][1] for text in texts])
         return self.network(h).transpose(0, 1).contiguous()
 
 

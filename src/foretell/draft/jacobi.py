@@ -80,8 +80,14 @@ class JacobiDrafter(Retriever):
                 if guess != truth:
                     break
             read = [int(step.tree.prefix_length[i]) - 1, *step.tree.find_path(i, before)]
-            updated = [distributions.sample(i, node) for node in read[len(decided) :]]
-            self._iterate[row] = updated + before[max(len(decided), len(read)) :]
+            updated = list[int]()
+            for node in read[len(decided) :]:
+                if not distributions.goes_on(i, node):
+                    break
+                updated.append(distributions.sample(i, node))
+            else:
+                updated += before[max(len(decided), len(read)) :]
+            self._iterate[row] = updated
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

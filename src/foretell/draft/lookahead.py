@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import torch
 
-from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.sampling import Stream
 from foretell.core.tree import TokenTree
 from foretell.draft.acceptance import AcceptanceEstimator
@@ -98,9 +98,6 @@ class _RequestState:
         self.estimator = AcceptanceEstimator([max(0.35 - 0.03 * r, 0.1) for r in range(max(ranks, 1))])
         self.pooled = 0
         """Start of the sequence's first n-gram that is not in the pool."""
-        self.offered: list[tuple[int, ...]] = []
-        self.probes: list[int] | None = None
-        """Nodes of the window's last row in this step's tree, before the prefix was added; None: it is not in it."""
 
 
 class LookaheadDrafter(Retriever):
@@ -135,20 +132,24 @@ class LookaheadDrafter(Retriever):
         self.width, self.ngram, self.candidates = width, ngram, candidates
         self.from_text, self.follow, self.eos = from_text, follow, frozenset(eos)
         self._rows: dict[int, _RequestState] = {}
+        self._offered = StepState[dict[int, list[tuple[int, ...]]]]()
+        self._probes = StepState[dict[int, list[int]]]()
+        """Nodes of the last row of each window in the step's tree, before the prefix was added."""
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The pool's n-grams that begin with the last token, most recent first."""
-        out = []
+        out, offered = [], dict[int, list[tuple[int, ...]]]()
         for i, (row, last) in enumerate(zip(context.rows, context.last_tokens, strict=True)):
             if row not in self._rows:
                 self._rows[row] = self._start(context, i)
             state = self._rows[row]
             if self.from_text:
                 self._pool_text(state, context.sequences[i])
-            state.offered = state.pool.after(last)[: self.candidates]
+            offered[row] = state.pool.after(last)[: self.candidates]
             out.append(
-                [Continuation(t, state.estimator.cumulative(rank, len(t))) for rank, t in enumerate(state.offered)]
+                [Continuation(t, state.estimator.cumulative(rank, len(t))) for rank, t in enumerate(offered[row])]
             )
+        self._offered.put(context, offered)
         return out
 
     def _start(self, context: Context, i: int) -> _RequestState:
@@ -170,19 +171,24 @@ class LookaheadDrafter(Retriever):
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add the windows as probes; only their last rows are scored."""
-        tokens, parents, scored = [], [], []
+        tokens, parents, scored, last_rows = [], [], [], dict[int, list[int]]()
         for row, last, max_depth in zip(context.rows, context.last_tokens, context.max_depth.tolist(), strict=True):
             token, parent, probes = self._rows[row].window.cells(last, tree.nodes, max_depth)
-            self._rows[row].probes = probes
+            last_rows[row] = probes
             tokens.append(token)
             parents.append(parent)
             scored.append(set(probes))
+        self._probes.put(context, last_rows)
         return tree.with_probes(tokens, parents, scored=scored)
 
     def observe(self, step: StepResult) -> None:
         """Advance the windows, add the completed n-grams to the pools, and update the acceptance rates."""
-        known = [(i, self._rows[r]) for i, r in enumerate(step.context.rows) if step.new_tokens[i] and r in self._rows]
-        rows = [(i, state, state.probes) for i, state in known if state.probes is not None]
+        probes_of, offered = self._probes.of(step.context, {}), self._offered.of(step.context, {})
+        rows = [
+            (i, row, probes_of[row])
+            for i, row in enumerate(step.context.rows)
+            if step.new_tokens[i] and row in probes_of
+        ]
         if not rows:
             return
         at = np.concatenate(
@@ -192,13 +198,12 @@ class LookaheadDrafter(Retriever):
             ]
         )
         best = step.output.logits[torch.from_numpy(at)].argmax(-1).tolist()
-        for i, state, probes in rows:
-            predicted, best = best[: len(probes)], best[len(probes) :]
-            for rank, tokens in enumerate(state.offered):
+        for i, row, probes in rows:
+            state, predicted, best = self._rows[row], best[: len(probes)], best[len(probes) :]
+            for rank, tokens in enumerate(offered.get(row, [])):
                 state.estimator.update_run(rank, tokens, step.new_tokens[i])
             for ngram in state.window.advance(predicted, len(step.new_tokens[i]) if self.follow else 1, self.eos):
                 state.pool.add(ngram)
-            state.probes, state.offered = None, []
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

@@ -68,7 +68,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         if kernels is None or self.network.softcap or not which:
             return None
         part, sizes = context.select(which), (min(depth, self.network.stages), width, budget)
-        states = [self._root_states[row][1] for row in part.rows]
+        states = [self._root_states[text][1] for text in part.sequences]
         start = states[0][None] if len(states) == 1 else torch.stack(states)
         trees = DynamicTrees(part.max_depth, sizes, bounds, noise=kernel_noise(part, sizes[0]))
         kernels.grow_dynamic_trees(start, part.last_tokens, trees)
@@ -117,7 +117,8 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         self._states, self._stage = torch.zeros(0, 0), np.zeros(1, np.int64)
         if not any(ready):
             return self._no_logits(), self._state_index
-        start = torch.stack([self._root_states[row][1] for row, yes in zip(context.rows, ready, strict=True) if yes])
+        texts = [text for text, yes in zip(context.sequences, ready, strict=True) if yes]
+        start = torch.stack([self._root_states[text][1] for text in texts])
         return self._score(start, tree.token[ready, 0], 0)[0], self._state_index
 
     def _score(

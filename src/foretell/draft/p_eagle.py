@@ -40,7 +40,7 @@ class PEagleDrafter(BlockPredictor):
     @torch.inference_mode()
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
-        token, states = self._take_pending(rows, texts, counts)
+        token, states = self._pending(rows, texts, counts)
         self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
     def _draft(
@@ -48,7 +48,7 @@ class PEagleDrafter(BlockPredictor):
     ) -> Float[torch.Tensor, "n p d"]:
         counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.slots
         layout = self._reserve_pending(rows, [count + masks for count in counts])
-        token, states = self._take_pending(rows, texts, counts)
+        token, states = self._pending(rows, texts, counts)
         order, last = _order(counts, masks)
         index = torch.from_numpy(states.place).to(states.hidden_states[0].device)
         features = torch.cat([state[index] for state in states.hidden_states], -1)

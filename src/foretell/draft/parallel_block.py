@@ -75,10 +75,9 @@ class BlockPredictor(CachedStatesPredictor):
         if self._network.native is None or not which:
             return None
         rows = [context.rows[i] for i in which]
-        self._restore(rows)
-        counts = [self._prefixes[row].pending_count for row in rows]
-        token, states = self._take_pending(rows, [context.sequences[i] for i in which], counts)
-        length = [self._prefixes[row].length for row in rows]
+        counts = self._count_pending(rows, context)
+        token, states = self._pending(rows, [context.sequences[i] for i in which], counts)
+        length = [self._prefixes[row].count for row in rows]
         self._cache.reserve(rows, [n + self._network.slots for n in length])
         sizes = min(sizes[0], self._network.depth), *sizes[1:]
         noise = kernel_noise(context.select(which), sizes[0])
@@ -165,7 +164,7 @@ class BlockPredictor(CachedStatesPredictor):
             self._states = self._cache.k.new_zeros(0, network.depth, network.hidden, dtype=network.dtype)
             self._logits = self._cache.k.new_zeros(0, network.depth, network.outputs)
             return
-        self._restore(rows)
+        self._count_pending(rows, context)
         anchor = torch.tensor([context.last_tokens[i] for i in which.tolist()])
         self._states = self._draft(rows, [context.sequences[i] for i in which.tolist()], anchor)
         self._logits = network.compute_logits(self._states)

@@ -1,16 +1,26 @@
 """Parallel speculative sampling (PaSS): the target drafts for itself by reading look-ahead embeddings."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.speculator.network.look_ahead import LookAheadEmbeddings
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What the groups of a step's requests predict."""
+
+    logits: Float[torch.Tensor, "k v"]
+    first: dict[int, int]
+    """First row of every request's group in `logits`."""
 
 
 class ParallelDrafter(Predictor):
@@ -32,11 +42,11 @@ class ParallelDrafter(Predictor):
         self.hidden_layers = network.hidden_layers
         self._vectors = network().detach()
         self._vocab = network.target_info.vocab
-        self._root_states: dict[int, tuple[int, torch.Tensor]] = {}
-        """Per row the length of the sequence before a group, and the hidden states [l d] of the group."""
-        self._logits = torch.zeros(0, 0)
-        self._group_start: dict[int, int] = {}
-        """First row of every request's group in `_logits`."""
+        self._root_states = WeakKeyDictionary[TokenBuffer, tuple[int, torch.Tensor]]()
+        """Per sequence its length before a group, and the hidden states [l d] of the group: a request that is paused
+        keeps them, as they do not follow from its text.
+        """
+        self._scores = StepState[_Scores | None]()
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """The length of the group after every sequence; 0 where there was none."""
@@ -44,8 +54,9 @@ class ParallelDrafter(Predictor):
         return np.minimum(super().max_depths(context), lengths)
 
     def _group_states(self, i: int, context: Context) -> Float[torch.Tensor, "l d"]:
-        length, states = self._root_states.get(context.rows[i], (0, self._vectors[:0]))
-        return states if length == context.sequences[i].length else states[:0]
+        text = context.sequences[i]
+        length, states = self._root_states.get(text, (0, self._vectors[:0]))
+        return states if length == text.length else states[:0]
 
     def expand(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -53,18 +64,21 @@ class ParallelDrafter(Predictor):
         """The logits of embedding `d + 1` for nodes at depth `d`, independent of the path; none beyond the group's
         end.
         """
-        if tree.nodes == 1:
-            self._score(context)
+        scores = self._scores.of(context, None)
+        if scores is None or tree.nodes == 1:
+            scores = self._score(context)
         known = np.array([[len(self._group_states(i, context))] for i in range(len(context.rows))])
-        first = np.array([[self._group_start[row]] for row in context.rows])
-        return self._logits, np.where(tree.depth < known, first + tree.depth, -1)
+        first = np.array([[scores.first[row]] for row in context.rows])
+        return scores.logits, np.where(tree.depth < known, first + tree.depth, -1)
 
-    def _score(self, context: Context) -> None:
+    def _score(self, context: Context) -> _Scores:
         groups = [self._group_states(i, context) for i in range(len(context.rows))]
         ends = np.cumsum([len(g) for g in groups]).tolist()
-        self._group_start = {row: end - len(g) for row, end, g in zip(context.rows, ends, groups, strict=True)}
-        states = torch.cat(groups)
-        self._logits = self.network.to_target_vocab(self.network.compute_logits(states.to(self.network.dtype)))
+        first = {row: end - len(g) for row, end, g in zip(context.rows, ends, groups, strict=True)}
+        states = torch.cat(groups).to(self.network.dtype)
+        scores = _Scores(self.network.to_target_vocab(self.network.compute_logits(states)), first)
+        self._scores.put(context, scores)
+        return scores
 
     def add_probes(self, tree: TokenTree, context: Context) -> TokenTree:
         """Add the groups: below the root of requests without a draft, else below the most probable ends."""
@@ -80,8 +94,6 @@ class ParallelDrafter(Predictor):
                     parent += [node, *range(start, start + length - 1)]
             tokens.append(token)
             parents.append(parent)
-        # The next step may not call `expand`; then these logits are not its own.
-        self._group_start = {}
         if not any(tokens):
             return tree
         return replace(tree.with_probes(tokens, parents, scored=[()] * tree.rows), probe_embeddings=self._vectors)
@@ -99,9 +111,11 @@ class ParallelDrafter(Predictor):
 
     def _end_probabilities(self, tree: TokenTree, i: int, context: Context, nodes: Sequence[int]) -> dict[int, float]:
         """The probability of every valid node, by the drafter's own distribution, to be accepted and no child of it."""
-        first, depth = self._group_start.get(context.rows[i], -1), len(self._group_states(i, context))
+        scores, depth = self._scores.of(context, None), len(self._group_states(i, context))
         accepted, ends = {0: 1.0}, {0: 1.0}
-        distribution = torch.softmax(self._logits[first : first + depth], -1) if first >= 0 else self._logits[:0]
+        distribution = torch.zeros(0, 0)
+        if scores is not None and (first := scores.first.get(context.rows[i], -1)) >= 0:
+            distribution = torch.softmax(scores.logits[first : first + depth], -1)
         for node in nodes[1:]:
             above, place = int(tree.parent[i, node]), int(tree.depth[i, node]) - 1
             probability = float(distribution[place, int(tree.token[i, node])]) if place < len(distribution) else 0.0
@@ -111,13 +125,15 @@ class ParallelDrafter(Predictor):
 
     def observe(self, step: StepResult) -> None:
         """Keep the states of the group after the newest token of every request."""
-        for i, row in enumerate(step.context.rows):
-            self._root_states.pop(row, None)
-            group = self._group_probes(step.tree, i, step.paths[i][-1]) if step.new_tokens[i] else []
+        for i, text in enumerate(step.context.sequences):
+            if not step.new_tokens[i]:
+                continue
+            self._root_states.pop(text, None)
+            group = self._group_probes(step.tree, i, step.paths[i][-1])
             if group:
                 at = torch.from_numpy(step.output.hidden_index[i, group])
                 states = step.output.hidden_states[0]
-                self._root_states[row] = step.context.sequences[i].length, states[at.to(states.device)]
+                self._root_states[text] = text.length, states[at.to(states.device)]
 
     def _group_probes(self, tree: TokenTree, i: int, node: int) -> list[int]:
         """The probes of the group below a node of batch row `i`, in order."""
@@ -129,11 +145,6 @@ class ParallelDrafter(Predictor):
         whole = tokens == np.arange(self._vocab, self._vocab + len(tokens))
         return list(range(first, first + (len(whole) if whole.all() else int(whole.argmin()))))
 
-    def release(self, row: int) -> None:
-        """Forget a row."""
-        self._root_states.pop(row, None)
-
     def rewind(self, row: int, length: int) -> int:
         """Nothing of the last request is needed: every step brings the state that is drafted from."""
-        self.release(row)
         return length

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.tree import root_tree
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
@@ -78,7 +78,6 @@ class _RequestState:
     def __init__(self) -> None:
         self._buffer, self.length = torch.zeros(0, 0), 0
         self.estimator = AcceptanceEstimator(_PRIOR)
-        self.offered: list[tuple[int, tuple[int, ...]]] = []
 
     @property
     def states(self) -> Float[torch.Tensor, "t d"]:
@@ -123,10 +122,11 @@ class PhraseRetriever(Retriever):
         self.hidden_layers = (hidden_layer,)
         self.documents, self.best, self.copy, self.search_own = documents, best, copy, search_own
         self._rows: dict[int, _RequestState] = {}
+        self._offered = StepState[dict[int, list[tuple[int, tuple[int, ...]]]]]()
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The best phrases per request, most similar first."""
-        out = []
+        out, offered = [], dict[int, list[tuple[int, tuple[int, ...]]]]()
         for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             state = self._rows.get(row)
             if state is None or state.length != sequence.length - 1 or not len(sequence.generated):
@@ -137,8 +137,9 @@ class PhraseRetriever(Retriever):
             if self.search_own:
                 sources.append(PhraseIndex(sequence.tokens[:-1], state.states))
             found = self._phrases(sources, state.states[-1], int(sequence.tokens[-1]), min(self.copy, max_depth))
-            state.offered = found
+            offered[row] = found
             out.append([Continuation(t, state.estimator.cumulative(kind, len(t))) for kind, t in found])
+        self._offered.put(context, offered)
         return out
 
     def _phrases(
@@ -153,14 +154,14 @@ class PhraseRetriever(Retriever):
 
     def observe(self, step: StepResult) -> None:
         """Add the states of the accepted tokens, and update the acceptance rates."""
+        offered = self._offered.of(step.context, {})
         for i, row in enumerate(step.context.rows):
             state = self._rows.setdefault(row, _RequestState())
             state.append(
                 unit(step.output.hidden_states[0][torch.from_numpy(step.output.hidden_index[i, list(step.paths[i])])])
             )
-            for kind, tokens in state.offered:
+            for kind, tokens in offered.get(row, []):
                 state.estimator.update_run(kind, tokens, step.new_tokens[i])
-            state.offered = []
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
@@ -45,17 +45,18 @@ class PromptLookup(Retriever):
         self.scope, self.choice = scope, choice
         self.references = [np.asarray(r, np.int64) for r in references if len(r)]
         self._estimators: dict[int, AcceptanceEstimator] = {}
-        self._offered: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._offered = StepState[dict[int, tuple[int, tuple[int, ...]]]]()
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The continuation per request, if its last tokens occurred before."""
-        out = []
+        out, offered = [], dict[int, tuple[int, tuple[int, ...]]]()
         for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             searched = {"references": 0, "prompt": sequence.prompt_length, "text": sequence.length}[self.scope]
             size, tokens = self.find(sequence.tokens, searched, min(self.copy, budget, max_depth))
             estimator = self._estimators.setdefault(row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.75, 0.85, 0.9]))
-            self._offered[row] = (size, tokens)
+            offered[row] = (size, tokens)
             out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens)))] if tokens else [])
+        self._offered.put(context, offered)
         return out
 
     def find(self, sequence: Int[np.ndarray, " t"], searched: int, max_tokens: int) -> tuple[int, tuple[int, ...]]:
@@ -76,15 +77,15 @@ class PromptLookup(Retriever):
 
     def observe(self, step: StepResult) -> None:
         """Update the acceptance rates."""
+        offered = self._offered.of(step.context, {})
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
-            size, tokens = self._offered.pop(row, (0, ()))
+            size, tokens = offered.get(row, (0, ()))
             if tokens and decided:
                 self._estimators[row].update_run(size - 1, tokens, decided)
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self._estimators.pop(row, None)
-        self._offered.pop(row, None)
 
 
 def match_ends(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.tree import TokenTree, root_tree
 from foretell.draft.base import Drafter
 from foretell.draft.draft_model import read_backlog, unread_tokens
@@ -73,7 +73,8 @@ class SkipDecodeDrafter(Drafter):
         self._layers: RunsLayers | None = None
         """The target, whose passes begin with their first layers."""
         self._logits: dict[int, Float[torch.Tensor, " v"]] = {}
-        self._read: dict[int, int] = {}
+        self._read = StepState[dict[int, int]]()
+        """How many tokens of each row the whole model has read in a step."""
         self.layer_counts: Int[np.ndarray, " n"] = np.zeros(budget.layers + 1, np.int64)
         """Tokens that have run so many layers."""
 
@@ -119,23 +120,23 @@ class SkipDecodeDrafter(Drafter):
         whole = root_tree(context.last_tokens).with_prefix(unread)
         roots = np.arange(whole.nodes) == whole.prefix_length[:, None] - 1
         output = reference.forward(context.rows, whole, scored=roots)
+        self._read.put(context, dict(zip(context.rows, map(len, unread), strict=True)))
         for i, row in enumerate(context.rows):
             self._logits[row] = output.logits[int(output.logit_index[i, len(unread[i]) - 1])]
-            self._read[row] = len(unread[i])
 
-    def reference_logits(self, row: int) -> Float[torch.Tensor, " v"]:
-        """The whole model's logits after the last token of a row. Only if it `measures`."""
-        return self._logits[row]
+    def reference_logits(self, row: int) -> Float[torch.Tensor, " v"] | None:
+        """The whole model's logits after the last token of a row; None: it has not read it in this step."""
+        return self._logits.get(row)
 
     def observe(self, step: StepResult) -> None:
-        """Keep what the whole model has read."""
-        for row in step.context.rows if self._reference is not None else ():
-            if (count := self._read.pop(row, 0)) and self._reference is not None:
+        """Keep what the whole model has read, and forget its logits: the next step has others."""
+        self._logits.clear()
+        if self._reference is not None:
+            for row, count in self._read.of(step.context, {}).items():
                 self._reference.commit(row, range(count))
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self._logits.pop(row, None)
-        self._read.pop(row, None)
         if self._reference is not None:
             self._reference.truncate(row, 0)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepState
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
 from foretell.draft.early_exit import frontier_nodes
@@ -31,7 +31,7 @@ class SparseTargetDrafter(Predictor):
         self._runner: Runner | None = None
         self._cache: DraftsInCache | None = None
         """The target, whose cache takes the drafts."""
-        self._read: Bool[np.ndarray, "b n"] = np.zeros((0, 0), bool)
+        self._read = StepState[Bool[np.ndarray, "b n"]]()
         """Nodes of the tree that grows which the network has read."""
 
     def attach(self, runner: Runner) -> None:
@@ -65,14 +65,11 @@ class SparseTargetDrafter(Predictor):
             return torch.zeros(0, self._target.vocab), np.full(wanted.shape, -1)
         read = np.zeros(wanted.shape, bool)
         if tree.nodes > 1:
-            read[:, : self._read.shape[1]] = self._read
+            known = self._read.of(context, read[:, :0])
+            read[:, : known.shape[1]] = known
         active = (with_ancestors(tree, wanted) & ~read) | wanted
         if self._cache is None:
             raise ValueError(_NO_ENGINE)
         output = self._cache.forward_draft(self.network, context.rows, tree, active, wanted)
-        self._read = read | active
+        self._read.put(context, read | active)
         return output.logits, output.logit_index
-
-    def observe(self, step: StepResult) -> None:
-        """Forget the drafts: the target has replaced their keys and values."""
-        self._read = np.zeros((0, 0), bool)

@@ -4,7 +4,7 @@ time per token.
 
 from collections.abc import Iterable, Sequence
 
-from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.draft.acceptance import AcceptanceEstimator
 from foretell.draft.base import Continuation, Retriever
 
@@ -96,11 +96,11 @@ class SuffixRetriever(Retriever):
         self._own: dict[int, SuffixAutomaton] = {}
         self._matches: dict[int, tuple[_Match, _Match]] = {}
         self._estimators: dict[int, AcceptanceEstimator] = {}
-        self._offered: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        self._offered = StepState[dict[int, list[tuple[int, tuple[int, ...]]]]]()
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """Continuations of the longest match and the next shorter one, in the sequence and in the references."""
-        out = []
+        out, offered = [], dict[int, list[tuple[int, tuple[int, ...]]]]()
         for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             self._follow(row, sequence)
             most = min(self.copy, budget, max_depth)
@@ -108,8 +108,9 @@ class SuffixRetriever(Retriever):
             estimator = self._estimators.setdefault(
                 row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9])
             )
-            self._offered[row] = found
+            offered[row] = found
             out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens))) for size, tokens in found])
+        self._offered.put(context, offered)
         return out
 
     def _follow(self, row: int, sequence: TokenBuffer) -> None:
@@ -141,12 +142,13 @@ class SuffixRetriever(Retriever):
 
     def observe(self, step: StepResult) -> None:
         """Update the acceptance rates."""
+        offered = self._offered.of(step.context, {})
         for row, decided in zip(step.context.rows, step.new_tokens, strict=True):
-            for size, tokens in self._offered.pop(row, []):
+            for size, tokens in offered.get(row, []):
                 if decided:
                     self._estimators[row].update_run(size - 1, tokens, decided)
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
-        for memory in (self._own, self._matches, self._estimators, self._offered):
+        for memory in (self._own, self._matches, self._estimators):
             memory.pop(row, None)

@@ -50,25 +50,33 @@ class PrefixState:
         return sum(len(part.place) for part in self.pending)
 
     @property
+    def count(self) -> int:
+        """Number of positions that are known: those that were read, and those to be read."""
+        return self.length + self.pending_count
+
+    @property
     def end(self) -> int:
         """The first position that is not known."""
-        return self.start + self.length + self.pending_count
+        return self.start + self.count
 
     def truncate(self, end: int) -> None:
         """Drop the positions from `end` on, which is not before the first one."""
         self.pending = self._first(max(0, end - self.start - self.length))
         self.length = min(self.length, end - self.start)
 
-    def take(self, count: int) -> TargetStates:
-        """Remove and return the states of the next `count` positions, which count as read."""
-        taken, left = self._first(count), self.pending[:]
-        for part in taken:
+    def next(self, count: int) -> TargetStates:
+        """The states of the next `count` positions to be read, one or more."""
+        return concatenate_states(self._first(count))
+
+    def count_as_read(self, count: int) -> None:
+        """Forget the states of the next `count` positions, which the layer has read."""
+        left = self.pending[:]
+        for part in self._first(count):
             rest = left.pop(0).place[len(part.place) :]
             if len(rest):
                 left.insert(0, TargetStates(part.hidden_states, rest))
         self.pending = left
         self.length += count
-        return concatenate_states(taken)
 
     def latest(self, passes: int) -> "PrefixState":
         """The pending positions of the last passes alone."""

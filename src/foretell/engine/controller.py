@@ -119,8 +119,9 @@ class Controller:
     second. A method whose drafts do not pay is not asked, until they pay by the estimates for the present load, or by a
     probe: every `probe_interval` steps or more rarely, a few nodes of two requests are drafted for some steps. It
     observes all steps. Drafts of acceptors that keep the seed's text (`Match`) are chosen after drafting, which cannot
-    change a token. For other acceptors only the depth of drafts is limited, before drafting and from earlier steps
-    alone, so that no choice depends on what is sampled.
+    change a token. For other lossless acceptors only the depth of drafts is limited, before drafting and from earlier
+    steps alone, so that no choice depends on what is sampled. A lossy method always drafts in full: what it drafts is
+    its answer, which no measured time may change.
 
     `cost`: seconds of a pass by its tokens; None: learned. A controller serves one engine.
 
@@ -169,7 +170,7 @@ class Controller:
             self._states[bound] = _MethodState()
         state = self._states[bound]
         estimate = state.estimate
-        if isinstance(bound.method.draft, NoDrafter):
+        if isinstance(bound.method.draft, NoDrafter) or not bound.method.lossless:
             return [NO_LIMIT] * count
         if self._measures_plain:
             return [0] * count

@@ -119,10 +119,10 @@ class Engine:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
         crowded = request.method is None and self._is_crowded
         method = self._bind(self._method_of(request, crowded))
+        detokenizer = self._new_detokenizer(request)
+        live = LiveRequest(self._last_number + 1, request, method, detokenizer, self.runner.context)
         method.requests += 1
         self._last_number += 1
-        detokenizer = self._new_detokenizer(request)
-        live = LiveRequest(self._last_number, request, method, detokenizer, self.runner.context)
         live.submitted_at, live.statistics.crowded = self._clock(), crowded
         self._scheduler.add(live)
         return self._last_number

@@ -171,11 +171,7 @@ class MethodGroups:
         rules = context.rules[i] if context.rules else None
         if rules is None:
             return found
-        allowed = 0
-        while allowed < len(found.tokens) and rules.allows(
-            context.sequences[i].generated, found.tokens[:allowed], found.tokens[allowed]
-        ):
-            allowed += 1
+        allowed = len(rules.allowed_prefix(context.sequences[i].generated, (), found.tokens))
         return Continuation(found.tokens[:allowed], found.cumulative_acceptance[:allowed])
 
     def _add_probes(self, part: DraftedTrees, context: Context) -> TokenTree:

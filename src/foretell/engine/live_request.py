@@ -43,6 +43,13 @@ class LiveRequest:
         """Number of new tokens that it may still get."""
         return self.max_new_tokens - self.sequence.length + self.sequence.prompt_length
 
+    @property
+    def reading_end(self) -> int:
+        """Number of tokens that the target reads before a step gives it new ones: all of its prompt. After a pause or a
+        preemption all but the last token, so that it drafts after this one as if it had not waited.
+        """
+        return self.sequence.length - int(len(self.sequence.generated) > 0)
+
     def count_prediction(self) -> None:
         """Compare the new tokens with the predicted output, and count."""
         if self.prediction is not None:
@@ -64,9 +71,9 @@ class LiveRequest:
         """The tokens up to the first that ends the answer, which is included; called once for all new tokens."""
         if self.repetition is not None:
             tokens = tokens[: self.repetition.until_repetition(tokens)]
-        ending = self.request.ending_tokens
+        ending, rules = self.request.ending_tokens, self.rules
         for count, token in enumerate(tokens, 1):
-            done = self.rules is not None and self.rules.is_complete(self.sequence.generated, tokens[:count])
+            done = rules is not None and rules.ends(self.sequence.generated, tokens[:count])
             if token in ending or done:
                 return list(tokens[:count])
         return list(tokens)

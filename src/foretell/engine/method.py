@@ -157,10 +157,17 @@ class BoundMethod:
         if self._owns_parts:
             self.method.release(row)
 
-    def rewind(self, row: int, length: int) -> int:
-        """See `Method.rewind`."""
-        return self.method.rewind(row, length)
+    def take_prefix(self, source: int, row: int, length: int, prompt_length: int) -> int:
+        """Prepare a row for a request, with a prompt of `prompt_length` tokens, that shares its first `length` tokens
+        with the request of row `source`, which may be the same row; see `Drafter.rewind` and `Drafter.copy_row`.
 
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """See `Method.copy_row`."""
-        return self.method.copy_row(source, target, length)
+        Where drafts change the text, the drafter keeps what it would know in an empty row, or begins anew.
+        """
+        if not self.method.accept.same_seed:
+            least: int | None = self.method.draft.rereads_from(source, length, prompt_length)
+            if least is not None:
+                self.release(row)
+                return least
+        if row == source:
+            return self.method.rewind(row, length)
+        return self.method.copy_row(source, row, length)

@@ -80,10 +80,11 @@ class RowPool:
         source, length = self._find_prefix(sequence, method, salt) if reuses else (-1, 0)
         row = self._choose(source, length, method)
         self.free.remove(row)
+        content = self._contents.get(source)
         before = self._contents.pop(row, None)
         if before is not None and (row != source or before.method is not method):
             before.method.release(row)
-        length = self._take_prefix(row, source, length, method, before or self._contents.get(source))
+        length = self._take_prefix(row, source, length, method, content, sequence.prompt_length)
         if not length:
             method.release(row)
             self._runner.truncate(row, 0)
@@ -103,8 +104,9 @@ class RowPool:
         """Whether a running request is about to read more of this prompt than any row holds yet."""
         if not self._prefix_caching or not shares_prefixes(self._runner):
             return False
+        tokens = _reusable_tokens(sequence, method)
         coming = [
-            common_prefix(content.sequence.tokens[: content.sequence.prompt_length], sequence.tokens) - 1
+            common_prefix(content.sequence.tokens[: content.sequence.prompt_length], tokens) - 1
             for row, content in self._candidates(method, salt)
             if row not in self.free
         ]
@@ -124,10 +126,10 @@ class RowPool:
 
     def _find_prefix(self, sequence: TokenBuffer, method: BoundMethod, salt: str) -> tuple[int, int]:
         """The row that holds the longest prefix of a prompt, and its length; -1 and 0: there is none."""
-        best = -1, 0
+        best, tokens = (-1, 0), _reusable_tokens(sequence, method)
         for row, content in self._candidates(method, salt):
             # The last common token is read again: drafters need its hidden state, and the token after it may differ.
-            common = common_prefix(content.tokens, sequence.tokens) - 1
+            common = common_prefix(content.tokens, tokens) - 1
             length = self._runner.restorable(row, common) if common > best[1] else 0
             if length > best[1]:
                 best = row, length
@@ -148,15 +150,23 @@ class RowPool:
         oldest = [row for row in self._contents if row in self.free and row != source]
         return next(iter(empty + oldest), source)
 
-    def _take_prefix(self, row: int, source: int, length: int, method: BoundMethod, content: _RowContent | None) -> int:
-        """Keep the first tokens of `source` in `row`, if possible `length`; returns how many."""
+    def _take_prefix(
+        self,
+        row: int,
+        source: int,
+        length: int,
+        method: BoundMethod,
+        content: _RowContent | None,
+        prompt_length: int,
+    ) -> int:
+        """Keep the first tokens of `source`, which holds `content`, in `row`: `length`, or as many as returned."""
         if not length or content is None:
             return 0
         has_observed = content.method is method
         if not has_observed:
             method.release(row)
         copies = row != source
-        kept = method.copy_row(source, row, length) if copies and has_observed else method.rewind(row, length)
+        kept = method.take_prefix(source if has_observed else row, row, length, prompt_length)
         if copies:
             if source in self.free:
                 self._contents[source] = self._contents.pop(source)  # it was of use: others are forgotten before it
@@ -165,3 +175,11 @@ class RowPool:
             return 0
         self._runner.truncate(row, kept)
         return kept
+
+
+def _reusable_tokens(sequence: TokenBuffer, method: BoundMethod) -> Int[np.ndarray, " s"]:
+    """The tokens of a waiting request that a row may hold already: all of a prompt. A request that goes on after a
+    pause drafts after its last token at once, for which a drafter needs the hidden states at the one before.
+    """
+    is_resumed = len(sequence.generated) > 0 and bool(method.method.hidden_layers)
+    return sequence.tokens[:-1] if is_resumed else sequence.tokens

@@ -130,8 +130,8 @@ class Scheduler:
             self.running.append(r)
 
     def schedule(self) -> dict[LiveRequest, list[int]]:
-        """Tokens that the target reads in this step for each request: all that it has not read yet, as far as the
-        chunk allows.
+        """Tokens that the target reads in this step for each request: all that it has not read yet up to its
+        `reading_end`, as far as the chunk allows, and then its last one.
         """
         out, reading = dict[LiveRequest, list[int]](), list[LiveRequest]()
         for r in self.running:
@@ -142,7 +142,7 @@ class Scheduler:
         left = self.chunks.size(decoding=bool(out))
         for r in self._by_urgency(reading) if len(reading) > 1 else reading:
             most = min(left, _PROMPT_LOGPROBS_CHUNK) if r.reads_prompt_logprobs else left
-            unread = r.sequence.tokens[self._runner.length(r.row) :][:most]
+            unread = r.sequence.tokens[self._runner.length(r.row) : r.reading_end][:most]
             if len(unread):
                 out[r] = unread.tolist()
                 left -= len(unread)

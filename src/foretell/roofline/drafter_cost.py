@@ -59,7 +59,7 @@ def default_draft_model(name: str) -> str | None:
 def first_layers(model: AnalyzedModel, share: float) -> AnalyzedModel:
     """The first `share` of the layers, with embedding and head (LayerSkip, arXiv 2404.16710)."""
     c = model.config
-    return AnalyzedModel(f"{model.name}, {share:g} of its layers", replace(c, layers=max(1, round(c.layers * share))))
+    return AnalyzedModel(f"{model.name}, {share:g} of its layers", c.of_layers(range(max(1, round(c.layers * share)))))
 
 
 def nested_feed_forward(model: AnalyzedModel, share: float) -> AnalyzedModel:

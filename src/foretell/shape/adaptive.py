@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Predictor
@@ -73,7 +74,8 @@ class AdaptiveChain(EngineBound, Shape[Predictor]):
     """A chain whose limits start at those of `start` and are updated by `rule`, per request.
 
     The limits depend on earlier steps only, never on the target's output for the present chain, so every lossless
-    acceptor stays lossless.
+    acceptor stays lossless. They do not follow from the text, so they are kept by sequence: a request that is paused or
+    preempted goes on with its own.
     """
 
     label = "adaptive chain"
@@ -82,26 +84,22 @@ class AdaptiveChain(EngineBound, Shape[Predictor]):
 
     def __init__(self, start: Chain, rule: LengthRule) -> None:
         self.start, self.rule = start, rule
-        self._histories: dict[int, ChainHistory] = {}
-        self._drafted_rows: set[int] = set()
+        self._histories = WeakKeyDictionary[TokenBuffer, ChainHistory]()
+        self._drafted_rows = StepState[tuple[int, ...]]()
 
-    def history(self, row: int) -> ChainHistory:
-        """The present state of a row."""
-        return self._histories.get(row, ChainHistory(self.start.limits))
+    def history(self, text: TokenBuffer) -> ChainHistory:
+        """The present state of a request."""
+        return self._histories.get(text, ChainHistory(self.start.limits))
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A chain for each request with its present limits."""
-        self._drafted_rows = set(context.rows)
-        return grow_chains(draft, context, [self.history(row).limits for row in context.rows], self.start.draw)
+        self._drafted_rows.put(context, context.rows)
+        return grow_chains(draft, context, [self.history(text).limits for text in context.sequences], self.start.draw)
 
     def observe(self, step: StepResult) -> None:
         """Update the limits of the rows that drafted."""
-        for i, row in enumerate(step.context.rows):
+        rows = self._drafted_rows.of(step.context, ())
+        for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
             drafted = step.num_drafted(i)
-            if row in self._drafted_rows and drafted:
-                self._histories[row] = self.rule.update(self.history(row), drafted, step.num_accepted(i))
-        self._drafted_rows = set()
-
-    def release(self, row: int) -> None:
-        """Forget a row."""
-        self._histories.pop(row, None)
+            if row in rows and drafted:
+                self._histories[text] = self.rule.update(self.history(text), drafted, step.num_accepted(i))

@@ -15,6 +15,7 @@ from foretell.core.noise import target_noise
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions
+from foretell.distributions.sampler import NoTokenError
 from foretell.draft.base import Drafter, Predictor, TopTokens
 from foretell.shape.pass_cost import PassCost
 
@@ -81,6 +82,12 @@ class TreeBuilder:
     def can_expand(self, row: int, node: int) -> bool:
         """Whether a node of the frontier may have children: it is valid and above the maximum depth."""
         return bool(self.tree.valid[row, node] and self.depth < self.context.max_depth[row])
+
+    @property
+    def grows(self) -> bool:
+        """Whether any node of the frontier may have children."""
+        valid = self.tree.valid[np.arange(len(self.frontier))[:, None], self.frontier]
+        return bool((valid & (self.depth < self.context.max_depth)[:, None]).any())
 
     def expand(self, draft: Predictor) -> ProcessedDistributions:
         """The drafter's distributions after the frontier."""
@@ -170,8 +177,9 @@ def expand_level(
     """Add one child per entry of `ranks[i]` to the `i`-th frontier node of every row: the token of that rank or, with
     `draw`, a sampled one.
 
-    A child is not valid where its parent cannot be expanded, or where the vocabulary or a truncated distribution has no
-    further token. `active`: the rows that may have children; None: all.
+    A child is not valid where its parent cannot be expanded, or where the vocabulary or a distribution has no further
+    token: after truncation, or because a bias forbids all that the drafter knows. `active`: the rows that may have
+    children; None: all.
     """
     b, width = len(builder.frontier), sum(len(r) for r in ranks)
     parent = np.repeat(builder.frontier, [len(r) for r in ranks], axis=1)
@@ -203,15 +211,32 @@ def _child_tokens(
     """Children of a node as (token, index of the distribution that it was sampled from; -1: not sampled).
 
     The `i`-th sample uses random number `first + i`: no two samples of a level share one, so that parallel chains are
-    independent. At temperature 0 children are the most probable tokens.
+    independent. At temperature 0 children are the most probable tokens. There are none where the distribution is empty.
     """
+    try:
+        return _chosen_tokens(builder, distributions, row, node, ranks, draw, first)
+    except NoTokenError:
+        return []
+
+
+def _chosen_tokens(
+    builder: TreeBuilder,
+    distributions: ProcessedDistributions,
+    row: int,
+    node: int,
+    ranks: Sequence[int],
+    draw: bool,
+    first: int,
+) -> list[tuple[int, int]]:
+    """The same; raises where the distribution is empty."""
     if not draw or distributions.sampling_params(row).temperature == 0:
         if tuple(ranks) == (0,):
             coupled = builder.context.coupled and not draw
             return [((distributions.sample if coupled else distributions.argmax)(row, node), -1)]
         confidence = distributions.confidence(row, node)
-        best = confidence.topk(min(max(ranks) + 1, len(confidence))).indices.tolist()
-        return [(best[r], -1) for r in ranks if r < len(best)]
+        best = confidence.topk(min(max(ranks) + 1, len(confidence)))
+        likely, tokens = (best.values > 0).tolist(), best.indices.tolist()
+        return [(tokens[r], -1) for r in ranks if r < len(tokens) and likely[r]]
     q = distributions.probabilities(row, node)
     q_index, remaining, out = builder.add_distribution(row, q), q, list[tuple[int, int]]()
     for i in range(len(ranks)):

@@ -35,6 +35,8 @@ class BranchingTree(Shape[Predictor]):
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The full tree for each request."""
         builder = TreeBuilder(context, self.distinct)
-        for width in self.widths[: int(context.max_depth.max())]:
+        for width in self.widths:
+            if not builder.grows:
+                break
             expand_level(builder, builder.expand(draft), [range(width)] * builder.frontier.shape[1], self.draw)
         return builder.build()

@@ -32,7 +32,9 @@ class TreeLimits:
 
 
 def fit_to_rules(tree: TokenTree, context: Context, limits: TreeLimits) -> TokenTree:
-    """The trees, with a prefix of 1, without drafts that the rules of their requests forbid, and with forced tokens."""
+    """The trees, with a prefix of 1, without drafts that the rules of their requests forbid and those beyond the end of
+    an answer, and with forced tokens.
+    """
     constrained = [i for i, rules in enumerate(context.rules) if rules is not None]
     if not constrained:
         return tree
@@ -62,6 +64,8 @@ class _RowTree:
         """Tokens from the root to every node that the rules allow."""
         self._children: dict[tuple[int, int], int] = {}
         """The node below a node that holds a token."""
+        self._ends = set[int]()
+        """Nodes with which the answer is over."""
         self.new_tokens, self.new_parents = list[int](), list[int]()
 
     @property
@@ -70,14 +74,18 @@ class _RowTree:
         return [self._paths[self._tree.nodes + i] for i in range(len(self.new_tokens))]
 
     def prune(self, sampled: bool) -> None:
-        """Leave out forbidden drafts and all below them; `sampled`: also forbidden drafts that were sampled."""
+        """Leave out forbidden drafts, and all below them and below the end of an answer, which no acceptor asks for;
+        `sampled`: also forbidden drafts that were sampled.
+        """
         tree, row = self._tree, self._row
         token, parent, q_index = tree.token[row].tolist(), tree.parent[row].tolist(), tree.q_index[row].tolist()
         for node in np.flatnonzero(tree.valid[row]).tolist()[1:]:
-            above = self._paths.get(parent[node])
+            above = None if parent[node] in self._ends else self._paths.get(parent[node])
             if above is not None and self._rules.allows(self._generated, above, token[node]):
                 self._paths[node] = (*above, token[node])
                 self._children.setdefault((parent[node], token[node]), node)
+                if self._rules.ends(self._generated, self._paths[node]):
+                    self._ends.add(node)
             else:
                 tree.valid[row, node] = above is not None and q_index[node] >= 0 and not sampled
 
@@ -85,7 +93,7 @@ class _RowTree:
         """Draft forced tokens below the root, then below the first leaves."""
         self._add_below(0)
         inner = {parent for parent, _ in self._children}
-        for leaf in [node for node in self._paths if node and node not in inner][:_EXTENDED_LEAVES]:
+        for leaf in [node for node in self._paths if node and node not in inner | self._ends][:_EXTENDED_LEAVES]:
             self._add_below(leaf)
 
     def _add_below(self, node: int) -> None:

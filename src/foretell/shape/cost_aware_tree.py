@@ -1,10 +1,9 @@
 """EAGLE-2's dynamic tree with as many levels and nodes as pay on this machine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree, root_tree, tree_from_lists
 from foretell.draft.base import Predictor
@@ -40,15 +39,6 @@ _Draft = tuple[float, int, int]
 """Score, request and node of a draft."""
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The trees of a step."""
-
-    rows: tuple[int, ...]
-    levels: int
-    """Levels of the deepest tree before nodes were left out."""
-
-
 class CostAwareTree(EngineBound, Shape[Predictor]):
     """Of the dynamic trees of all requests (EAGLE-2, arXiv 2406.16858), the nodes that maximise expected tokens per
     second.
@@ -77,7 +67,8 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         self._draft_cost = PassCost(slope=_LEVEL_SLOPE)
         """Seconds of drafting by the number of levels."""
         self._tokens, self._seconds, self._steps = 0.0, 0.0, 0
-        self._plan: _Plan | None = None
+        self._levels = StepState[int]()
+        """Levels of the deepest tree of a step before nodes were left out."""
 
     def share_cost(self, cost: PassCost | None) -> None:
         """Use the seconds of a pass that something else learns; None: learn them here."""
@@ -95,7 +86,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
         rows, budget = context.pass_rows, self._largest.budget
         if self._steps < _MIN_STEPS:
             tree = self._largest.grow(draft, context)
-            self._plan = _Plan(context.rows, _depth(tree))
+            self._levels.put(context, _depth(tree))
             return tree
         if self._learns_cost and self._decodes(context) and self.cost.needs_measurement(rows):
             return root_tree(context.last_tokens)
@@ -107,7 +98,7 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
             min(most, max(least, rate * self._level_seconds() / _CHILD_SHARE)),
         )
         tree = self._largest.grow_within(draft, context, bounds)
-        self._plan = _Plan(context.rows, _depth(tree))
+        self._levels.put(context, _depth(tree))
         drafts = _ranked_drafts(tree)
         return _keep_best(tree, drafts, trial or self._profitable_count(drafts, rate, rows))
 
@@ -148,13 +139,13 @@ class CostAwareTree(EngineBound, Shape[Predictor]):
 
     def observe(self, step: StepResult) -> None:
         """Learn the times of passes and levels and the tokens per second, unless the pass also read a prompt."""
-        plan, self._plan, whole = self._plan, None, step.whole
+        levels, whole = self._levels.of(step.context, 0), step.whole
         if not whole.tree.is_decode:
             return
         if self._learns_cost:
             self.cost.update(whole.tree.active_count, step.pass_seconds)
-        if plan is not None and plan.levels and set(plan.rows) <= set(step.context.rows):
-            self._draft_cost.update(plan.levels, step.draft_seconds)
+        if levels:
+            self._draft_cost.update(levels, step.draft_seconds)
             self._steps += 1
         self._tokens = _RATE_DECAY * self._tokens + sum(map(len, whole.new_tokens))
         self._seconds = _RATE_DECAY * self._seconds + max(whole.draft_seconds + step.pass_seconds, 1e-9)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Retriever
@@ -124,7 +124,7 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         self.budget, self.cost = budget, PassCost() if cost is None else cost
         self._learns_cost, self._own_cost = True, self.cost
         self._controllers: dict[int, DraftController] = {}
-        self._plan: DraftPlan | None = None
+        self._plan = StepState[DraftPlan | None]()
 
     def share_cost(self, cost: PassCost | None) -> None:
         """Use the seconds of a pass that something else learns, unless a table was given; None: learn them here."""
@@ -137,8 +137,9 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
         """The trie for each request that maximises expected tokens per second."""
-        self._plan = self.plan(draft, context)
-        return self._plan.tree
+        plan = self.plan(draft, context)
+        self._plan.put(context, plan)
+        return plan.tree
 
     def plan(self, draft: Retriever, context: Context) -> DraftPlan:
         """The tries and their estimates."""
@@ -187,10 +188,10 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
 
     def observe(self, step: StepResult) -> None:
         """Update the cost of a pass and the controllers."""
-        if self._plan is not None:
-            self.learn_cost(step, self._plan)
-            self.update_controllers(step, self._plan, step.draft_seconds)
-        self._plan = None
+        plan = self._plan.of(step.context, None)
+        if plan is not None:
+            self.learn_cost(step, plan)
+            self.update_controllers(step, plan, step.draft_seconds)
 
     def learn_cost(self, step: StepResult, plan: DraftPlan) -> None:
         """Learn the cost of a pass, unless it also read a prompt."""

@@ -50,8 +50,10 @@ class FixedTree(Shape[Predictor]):
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """The tree for each request, down to its maximum depth."""
         builder = TreeBuilder(context, distinct=self.draw)
-        for inner, ranks in self._levels[: int(context.max_depth.max())]:
+        for inner, ranks in self._levels:
             builder.frontier = builder.frontier[:, inner]
+            if not builder.grows:
+                break
             if self.draw:
                 expand_level(builder, builder.expand(draft), ranks, draw=True)
             else:

@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from foretell.core.context import Context, StepResult
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.engine_bound import EngineBound
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
@@ -56,24 +57,25 @@ class LLMCadTree(EngineBound, Shape[Predictor]):
                 f"decay in (0, 1), found {budget}, {branch_threshold}, {threshold}, {decay}"
             )
         self.budget, self.branch_threshold, self.threshold, self.decay = budget, branch_threshold, threshold, decay
-        self._log_threshold: dict[int, float] = {}
-        self._drafted_rows: set[int] = set()
+        self._log_threshold = WeakKeyDictionary[TokenBuffer, float]()
+        """By sequence: a request that is paused or preempted goes on with its own."""
+        self._drafted_rows = StepState[tuple[int, ...]]()
 
-    def threshold_for(self, row: int) -> float:
-        """The present threshold of a row, in (0, 1]."""
-        return math.exp(self._log_threshold_for(row))
+    def threshold_for(self, text: TokenBuffer) -> float:
+        """The present threshold of a request, in (0, 1]."""
+        return math.exp(self._log_threshold_for(text))
 
-    def _log_threshold_for(self, row: int) -> float:
-        return self._log_threshold.get(row, math.log(self.threshold))
+    def _log_threshold_for(self, text: TokenBuffer) -> float:
+        return self._log_threshold.get(text, math.log(self.threshold))
 
     def grow(self, draft: Predictor, context: Context) -> TokenTree:
         """A tree for each request."""
-        self._drafted_rows = set(context.rows)
+        self._drafted_rows.put(context, context.rows)
         builder = TreeBuilder(context)
         branches_per_row = [[GrowingBranch()] for _ in context.rows]
         while True:
-            parts = zip(branches_per_row, context.max_depth.tolist(), context.rows, strict=True)
-            selected = [self._select_branch(branches, max_depth, row) for branches, max_depth, row in parts]
+            parts = zip(branches_per_row, context.max_depth.tolist(), context.sequences, strict=True)
+            selected = [self._select_branch(branches, max_depth, text) for branches, max_depth, text in parts]
             if not any(selected):
                 return builder.build()
             unused = builder.tree.nodes - 1
@@ -84,12 +86,12 @@ class LLMCadTree(EngineBound, Shape[Predictor]):
             ]
             self._add_nodes(builder, selected, branches_per_row, candidates)
 
-    def _select_branch(self, branches: list[GrowingBranch], max_depth: int, row: int) -> GrowingBranch | None:
+    def _select_branch(self, branches: list[GrowingBranch], max_depth: int, text: TokenBuffer) -> GrowingBranch | None:
         """The branch that grows next; None when the tree is to be verified."""
         nodes = sum(b.size for b in branches)
         expandable = [b for b in branches if b.depth < max_depth]
         best = max(b.log_confidence for b in branches)
-        if nodes >= self.budget or not expandable or best < self._log_threshold_for(row):
+        if nodes >= self.budget or not expandable or best < self._log_threshold_for(text):
             return None
         return max(expandable, key=lambda b: token_share(b, branches) - b.size)
 
@@ -138,19 +140,15 @@ class LLMCadTree(EngineBound, Shape[Predictor]):
 
     def observe(self, step: StepResult) -> None:
         """Lower the threshold of a row after a step without a rejected token, raise it after any other."""
-        for i, row in enumerate(step.context.rows):
-            if row in self._drafted_rows and step.num_drafted(i):
+        rows = self._drafted_rows.of(step.context, ())
+        for i, (row, text) in enumerate(zip(step.context.rows, step.context.sequences, strict=True)):
+            if row in rows and step.num_drafted(i):
                 accepted = step.num_accepted(i)
                 reachable = accepted + _subtree_height(step.tree, i, step.paths[i][-1])
                 rejected_share = (reachable - accepted) / reachable
                 exponent = -rejected_share if rejected_share else 1.0
-                log_threshold = self._log_threshold_for(row) + exponent * math.log(self.decay)
-                self._log_threshold[row] = min(0.0, log_threshold)
-        self._drafted_rows = set()
-
-    def release(self, row: int) -> None:
-        """Forget a row."""
-        self._log_threshold.pop(row, None)
+                log_threshold = self._log_threshold_for(text) + exponent * math.log(self.decay)
+                self._log_threshold[text] = min(0.0, log_threshold)
 
 
 def token_share(branch: GrowingBranch, branches: list[GrowingBranch]) -> float:

@@ -2,11 +2,11 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from foretell.core.context import Context, StepResult, TokenBuffer
+from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.tree import TokenTree, concatenate_trees, merge_trees
 from foretell.draft.base import Predictor
@@ -46,6 +46,17 @@ class RunningMean:
         self.value += (value - self.value) / self._weight
 
 
+@dataclass
+class _Drafts:
+    """The drafts of a step."""
+
+    plan: DraftPlan
+    of_model: dict[int, int] = field(default_factory=dict)
+    """Rows that the model drafts for, with their numbers of drafted tokens."""
+    is_timed: bool = False
+    """Whether the drafting time counts: no row of it had to read a prompt first."""
+
+
 class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
     """For each request and step, the drafts with the most expected tokens per second: the retrieved trie, the model's
     chain or tree merged with the likeliest retrieved tokens, or none.
@@ -78,14 +89,10 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         """Drafting time of steps without the model."""
         self._model_seconds = deque[float](maxlen=_TIMINGS)
         """Last drafting times of the model, per request."""
-        self._is_timed = False
-        """Whether this step's drafting time counts: no row of it had to read a prompt first."""
         self._timings, self._steps_without_model = 0, 0
         self._rows_read: set[int] = set()
         """Rows whose prompt the model has read. Its first draft for a row includes that time and is not counted."""
-        self._model_drafts: dict[int, int] = {}
-        """Rows that the model drafts for in this step, with their numbers of drafted tokens."""
-        self._plan: DraftPlan | None = None
+        self._drafts = StepState[_Drafts | None]()
 
     def share_cost(self, cost: PassCost | None) -> None:
         """Use the seconds of a pass that something else learns; None: learn them here."""
@@ -98,28 +105,29 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
 
     def grow(self, draft: HybridDrafter, context: Context) -> TokenTree:
         """A trie, the model's tree or only a root for each request."""
-        self._plan, self._model_drafts, self._is_timed = self.trie.plan(draft.retriever, context), {}, False
+        plan = self.trie.plan(draft.retriever, context)
+        drafts = _Drafts(plan)
+        self._drafts.put(context, drafts)
         limited = replace(context, max_depth=draft.predictor.max_depths(context))
         with_model = []
-        if not self._plan.measures_plain:
+        if not plan.measures_plain:
             if draft.predictor.hidden_layers or not draft.predictor.reads_prompts:
                 # It drafts from what the target has computed and has no prompt to read itself.
                 self._rows_read.update(context.rows)
             with_model = [
                 i
-                for i, estimate in enumerate(self._plan.estimates)
-                if limited.max_depth[i] and self._prefers_model(estimate, limited.sequences[i])
+                for i, estimate in enumerate(plan.estimates)
+                if limited.max_depth[i] and self._prefers_model(plan, estimate, limited.sequences[i])
             ]
-        tree = self._with_model_drafts(draft, limited, with_model, self._plan) if with_model else self._plan.tree
+        tree = self._with_model_drafts(draft, limited, with_model, drafts) if with_model else plan.tree
         self._steps_without_model = 0 if with_model else self._steps_without_model + 1
         return tree
 
-    def _prefers_model(self, estimate: DraftEstimate, sequence: TokenBuffer) -> bool:
+    def _prefers_model(self, plan: DraftPlan, estimate: DraftEstimate, sequence: TokenBuffer) -> bool:
         """Whether the model promises more tokens per second than retrieval does, or is due for a trial."""
         if self._timings < _MIN_TIMINGS or self._steps_without_model >= self._retry_interval:
             return estimate.row in self._rows_read or not len(sequence.generated)
-        assert self._plan is not None
-        rows, size = self._plan.pass_rows, round(self._model_draft_size.value)
+        rows, size = plan.pass_rows, round(self._model_draft_size.value)
         plain, modelled, retrieved = self.trie.cost.seconds_of((rows, rows + size, rows + estimate.size))
         share = plain / rows - plain
         # The least time: longer ones are mostly due to other work on the machine, and a model that seems too expensive
@@ -133,19 +141,19 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
         return self._accepted.setdefault(row, RunningMean(value=prior, weight=_PRIOR_WEIGHT))
 
     def _with_model_drafts(
-        self, draft: HybridDrafter, context: Context, with_model: Sequence[int], plan: DraftPlan
+        self, draft: HybridDrafter, context: Context, with_model: Sequence[int], drafts: _Drafts
     ) -> TokenTree:
         """The model's drafts merged with the likeliest retrieved tokens for the requests `with_model`; for the others
         the retrieved tokens alone.
         """
-        part = context.select(with_model)
+        part, plan = context.select(with_model), drafts.plan
         tree = self.model_shape.grow(draft.predictor, part)
         if context.origins is not None:
             context.origins.record_tree(part.rows, tree, draft.predictor.origin)
-        self._is_timed = all(row in self._rows_read for row in part.rows)
+        drafts.is_timed = all(row in self._rows_read for row in part.rows)
         self._rows_read.update(part.rows)
-        self._model_drafts = dict(zip(part.rows, tree.drafted_counts, strict=True))
-        for size in self._model_drafts.values():
+        drafts.of_model = dict(zip(part.rows, tree.drafted_counts, strict=True))
+        for size in drafts.of_model.values():
             self._model_draft_size.add(size)
         likely = [[(prefix, p) for prefix, p in plan.candidates[i] if p >= _MIN_COPY_PROBABILITY] for i in with_model]
         if any(likely):
@@ -158,22 +166,22 @@ class RetrievalOrModel(EngineBound, Shape[HybridDrafter]):
 
     def observe(self, step: StepResult) -> None:
         """Update the estimates with the step's times and accepted drafts."""
-        if self._plan is None:
+        drafts = self._drafts.of(step.context, None)
+        if drafts is None:
             return
-        if self._is_timed:
+        if drafts.is_timed:
             seconds = max(0.0, step.draft_seconds - self._retrieval_seconds.value)
-            self._model_seconds.append(seconds / len(self._model_drafts))
+            self._model_seconds.append(seconds / len(drafts.of_model))
             self._timings += 1
-        elif not self._model_drafts and any(estimate.attempted for estimate in self._plan.estimates):
+        elif not drafts.of_model and any(estimate.attempted for estimate in drafts.plan.estimates):
             self._retrieval_seconds.add(step.draft_seconds)
-        self.trie.learn_cost(step, self._plan)
+        self.trie.learn_cost(step, drafts.plan)
         self.model_shape.observe(step)
-        self.trie.update_controllers(step, self._plan, self._retrieval_seconds.value, exclude=self._model_drafts)
+        self.trie.update_controllers(step, drafts.plan, self._retrieval_seconds.value, exclude=drafts.of_model)
         for i, row in enumerate(step.context.rows):
-            if row in self._model_drafts:
+            if row in drafts.of_model:
                 self._accepted_in(row).add(step.num_accepted(i))
                 self._accepted_overall.add(step.num_accepted(i))
-        self._plan, self._model_drafts = None, {}
 
     def release(self, row: int) -> None:
         """Forget a row; the costs of passes and of drafting stay known."""

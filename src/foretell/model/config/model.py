@@ -4,7 +4,7 @@
 only in its values. The decoder and the roofline analyzer use it; `foretell.model.config.readers` reads it from files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -209,6 +209,43 @@ class ModelConfig:
         """Indices of the layers with keys and values."""
         others = {*self.state_layers, *self.attention_free_layers}
         return tuple(i for i in range(self.layers) if i not in others)
+
+    def of_layers(self, layers: Sequence[int]) -> "ModelConfig":
+        """The configuration of a decoder that is made of these layers of this one, in this order.
+
+        Raises:
+            ValueError: no layers, or a layer that reads the keys and values of one that is left out.
+        """
+        layers = list(layers)
+        if not layers:
+            raise ValueError("model configuration: a cut needs at least one layer")
+
+        def kept(marked: Collection[int]) -> tuple[int, ...]:
+            return tuple(i for i, layer in enumerate(layers) if layer in marked)
+
+        sources = [self.kv_layer_of(layer) for layer in layers]
+        if missing := [source for source in sources if source not in layers]:
+            raise ValueError(
+                f"model configuration: layers {layers} read keys and values of layer {missing[0]}, which is not among "
+                "them"
+            )
+        shares = any(source != layer for source, layer in zip(sources, layers, strict=True))
+        state, experts = self.state, self.experts
+        if state is not None:
+            state = replace(state, layers=kept(state.layers)) if kept(state.layers) else None
+        if experts is not None:
+            experts = replace(experts, layers=kept(experts.layers)) if kept(experts.layers) else None
+        return replace(
+            self,
+            layers=len(layers),
+            window_layers=kept(self.window_layers),
+            unrotated_layers=kept(self.unrotated_layers),
+            attention_free_layers=kept(self.attention_free_layers),
+            mlp_free_layers=kept(self.mlp_free_layers),
+            kv_layers=tuple(map(layers.index, sources)) if shares else (),
+            state=state,
+            experts=experts,
+        )
 
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0: full attention."""

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -182,7 +181,7 @@ class OffloadedDecoder(NetworkWrapper, Generic[B]):
         """The first `layers` blocks with the same norm and head, from the same store."""
         if not 1 <= layers <= self.config.layers:
             raise ValueError(f"cannot cut after {layers} layers: the model has {self.config.layers}")
-        return self._like(replace(self.config, layers=layers), SkipSet())
+        return self._like(self.config.of_layers(range(layers)), SkipSet())
 
     def without_sublayers(self, skip: SkipSet) -> "OffloadedDecoder[B]":
         """The network without some sub-layers, from the same store."""

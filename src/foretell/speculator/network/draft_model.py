@@ -54,8 +54,7 @@ def draft_config(target: ModelConfig, blocks: Sequence[int]) -> ModelConfig:
         )
     if target.experts is not None:
         raise ValueError("a draft model cannot be cut from blocks with experts; train another kind of speculator")
-    windowed = tuple(i for i, block in enumerate(blocks) if block in target.window_layers)
-    return replace(target, layers=len(blocks), window_layers=windowed)
+    return target.of_layers(blocks)
 
 
 class DraftNetwork(Speculator):

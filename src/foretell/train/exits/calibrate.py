@@ -10,14 +10,19 @@ import torch
 from jaxtyping import Bool, Float
 
 from foretell.api import Model
+from foretell.catalogue.exits import packed_exits
+from foretell.core.tree import root_tree
+from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_heads import Confidence, ExitRule, TrainedExits, measure_confidence
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import NodeStates
+from foretell.model.run.topk import argmax
 from foretell.speculator.exit_calibration import ExitCalibration, exits_digest
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset, Document
-from foretell.train.exits.fit import target_tokens
 from foretell.train.exits.risk import betting_p_value, count_accepted, smallest_bound
-from foretell.train.exits.states import collect_states
+from foretell.train.exits.states import texts_to_learn
 
 Loss = Literal["tokens", "answers"]
 """Loss of an answer: the share of its tokens that an exit would have changed, or 1 if any would have been."""
@@ -94,7 +99,8 @@ def calibrate(
             "needed, and some hundreds keep smaller bounds: enlarge it with foretell data generate"
         )
     on_progress("reading the states of the exits")
-    answers = [run_exits(model, exits, d, settings) for d in documents]
+    heads = packed_exits(exits, (), model.network)
+    answers = [run_exits(model.network, heads, d, settings) for d in documents]
     chosen, checked, tested = answers[:part], answers[part : 2 * part], answers[2 * part :]
     layers, rules = choose_exits(exits, chosen, settings)
     losses = [np.array([_loss(a, layers, exits, rule, settings) for a in tested]) for rule in rules]
@@ -134,31 +140,38 @@ def calibrate(
 
 
 @torch.inference_mode()
-def run_exits(model: Model, exits: Exits, document: Document, settings: CalibrationSettings) -> AnswerExits:
-    """Confidence and agreement of every exit at the tokens of an answer, at most `settings.longest`."""
-    layers = exits.config.layers
-    before = tuple(layer - 1 for layer in layers) if settings.measure == "state" else ()
-    states = collect_states(
-        model.network, [document], (*layers, *before), settings.longest, document.start + settings.longest,
-        blocks=exits.run_blocks if exits.config.blocks else None,
-    )  # fmt: skip
-    heads, own = TrainedExits(exits), target_tokens(exits.full_lm_head.float(), states)
-    confidence, agrees = list[np.ndarray](), list[np.ndarray]()
+def run_exits(network: Network, heads: TrainedExits, document: Document, settings: CalibrationSettings) -> AnswerExits:
+    """Confidence and agreement of every exit at the tokens of an answer, at most `settings.longest`.
+
+    All of it is computed as when `early_exit_lossy` decodes: by the same layers, packed heads and measure.
+    """
+    (tokens, first), *_ = texts_to_learn([document], settings.longest, document.start + settings.longest)
+    runner = DecoderRunner(network)
+    blocks = ExitBlocks(heads.blocks, heads.layers[0], runner) if heads.blocks else None
+    tree = root_tree([tokens[-1]]).with_prefix([tokens])
+    run = runner.begin_pass([0], tree)
+    run.keeps_previous = settings.measure == "state"
+    learned = np.arange(len(tokens)) >= first
     depths: torch.Tensor | None = None
-    if settings.measure == "classifier" and heads.chooses_depth:
-        depths = heads.depth_distribution(states.layers[0].to(exits.dtype))
-        if heads.chooses_once:  # by the state of the answer's first token
-            depths = depths[min(1, len(depths) - 1)].expand_as(depths)
-    for i in range(len(layers)):
-        h = states.layers[i].to(exits.dtype)
-        previous = states.layers[len(layers) + i].to(exits.dtype) if before else h[:0]
-        logits = heads.logits(i, h)
-        found = NodeStates(h, np.arange(len(h))[None], previous)
-        sure = depths[:, i] if depths is not None else measure_confidence(settings.measure, heads, i, found, logits)
+    confidence, best = list[np.ndarray](), list[np.ndarray]()
+    for i, layer in enumerate(heads.layers):
+        found = run.advance(tree.valid, layer)
+        states = found.states
+        if blocks is not None:
+            states = blocks.read_nodes(tree, [0], np.zeros(1, np.int64), tree.valid, states)
+        if settings.measure == "classifier" and heads.chooses_depth and not i:
+            depths = heads.depth_distribution(states[first:])
+            if heads.chooses_once:  # by the state of the answer's first token
+                depths = depths[min(1, len(depths) - 1)].expand_as(depths)
+        before = found.before[first:] if settings.measure == "state" else found.before
+        part = NodeStates(states[first:], np.arange(len(tokens) - first)[None], before)
+        logits = heads.logits(i, part.states)
+        sure = depths[:, i] if depths is not None else measure_confidence(settings.measure, heads, i, part, logits)
         confidence.append(sure.double().cpu().numpy())
-        best = logits.argmax(-1)
-        agrees.append(((best if exits.token_of is None else exits.token_of[best]) == own).cpu().numpy())
-    return AnswerExits(np.stack(confidence), np.stack(agrees))
+        top = argmax(logits).cpu().numpy()
+        best.append(top if heads.token_of is None else heads.token_of[top])
+    own = argmax(runner.forward([0], tree, scored=tree.valid & learned).logits).cpu().numpy()
+    return AnswerExits(np.stack(confidence), np.stack(best) == own)
 
 
 def choose_exits(

@@ -6,6 +6,12 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
+MAX_LAYERS = 10_000
+MAX_CONTEXT = 2**24
+"""Tokens; the longest context of a published model is 10 million."""
+GGUF_EOS = tuple(f"tokenizer.ggml.{key}" for key in ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids"))
+"""Keys of end-of-sequence tokens in GGUF files."""
+
 
 def contexts_of(rope: RopeConfig, trained: int) -> dict[str, int]:
     """The context and the longest context of a model that was trained for so many positions."""
