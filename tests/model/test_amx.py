@@ -251,6 +251,7 @@ print("executed", emulator.amx_emulator_executed())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not {"avx512_bf16", "avx512_vnni"} <= processor_features() or "amx_tile" in processor_features(),
     reason="needs a processor with AVX-512 BF16 and VNNI and without AMX",

@@ -396,10 +396,10 @@ def test_gguf_end_tokens_are_those_of_llama_cpp() -> None:
     assert from_gguf(gguf_meta({at + "eos_token_id": 2})).eos == (2,)
     both = {at + "eos_token_id": 1, at + "eot_token_id": 106, at + "eom_token_id": 3, at + "eos_token_ids": [1, 5]}
     assert from_gguf(gguf_meta(both)).eos == (1, 106, 3, 5)
-    # Without eot_token_id, control tokens of these names end a turn; others of these names do not.
+    # Control tokens of these names end an answer; others of these names do not.
     types = {at + "eos_token_id": 2, at + "token_type": [1, 3, 1, 1]}
     assert from_gguf(gguf_meta(types)).eos == (2, 1)
-    assert from_gguf(gguf_meta({**types, at + "eot_token_id": 2})).eos == (2,)
+    assert from_gguf(gguf_meta({**types, at + "eot_token_id": 2})).eos == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 from foretell.model.config.families.base import Family, Kind, gguf_experts, gguf_windows, windowed
 from foretell.model.config.families.mixtral import MIXTRAL
 from foretell.model.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, MoEConfig
-from foretell.model.config.readers.values import GGUF_EOS, eos_token_ids
 from foretell.utils.validation import Fields
 
 
@@ -24,13 +23,8 @@ def _activation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[s
     return {"activation": "clamped_swiglu"}
 
 
-_ENDS = ("<|return|>", "<|call|>")
-"""Tokens that end an answer; `<|end|>` ends only one of its messages."""
-
-
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    tokens, layers = read.raw.get("tokenizer.ggml.tokens") or (), values["layers"]
-    ends = (i for i, token in enumerate(tokens) if token in _ENDS)
+    layers = values["layers"]
     return {
         **gguf_windows(read, layers, 2),
         "qkv_bias": True,
@@ -38,7 +32,6 @@ def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[st
         "activation": "clamped_swiglu",
         "rope": replace(values["rope"], truncate=False),
         "experts": replace(gguf_experts(read, layers), router_bias=True, bias=True),
-        "eos": tuple(dict.fromkeys((*eos_token_ids(read, *GGUF_EOS), *ends))),
     }
 
 

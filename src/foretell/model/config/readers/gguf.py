@@ -17,8 +17,14 @@ from foretell.model.config.readers.values import (
 from foretell.model.config.rope import read_gguf_rope
 from foretell.utils.validation import Fields
 
-_END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end a chat turn; llama.cpp uses these names where a file has no `eot_token_id`."""
+_END_TOKENS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "[e~[",
+    "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+))  # fmt: skip
+"""Control tokens that end an answer, by the names that llama.cpp knows."""
+_HARMONY_ENDS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+"""Where a file has both of a pair (gpt-oss, Solar), `<|end|>` ends only a part of an answer."""
 _CONTROL_TOKEN = 3
 """The token type of control tokens in GGUF."""
 
@@ -88,8 +94,15 @@ def _gguf_eos(read: Fields) -> tuple[int, ...]:
     """End-of-sequence tokens, by the rules of llama.cpp."""
     eos = eos_token_ids(read, *GGUF_EOS)
     tokens, types = (read.raw.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if read.has("tokenizer.ggml.eot_token_id") or not isinstance(tokens, list) or not isinstance(types, list):
+    if not isinstance(tokens, list) or not isinstance(types, list):
         return eos
-    pairs = enumerate(zip(tokens, types, strict=False))
-    end_of_turn = (i for i, (t, kind) in pairs if kind == _CONTROL_TOKEN and t in _END_OF_TURN_TOKENS)
-    return tuple(dict.fromkeys((*eos, *end_of_turn)))
+    ends = {
+        t: i
+        for i, (t, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL_TOKEN and t in _END_TOKENS
+    }
+    if any(pair <= ends.keys() for pair in _HARMONY_ENDS):
+        ends.pop("<|end|>", None)
+    if "<|tool_response>" in ends:  # Gemma 4 has a `</s>` that ends nothing.
+        ends.pop("</s>", None)
+    return tuple(dict.fromkeys((*eos, *ends.values())))

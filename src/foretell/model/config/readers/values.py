@@ -20,8 +20,10 @@ def contexts_of(rope: RopeConfig, trained: int) -> dict[str, int]:
 
 
 def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
-    """End-of-sequence tokens under these keys (default: `eos_token_id`); each holds a token or a list of tokens."""
-    return tuple(dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name)))
+    """End-of-sequence tokens under these keys (default: `eos_token_id`); each holds one or a list, -1 none."""
+    return tuple(
+        dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name) if token >= 0)
+    )
 
 
 def checked_config(source: str, **values: Any) -> ModelConfig:
