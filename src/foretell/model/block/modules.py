@@ -24,7 +24,7 @@ from foretell.model.block.spec import (
 from foretell.model.block.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.states import DeltaNetConfig, Mamba2Config, ShortConvConfig
-from foretell.model.matrices.stored import Matrix, StoredMatrix
+from foretell.model.matrices.stored import widened
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class _Modules:
     def _dense(self, *linears: LinearWeights) -> Linear:
         """Linear layers one below the other."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        matrix = torch.cat([_widened(part) for linear in linears for part in linear.parts])
+        matrix = torch.cat([widened(part) for linear in linears for part in linear.parts])
         return Linear(self._place(matrix), self._place(torch.cat(biases)) if biases else None)
 
     def _linear(self, *linears: LinearWeights) -> AnyLinear:
@@ -104,7 +104,7 @@ class _Modules:
 
     def _precise(self, linear: LinearWeights) -> Linear:
         """A linear layer that is at least in float32."""
-        return Linear(self._unrounded(_widened(linear.parts[0])), _map(self._unrounded, linear.bias))
+        return Linear(self._unrounded(widened(linear.parts[0])), _map(self._unrounded, linear.bias))
 
     def _projection(self, w: BlockWeights) -> nn.Module:
         if w.qkv is None:
@@ -122,7 +122,7 @@ class _Modules:
             norm = RMSNorm(w.query_norm.to(self._device), LATENT_EPS)
             query = nn.Sequential(first, norm, self._dense(w.query))
         key, value = (
-            self._place(_widened(linear.parts[0])).view(self._config.heads, -1, sizes.kv_rank)
+            self._place(widened(linear.parts[0])).view(self._config.heads, -1, sizes.kv_rank)
             for linear in (w.key, w.value)
         )
         return LatentProjection(sizes, query, compress, RMSNorm(w.key_norm.to(self._device), LATENT_EPS), key, value)
@@ -183,10 +183,6 @@ class _Modules:
     def _layer_input(self, w: LayerInputWeights) -> LayerInput:
         gate, projection = self._dense(w.gate), self._dense(w.projection)
         return LayerInput(gate, projection, self._norm(w.norm), self._config.activation)
-
-
-def _widened(matrix: Matrix) -> Tensor:
-    return matrix.widen() if isinstance(matrix, StoredMatrix) else matrix
 
 
 def to_weights(layer: nn.Module) -> BlockWeights:

@@ -16,7 +16,7 @@ from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import pack_mixer
 from foretell.model.kernels.structures import Precision
-from foretell.model.matrices.stored import Matrix, StoredMatrix
+from foretell.model.matrices.stored import widened
 
 _FACTOR = ".factor"
 
@@ -120,7 +120,7 @@ def _pack_linears(plans: Mapping[str, LinearPlan], memory: PartMemory) -> dict[s
 def _pack_latent(sizes: MLAConfig, heads: int, weights: LatentWeights, precision: Precision, memory: PartMemory) -> int:
     """The address of latent attention; the matrices of the heads are floats."""
     floats = float_precision(precision)
-    key, value = (_by_head(linear, heads, sizes) for linear in (weights.key, weights.value))
+    key, value = (widened(each.parts[0]).view(heads, -1, sizes.kv_rank) for each in (weights.key, weights.value))
     plans = [LinearPlan(plan_rows([head], floats)) for head in (*key.transpose(1, 2), *value)]
     if weights.query is not None:
         plans.append(plan_linear(weights.query, precision))
@@ -141,9 +141,3 @@ def _pack_latent(sizes: MLAConfig, heads: int, weights: LatentWeights, precision
         eps=LATENT_EPS,
     )
     return memory.keep(struct)
-
-
-def _by_head(linear: LinearWeights, heads: int, sizes: MLAConfig) -> Tensor:
-    matrix: Matrix = linear.parts[0]
-    wide = matrix.widen() if isinstance(matrix, StoredMatrix) else matrix
-    return wide.view(heads, -1, sizes.kv_rank)

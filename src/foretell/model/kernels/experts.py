@@ -6,13 +6,13 @@ from itertools import islice
 
 import torch
 
-from foretell.model.block.spec import ExpertWeights, GatedWeights, LinearWeights
+from foretell.model.block.spec import ExpertWeights, GatedWeights
 from foretell.model.config.model import MoEConfig
 from foretell.model.kernels import structures
 from foretell.model.kernels.linear import LinearPlan, PartMemory, plan_gate_up, plan_linear
 from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.structures import SCORINGS, Precision
-from foretell.model.matrices.stored import StoredMatrix
+from foretell.model.matrices.stored import widened
 
 _PACKED_TOGETHER = 8
 """Experts that are packed into one allocation: while it is filled their packed weights are in memory twice."""
@@ -78,15 +78,11 @@ def _batches(experts: Iterable[GatedWeights]) -> Iterator[list[GatedWeights]]:
 
 def _plan_router(weights: ExpertWeights) -> LinearPlan:
     linears = [weights.router, *([] if weights.shared_gate is None else [weights.shared_gate])]
-    matrix, bias = torch.cat([_floats(linear) for linear in linears]), weights.router.bias
+    matrix = torch.cat([widened(part).float() for linear in linears for part in linear.parts])
+    bias = weights.router.bias
     if bias is not None:
         bias = torch.nn.functional.pad(bias.detach().float(), (0, len(matrix) - len(bias)))
     return LinearPlan(plan_rows([matrix], "float32"), bias)
-
-
-def _floats(linear: LinearWeights) -> torch.Tensor:
-    (matrix,) = linear.parts
-    return (matrix.widen() if isinstance(matrix, StoredMatrix) else matrix.detach()).float()
 
 
 def _plan_gated(network: GatedWeights, precision: Precision) -> list[LinearPlan]:

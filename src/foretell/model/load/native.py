@@ -35,10 +35,11 @@ from foretell.model.load.build import (
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
 from foretell.model.load.streamed import StreamedHead, StreamedParts
 from foretell.model.load.weights import Weights
-from foretell.model.matrices.stored import Matrix, StoredMatrix
+from foretell.model.matrices.stored import StoredMatrix, widened
 
 _EMBEDDING = "model.embed_tokens.weight"
 _PACKED_AS_FLOATS = ("granitemoehybrid", "llama4_text")
+"""Architectures, among those of attention alone, whose matrices are; see `packs_floats`."""
 OUTER_PARTS = 2
 """Parts of a file of packed weights before the blocks: the head, and the final norm."""
 
@@ -335,16 +336,12 @@ def _as_floats(block: BlockWeights, dtype: torch.dtype) -> BlockWeights:
     def change(path: str, linear: LinearWeights) -> LinearWeights:
         if LINEARS[path].narrowest == "float32":
             return linear
-        parts = tuple(_floats(part, dtype) for part in linear.parts)
+        parts = tuple(widened(part).to(dtype) for part in linear.parts)
         whole = (torch.cat(parts),) if path == "qkv" else parts
-        factor = None if linear.factor is None else _floats(linear.factor, dtype)
+        factor = None if linear.factor is None else widened(linear.factor).to(dtype)
         return _with_bias_in(LinearWeights(whole, linear.bias, factor), dtype)
 
     return map_linears(block, change)
-
-
-def _floats(matrix: Matrix, dtype: torch.dtype) -> Float[torch.Tensor, "o i"]:
-    return (matrix.widen() if isinstance(matrix, StoredMatrix) else matrix).to(dtype)
 
 
 def _with_bias_in(linear: LinearWeights, dtype: torch.dtype) -> LinearWeights:

@@ -100,3 +100,8 @@ def _widen_q4_z(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
 
 Matrix = torch.Tensor | StoredMatrix
 """A matrix [out, in] in any float dtype, or as its checkpoint stores it."""
+
+
+def widened(matrix: Matrix) -> Float[torch.Tensor, "o i"]:
+    """The numbers of a matrix: of a quantised one in float32, else in the dtype that it has."""
+    return matrix.widen() if isinstance(matrix, StoredMatrix) else matrix.detach()
