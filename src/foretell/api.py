@@ -172,10 +172,10 @@ class Model:
                 f"{self.name} reads text only: leave out the image, or give a vision-language model that transformers "
                 "runs"
             )
-        found = copy(self)
-        found._images = self._vision.prompt(images, prompt, raw)
-        found._runner = partial(HFRunner, self._vision.model, found._images)
-        return found
+        model = copy(self)
+        model._images = self._vision.prompt(images, prompt, raw)
+        model._runner = partial(HFRunner, self._vision.model, model._images)
+        return model
 
     def runner(self) -> Runner:
         """A runner of the model with an empty cache."""

@@ -171,13 +171,13 @@ class TargetOptions:
             dtype,
             device,
             memory_limit,
-            self.max_model_len,
-            scaling,
-            self.kv_cache_dtype,
-            self.kv_cache_policy,
-            self.sparsity,
-            self.pre_tokenizer,
-            date,
+            max_model_len=self.max_model_len,
+            rope_scaling=scaling,
+            kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_policy=self.kv_cache_policy,
+            sparsity=self.sparsity,
+            pre_tokenizer=self.pre_tokenizer,
+            chat_template_date=date,
         )
 
 

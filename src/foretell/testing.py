@@ -91,15 +91,27 @@ def tiny_gpt_oss(config: ModelConfig = TINY) -> ModelConfig:
 def tiny_deepseek(config: ModelConfig = TINY) -> ModelConfig:
     """The DeepSeek-V3 configuration of these sizes: latent attention, one dense layer, four experts in two groups."""
     experts = replace(
-        _experts(config), layers=tuple(range(1, config.layers)), scoring="sigmoid", selection_bias=True, groups=2,
-        active_groups=1, ranked_by=2, scale=2.5, shared_ffn=config.ffn,
-    )  # fmt: skip
+        _experts(config),
+        layers=tuple(range(1, config.layers)),
+        scoring="sigmoid",
+        selection_bias=True,
+        groups=2,
+        active_groups=1,
+        ranked_by=2,
+        scale=2.5,
+        shared_ffn=config.ffn,
+    )
     latent = MLAConfig(q_rank=6, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=5)
     rope = RopeConfig(fraction=latent.rope_dim / (latent.nope_dim + latent.rope_dim))
     return replace(
-        config, architecture="deepseek_v3", experts=experts, latent=latent, rope=rope, kv_heads=config.heads,
+        config,
+        architecture="deepseek_v3",
+        experts=experts,
+        latent=latent,
+        rope=rope,
+        kv_heads=config.heads,
         head_dim=latent.nope_dim + latent.rope_dim,
-    )  # fmt: skip
+    )
 
 
 def _experts(config: ModelConfig) -> MoEConfig:

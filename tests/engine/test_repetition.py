@@ -35,9 +35,9 @@ def test_the_watch_finds_the_first_repetition(sizes: tuple[int, int, int], step:
         tokens = np.random.default_rng(seed).integers(0, 2, 60).tolist()
         ends = [n for n in range(1, 61) if n >= 5 and repeats(tokens[:n], detection)]
         watch, count = RepetitionWatch(detection, min_tokens=5, max_tokens=60), 0
-        while count < 60 and not watch.found:
+        while count < 60 and not watch.has_repeated:
             count += watch.until_repetition(tokens[count : count + step])
-        assert (count, watch.found) == ((ends[0], True) if ends else (60, False))
+        assert (count, watch.has_repeated) == ((ends[0], True) if ends else (60, False))
 
 
 @pytest.mark.parametrize("drafts", [0, 9])

@@ -32,18 +32,18 @@ def exit_draft(context: BuildContext, heads: ExitHeads, weights: ExitWeights) ->
     """
     layer, network = heads.layers[0], require_network(context, "drafts with the target's first layers")
     if weights == "target":
-        found = heads.chain_decoder(0, _followed_by(network, layer, heads.blocks))
-        if found is None:
+        chain = heads.chain_decoder(0, _followed_by(network, layer, heads.blocks))
+        if chain is None:
             return EarlyExitDrafter(heads)
     else:
-        found = heads.chain_decoder(0, _packed_copy(context, layer, heads.blocks, weights))
-        if found is None:
+        chain = heads.chain_decoder(0, _packed_copy(context, layer, heads.blocks, weights))
+        if chain is None:
             raise ValueError(
                 f"exit_weights {weights} needs exits that are linear after their norm: fit them without --inner, or "
                 "leave exit_weights unset"
             )
-    run: Network = found.network
-    return DraftModel(DecoderRunner(run if found.token_of is None else ReducedVocabulary(run, found.token_of)))
+    run: Network = chain.network
+    return DraftModel(DecoderRunner(run if chain.token_of is None else ReducedVocabulary(run, chain.token_of)))
 
 
 def _followed_by(network: Network, layer: int, blocks: Sequence[DecoderBlock]) -> Network:

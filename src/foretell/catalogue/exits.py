@@ -35,13 +35,13 @@ def find_exits(context: BuildContext) -> Exits | None:
     folder = context.speculator or find_installed(EXITS, target_card(context).fingerprint)
     if folder is None:
         return None
-    found = read_speculator(context, folder)
-    if not isinstance(found, Exits):
+    speculator = read_speculator(context, folder)
+    if not isinstance(speculator, Exits):
         raise ValueError(
-            f"{folder}: a speculator of kind {found.kind}, and this method drafts with exits; fit some with "
+            f"{folder}: a speculator of kind {speculator.kind}, and this method drafts with exits; fit some with "
             f"`foretell train exits`"
         )
-    return found
+    return speculator
 
 
 class DraftHeads(NamedTuple):
@@ -98,9 +98,9 @@ def exit_answers(context: BuildContext, options: EarlyExitOptions) -> EarlyExitD
             "--draft-model"
         )
     if options.calibration is not None:
-        found = read_calibration(Path(options.calibration), target_card(context).fingerprint, exits)
-        heads = packed_exits(exits, found.layers, network)
-        rule = ExitRule(found.measure, found.thresholds, found.decay, found.horizon)
+        calibration = read_calibration(Path(options.calibration), target_card(context).fingerprint, exits)
+        heads = packed_exits(exits, calibration.layers, network)
+        rule = ExitRule(calibration.measure, calibration.thresholds, calibration.decay, calibration.horizon)
     else:
         heads = packed_exits(exits, options.exit_layers or (), network)
         levels = (options.exit_threshold,) * len(heads.layers)

@@ -62,9 +62,9 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
     Raises:
         ValueError: an option that the drafter does not read.
     """
-    found = _with_trained_model(context, options)
-    if found is not None:
-        return found
+    method = _with_trained_model(context, options)
+    if method is not None:
+        return method
     label = "the target's first blocks"
     chain = _EarlyExitOptions.from_values(f"hybrid_model, which drafts with {label} here,", _named(options))
     draft = early_exit_draft(context, chain.exit_layer)
@@ -74,8 +74,8 @@ def hybrid_model(context: BuildContext, options: HybridModelOptions) -> AnyMetho
 def auto(context: BuildContext, options: HybridOptions) -> AnyMethod:
     """`hybrid_model` where a trained speculator or a draft model was named or is installed, and else `hybrid`."""
     named = HybridModelOptions.from_values("auto", options.model_dump(include=options.model_fields_set))
-    found = _with_trained_model(context, named)
-    return replace(hybrid(context, options), drafter_label=RETRIEVAL_LABEL) if found is None else found
+    method = _with_trained_model(context, named)
+    return replace(hybrid(context, options), drafter_label=RETRIEVAL_LABEL) if method is None else method
 
 
 def _with_trained_model(context: BuildContext, options: HybridModelOptions) -> AnyMethod | None:
@@ -132,11 +132,11 @@ def _find_speculator(context: BuildContext) -> Speculator | None:
     if context.drafts or (context.speculators and names_only_draft_models(context)):
         return None
     if context.speculator is not None:
-        found = read_speculator(context, context.speculator)
-        if found.kind not in (*_SPECULATORS, Exits.kind):
+        speculator = read_speculator(context, context.speculator)
+        if speculator.kind not in (*_SPECULATORS, Exits.kind):
             known = ", ".join([*_SPECULATORS, Exits.kind, DRAFT_MODEL])
-            raise ValueError(f"{context.speculator}: a hybrid drafts with one of {known}, not with {found.kind}")
-        return found
+            raise ValueError(f"{context.speculator}: a hybrid drafts with one of {known}, not with {speculator.kind}")
+        return speculator
     if context.checkpoint is None:
         return None
     fingerprint = target_card(context).fingerprint

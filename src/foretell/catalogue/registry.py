@@ -101,11 +101,11 @@ def find(name: str) -> Entry:
     """
     entries = catalogue()
     by_alias = {a: e for e in entries.values() for a in e.aliases}
-    found = entries.get(name) or by_alias.get(name)
-    if found is None:
+    entry = entries.get(name) or by_alias.get(name)
+    if entry is None:
         problems = "".join(f" ({p})" for p in installed_methods().problems)
         raise ValueError(f"{unknown('method', name, entries)}{problems}")
-    return found
+    return entry
 
 
 def build(

@@ -27,9 +27,9 @@ def sparse_mlp_draft(context: BuildContext, options: SparseMlpDraftOptions) -> A
             "`foretell train sparsity`, and name it as the option sparsity"
         )
     model = context.checkpoint.fingerprint() if context.checkpoint else ""
-    found = read_sparsity(Path(options.sparsity), model, network.config)
-    draft = SparseTargetDrafter(sparse_network(context, found.rules))
-    label = f"target with a part of its neurons ({found.file.method} {found.file.sparsity:g})"
+    sparsity = read_sparsity(Path(options.sparsity), model, network.config)
+    draft = SparseTargetDrafter(sparse_network(context, sparsity.rules))
+    label = f"target with a part of its neurons ({sparsity.file.method} {sparsity.file.sparsity:g})"
     accept = rejection(options, options.draft_sample_method)
     return Method(draft, chain(options), accept, drafter_label=label)
 

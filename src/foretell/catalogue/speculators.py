@@ -32,10 +32,12 @@ def trained_speculator(context: BuildContext, kind: str) -> Speculator:
                 f"--draft-model; {install_hint(kind, card.fingerprint)}"
             )
         raise ValueError(f"no {kind} speculator is installed for this target; {install_hint(kind, card.fingerprint)}")
-    found = read_speculator(context, folder)
-    if found.kind != kind:
-        raise ValueError(f"{folder}: a speculator of kind {found.kind}, and this method drafts with one of kind {kind}")
-    return found
+    speculator = read_speculator(context, folder)
+    if speculator.kind != kind:
+        raise ValueError(
+            f"{folder}: a speculator of kind {speculator.kind}, and this method drafts with one of kind {kind}"
+        )
+    return speculator
 
 
 def read_speculator(context: BuildContext, folder: Path) -> Speculator:
@@ -46,8 +48,8 @@ def read_speculator(context: BuildContext, folder: Path) -> Speculator:
     """
     key = folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in folder.iterdir()))
     if key not in context.known_speculators:
-        found = load_speculator(folder, target_card(context), embedding_and_head(context))
-        context.known_speculators[key] = found.eval().requires_grad_(False)
+        speculator = load_speculator(folder, target_card(context), embedding_and_head(context))
+        context.known_speculators[key] = speculator.eval().requires_grad_(False)
     return context.known_speculators[key]
 
 
@@ -100,13 +102,13 @@ def require_draft_models(context: BuildContext) -> tuple[Runner, ...]:
     Raises:
         ValueError: there is none, or one does not fit.
     """
-    found = find_draft_models(context)
-    if not found:
+    models = find_draft_models(context)
+    if not models:
         fingerprint = context.checkpoint.fingerprint() if context.checkpoint else ""
         raise ValueError(
             f"this method needs a draft model: {install_hint(DRAFT_MODEL, fingerprint)}; layer_skip needs none"
         )
-    return found
+    return models
 
 
 def find_draft_models(context: BuildContext) -> tuple[Runner, ...]:
@@ -145,8 +147,8 @@ def names_only_draft_models(context: BuildContext) -> bool:
     return all(read_config(folder).get("kind") == DRAFT_MODEL for folder in context.speculators)
 
 
-def _draft_network(context: BuildContext, found: Speculator) -> DraftNetwork:
-    if not isinstance(found, DraftNetwork):
+def _draft_network(context: BuildContext, speculator: Speculator) -> DraftNetwork:
+    if not isinstance(speculator, DraftNetwork):
         named = ", ".join(map(str, context.speculators))
         raise ValueError(f"{named}: this method drafts with draft models, and a speculator of another kind was named")
-    return found
+    return speculator

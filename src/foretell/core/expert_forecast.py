@@ -35,9 +35,9 @@ class ExpertForecast:
         last = self._last.get(token)
         if last is None:
             return self._used
-        found = (1 - self.hit_share) * self._used
-        found[self._layer, last] += self.hit_share
-        return np.minimum(found, 1.0)
+        probability = (1 - self.hit_share) * self._used
+        probability[self._layer, last] += self.hit_share
+        return np.minimum(probability, 1.0)
 
     def last(self, token: int) -> Int[np.ndarray, "l k"] | None:
         """The experts that a token had when it was last read; None: it was not."""

@@ -73,10 +73,10 @@ class _ConstraintStates:
         length = len(generated)
         start, node = next((k for k in reversed(self._known) if k[0] <= length), (0, self._start))
         for token in generated[start:].tolist():
-            found = self._next(node, token)
-            if found is None:
+            following = self._next(node, token)
+            if following is None:
                 return None
-            node = found
+            node = following
         if length > self._known[-1][0]:
             self._known = [self._known[-1], (length, node)]
         return node

@@ -111,12 +111,12 @@ class TokenTree:
 
     def children(self, row: int) -> dict[int, list[int]]:
         """Valid children of every node of a row that has any, in the order in which they were drafted."""
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         parent, valid, first = self.parent[row].tolist(), self.valid[row].tolist(), int(self.prefix_length[row])
         for node in range(first, len(valid)):
             if valid[node]:
-                found.setdefault(parent[node], []).append(node)
-        return found
+                children.setdefault(parent[node], []).append(node)
+        return children
 
     def find_path(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Nodes of the path below the root with these tokens, as far as the tree holds it."""

@@ -74,13 +74,13 @@ def sample(
     """
     if kernels.runs_on(logits):
         structs = [sampling_struct(s, key) for s, key in zip(sampling, keys, strict=True)]
-        found = kernels.sample(logits, rows, structs)
+        tokens = kernels.sample(logits, rows, structs)
     else:
         weights = _weights(logits[list(rows)], [s.temperature for s in sampling])
-        found = [_race(_keep_with_torch(w, s), key) for w, s, key in zip(weights, sampling, keys, strict=True)]
-    if min(found, default=0) < 0:
+        tokens = [_race(_keep_with_torch(w, s), key) for w, s, key in zip(weights, sampling, keys, strict=True)]
+    if min(tokens, default=0) < 0:
         raise NoTokenError
-    return found
+    return tokens
 
 
 def kept_tokens(logits: Float[torch.Tensor, " v"], sampling: SamplingParams) -> KeptTokens:

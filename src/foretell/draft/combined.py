@@ -19,17 +19,17 @@ class CombinedRetriever(CompositeDrafter, Retriever):
 
     def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
         """The continuations of all retrievers, per request."""
-        found = [r.retrieve(context, budget) for r in self.retrievers]
+        by_retriever = [r.retrieve(context, budget) for r in self.retrievers]
         if context.origins is not None:
-            self._record_origins(context, found)
-        return [[c for part in row for c in part] for row in zip(*found, strict=True)]
+            self._record_origins(context, by_retriever)
+        return [[c for part in row for c in part] for row in zip(*by_retriever, strict=True)]
 
-    def _record_origins(self, context: Context, found: Sequence[Sequence[Sequence[Continuation]]]) -> None:
+    def _record_origins(self, context: Context, by_retriever: Sequence[Sequence[Sequence[Continuation]]]) -> None:
         """Record for every prefix the retriever that estimates its probability highest."""
         assert context.origins is not None
         for i, row in enumerate(context.rows):
             best = dict[tuple[int, ...], float]()
-            for retriever, by_row in zip(self.retrievers, found, strict=True):
+            for retriever, by_row in zip(self.retrievers, by_retriever, strict=True):
                 for continuation in by_row[i] if context.origins.asks(row) else ():
                     for length, probability in enumerate(continuation.cumulative_acceptance, 1):
                         prefix = continuation.tokens[:length]

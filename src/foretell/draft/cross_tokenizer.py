@@ -55,7 +55,7 @@ class CrossTokenizerDrafter(Retriever):
         fits = [
             i for i, n in enumerate(lengths) if context.max_depth[i] and 0 < n < self.draft.max_context - self.length
         ]
-        found: list[list[Continuation]] = [[] for _ in retokenized]
+        continuations: list[list[Continuation]] = [[] for _ in retokenized]
         if fits:
             inner = Context(
                 rows=tuple(context.rows[i] for i in fits),
@@ -65,9 +65,9 @@ class CrossTokenizerDrafter(Retriever):
                 max_depth=np.full(len(fits), self.length),
             )
             for i, chain in zip(fits, self._continue(inner), strict=True):
-                found[i] = self._to_target_tokens(context.sequences[i], retokenized[i].buffer, chain)
+                continuations[i] = self._to_target_tokens(context.sequences[i], retokenized[i].buffer, chain)
             self._inner.put(context, inner)
-        return found
+        return continuations
 
     def _update(self, row: int, text: TokenBuffer) -> "RetokenizedText":
         """The row's sequence in draft tokens; the draft model's cache of tokens that changed is dropped."""

@@ -93,14 +93,16 @@ class DatastoreRetriever(Retriever):
                 if copy > 0
                 else (0, 0, 0)
             )
-            found = self.store.continuations(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
-            counts = most_frequent_prefixes(found, budget)
+            continuations = (
+                self.store.continuations(first, last, size, copy, self.hits) if size else np.zeros((0, 0), np.int64)
+            )
+            counts = most_frequent_prefixes(continuations, budget)
             kind = _COUNT_LEVELS * sum(size > bound for bound in _LENGTH_BOUNDS) + min(
-                len(found).bit_length() - 1, _COUNT_LEVELS - 1
+                len(continuations).bit_length() - 1, _COUNT_LEVELS - 1
             )
             estimator = self._estimators.setdefault(row, AcceptanceEstimator(_PRIOR))
             offered[row] = kind, counts
-            out.append(_paths(counts, len(found), estimator.rate(kind) if counts else 0.0))
+            out.append(_paths(counts, len(continuations), estimator.rate(kind) if counts else 0.0))
         self._offered.put(context, offered)
         return out
 
@@ -121,19 +123,21 @@ class DatastoreRetriever(Retriever):
         self._estimators.pop(row, None)
 
 
-def most_frequent_prefixes(found: Int[np.ndarray, "h c"], most: int) -> PrefixCounts:
+def most_frequent_prefixes(continuations: Int[np.ndarray, "h c"], most: int) -> PrefixCounts:
     """The `most` most frequent prefixes of the rows, with their counts; rows end at -1.
 
     Of equally frequent prefixes the shorter one comes first, so that every prefix comes after its own prefixes.
     """
     out, order = PrefixCounts(), count()
-    heap: list[tuple[int, int, int, tuple[int, ...], Int[np.ndarray, " g"]]] = [(0, 0, 0, (), np.arange(len(found)))]
+    heap: list[tuple[int, int, int, tuple[int, ...], Int[np.ndarray, " g"]]] = [
+        (0, 0, 0, (), np.arange(len(continuations)))
+    ]
     while heap and len(out) < most:
         times, depth, _, prefix, rows = heapq.heappop(heap)
         if prefix:
             out[prefix] = -times
-        if depth < found.shape[1]:
-            for token, group in _group_by_token(found[rows, depth], rows, most):
+        if depth < continuations.shape[1]:
+            for token, group in _group_by_token(continuations[rows, depth], rows, most):
                 heapq.heappush(heap, (-len(group), depth + 1, next(order), (*prefix, token), group))
     return out
 

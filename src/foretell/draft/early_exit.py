@@ -181,16 +181,16 @@ class EarlyExitDrafter(Predictor):
             last = i == len(self.heads.layers) - 1
             if self.rule is not None and self.rule.thresholds[i] >= 1 and not last:
                 continue
-            found = self._read_blocks(staying, run.advance(staying, layer), tree, context)
-            logits = self.heads.logits(i, found.states)
-            sure = None if self.rule is None else self._measure(staying, i, found, logits, depths)
+            at_exit = self._read_blocks(staying, run.advance(staying, layer), tree, context)
+            logits = self.heads.logits(i, at_exit.states)
+            sure = None if self.rule is None else self._measure(staying, i, at_exit, logits, depths)
             leaving = staying if sure is None else self._leaving(staying, i, sure, tree, context)
             if sure is not None and self.adaptive is not None:
-                self._record(context, staying, sure, found, logits)
+                self._record(context, staying, sure, at_exit, logits)
             if last and not self._only_confident:
                 leaving = staying
             staying = staying & ~leaving
-            kept = found.index[leaving]
+            kept = at_exit.index[leaving]
             parts.append(logits[torch.from_numpy(kept).to(logits.device)])
             index[leaving] = count + np.arange(len(kept))
             count += len(kept)
@@ -203,23 +203,23 @@ class EarlyExitDrafter(Predictor):
         return torch.cat(parts), index
 
     def _read_blocks(
-        self, nodes: Bool[np.ndarray, "b n"], found: NodeStates, tree: TokenTree, context: Context
+        self, nodes: Bool[np.ndarray, "b n"], at_exit: NodeStates, tree: TokenTree, context: Context
     ) -> NodeStates:
         """The outputs of the exit's blocks at nodes of a frontier, if it has any."""
         if self._blocks is None:
-            return found
+            return at_exit
         if tree.nodes == 1:
-            states = self._blocks.read_roots(context, np.flatnonzero(nodes[:, 0]).tolist(), found.states)
+            states = self._blocks.read_roots(context, np.flatnonzero(nodes[:, 0]).tolist(), at_exit.states)
         else:
             length = np.array([self._target.length(row) for row in context.rows])
-            states = self._blocks.read_nodes(tree, context.rows, length, nodes, found.states)
-        return replace(found, states=states)
+            states = self._blocks.read_nodes(tree, context.rows, length, nodes, at_exit.states)
+        return replace(at_exit, states=states)
 
     def _measure(
         self,
         nodes: Bool[np.ndarray, "b n"],
         exit_: int,
-        found: NodeStates,
+        at_exit: NodeStates,
         logits: Float[torch.Tensor, "k w"],
         depths: Float[np.ndarray, "b n e"] | None,
     ) -> Float[np.ndarray, " k"]:
@@ -227,8 +227,8 @@ class EarlyExitDrafter(Predictor):
         if depths is not None:
             return depths[nodes][:, exit_]
         assert self.rule is not None
-        sure = measure_confidence(self.rule.confidence, self.heads, exit_, found, logits)
-        return sure.double().cpu().numpy()[found.index[nodes]]
+        sure = measure_confidence(self.rule.confidence, self.heads, exit_, at_exit, logits)
+        return sure.double().cpu().numpy()[at_exit.index[nodes]]
 
     def _leaving(
         self,
@@ -253,11 +253,11 @@ class EarlyExitDrafter(Predictor):
         context: Context,
         nodes: Bool[np.ndarray, "b n"],
         sure: Float[np.ndarray, " k"],
-        found: NodeStates,
+        at_exit: NodeStates,
         logits: Float[torch.Tensor, "k w"],
     ) -> None:
         assert self.adaptive is not None
-        best = logits.argmax(-1).cpu().numpy()[found.index[nodes]]
+        best = logits.argmax(-1).cpu().numpy()[at_exit.index[nodes]]
         tokens = best if self.heads.token_of is None else self.heads.token_of[best]
         for request, node, confidence, token in zip(*np.nonzero(nodes), sure, tokens, strict=True):
             self.adaptive.record(context, context.rows[request], int(node), float(confidence), int(token))
@@ -267,8 +267,8 @@ class EarlyExitDrafter(Predictor):
     ) -> Float[np.ndarray, "b n e"]:
         """The distribution function of every node's depth at the exits, by classifiers of the first fitted exit."""
         out = np.zeros((*nodes.shape, len(self.heads.layers)))
-        found = run.advance(nodes, self.heads.first_layer)
-        out[nodes] = self.heads.depth_distribution(found.states).double().cpu().numpy()[found.index[nodes]]
+        at_exit = run.advance(nodes, self.heads.first_layer)
+        out[nodes] = self.heads.depth_distribution(at_exit.states).double().cpu().numpy()[at_exit.index[nodes]]
         if self.heads.chooses_once:
             for i, node in zip(*np.nonzero(nodes), strict=True):
                 out[i, node] = self._depths.setdefault(context.sequences[i], out[i, node].copy())

@@ -52,8 +52,14 @@ class ExitChain:
         run.reserve(length)
         rows, noise = np.array(context.rows), kernel_noise(context, length)
         trees = DynamicTrees(
-            *(np.minimum(context.max_depth, length), (length, 1, length), (0.0, 0.0), rows, run.length + 1, noise),
-            *(limits, states.shape[1]),
+            np.minimum(context.max_depth, length),
+            (length, 1, length),
+            bounds=(0.0, 0.0),
+            row=rows,
+            length=run.length + 1,
+            noise=noise,
+            limits=limits,
+            hidden=states.shape[1],
         )
         self._decoder.network.grow_dynamic_trees(states, trees, run.cache, self._decoder.token_of)
         count = trees.count

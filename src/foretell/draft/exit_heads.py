@@ -100,8 +100,8 @@ class SharedHead(ExitHeads):
 
     def chain_decoder(self, exit_: int, network: Network) -> ChainDecoder | None:
         """The first layers."""
-        found = _first_layers(network, self.layers[exit_])
-        return None if found is None else ChainDecoder(found, None)
+        first_layers = _first_layers(network, self.layers[exit_])
+        return None if first_layers is None else ChainDecoder(first_layers, None)
 
 
 class TrainedExits(ExitHeads):
@@ -143,10 +143,10 @@ class TrainedExits(ExitHeads):
     def chain_decoder(self, exit_: int, network: Network) -> ChainDecoder | None:
         """The first layers with the packed head."""
         depth, packed = self.layers[exit_] + len(self.blocks), self._heads.get(self._number[exit_])
-        found = _first_layers(network, depth)
-        if found is None or packed is None:
+        first_layers = _first_layers(network, depth)
+        if first_layers is None or packed is None:
             return None
-        return ChainDecoder(found.with_head(packed.norm, packed.head), self._network.token_of)
+        return ChainDecoder(first_layers.with_head(packed.norm, packed.head), self._network.token_of)
 
     def classify(self, exit_: int, states: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, " k"]:
         """The classifier's probability."""
@@ -202,7 +202,7 @@ def measure_confidence(
     confidence: Confidence,
     heads: ExitHeads,
     exit_: int,
-    found: NodeStates,
+    at_exit: NodeStates,
     logits: Float[torch.Tensor, "k w"],
 ) -> Float[torch.Tensor, " k"]:
     """How sure an exit is at every node; on the CPU kernels with the bits of chains in one call (`ExitChain`)."""
@@ -210,5 +210,5 @@ def measure_confidence(
         best = top_probabilities(logits.float(), min(2, logits.shape[-1]))[0]
         return best[:, 0] - best[:, 1] if confidence == "softmax" and best.shape[1] > 1 else best[:, 0]
     if confidence == "state":
-        return F.cosine_similarity(found.states.float(), found.before.float(), dim=-1)
-    return heads.classify(exit_, found.states)
+        return F.cosine_similarity(at_exit.states.float(), at_exit.before.float(), dim=-1)
+    return heads.classify(exit_, at_exit.states)

@@ -95,18 +95,18 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         logit_index = np.full(tree.token.shape, -1, np.int64)
         have, self._state_index = self._state_index, logit_index.copy()
         self._state_index[:, : have.shape[1]] = have
-        found = list[torch.Tensor]()
+        stage_logits = list[torch.Tensor]()
         for each in sorted(set(stage[wanted].tolist())):
             in_stage = wanted & (stage == each)
             which, node = np.nonzero(in_stage)[0], frontier[in_stage]
             state = self._states[torch.from_numpy(parent[in_stage]).to(self._states.device)]
             logits, index = self._score(state, tree.token[which, node], each)
-            logit_index[which, node] = np.arange(len(node)) + sum(map(len, found))
+            logit_index[which, node] = np.arange(len(node)) + sum(map(len, stage_logits))
             self._state_index[which, node] = index
-            found.append(logits)
-        if not found:
+            stage_logits.append(logits)
+        if not stage_logits:
             return self._no_logits(), logit_index
-        return found[0] if len(found) == 1 else torch.cat(found), logit_index
+        return stage_logits[0] if len(stage_logits) == 1 else torch.cat(stage_logits), logit_index
 
     def _score_roots(
         self, tree: TokenTree, context: Context

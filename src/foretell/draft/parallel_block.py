@@ -120,12 +120,12 @@ class BlockPredictor(CachedStatesPredictor):
     ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         logits, confidence, logit_index = self._scores(tree, frontier, context)
-        found = top_tokens(logits, logit_index, count, self._token_of, noise)
+        best = top_tokens(logits, logit_index, count, self._token_of, noise)
         if confidence is None or not len(logits):
-            return found
+            return best
         shared = torch.sigmoid(confidence.double()).cpu().numpy()[:, None]
         # Rounded as in the kernels, which choose the same tree.
-        return TopTokens((found.probability * shared).astype(np.float32).astype(float), found.token, logit_index)
+        return TopTokens((best.probability * shared).astype(np.float32).astype(float), best.token, logit_index)
 
     def _scores(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context

@@ -136,9 +136,9 @@ class PhraseRetriever(Retriever):
             sources = [] if self.documents is None else [self.documents]
             if self.search_own:
                 sources.append(PhraseIndex(sequence.tokens[:-1], state.states))
-            found = self._phrases(sources, state.states[-1], int(sequence.tokens[-1]), min(self.copy, max_depth))
-            offered[row] = found
-            out.append([Continuation(t, state.estimator.cumulative(kind, len(t))) for kind, t in found])
+            phrases = self._phrases(sources, state.states[-1], int(sequence.tokens[-1]), min(self.copy, max_depth))
+            offered[row] = phrases
+            out.append([Continuation(t, state.estimator.cumulative(kind, len(t))) for kind, t in phrases])
         self._offered.put(context, offered)
         return out
 
@@ -147,10 +147,10 @@ class PhraseRetriever(Retriever):
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Similarity level and tokens of the best different phrases of all sources."""
         hits = [(score, source, at) for source in sources for score, at in source.find(query, token, self.best)]
-        found = dict[tuple[int, ...], int]()
+        level_of = dict[tuple[int, ...], int]()
         for score, source, at in sorted(hits, key=lambda h: -h[0])[: self.best]:
-            found.setdefault(source.copy(at, most), _similarity_level(score))
-        return [(kind, tokens) for tokens, kind in found.items() if tokens]
+            level_of.setdefault(source.copy(at, most), _similarity_level(score))
+        return [(kind, tokens) for tokens, kind in level_of.items() if tokens]
 
     def observe(self, step: StepResult) -> None:
         """Add the states of the accepted tokens, and update the acceptance rates."""

@@ -104,12 +104,12 @@ class SuffixRetriever(Retriever):
         for row, sequence, max_depth in zip(context.rows, context.sequences, context.max_depth.tolist(), strict=True):
             self._follow(row, sequence)
             most = min(self.copy, budget, max_depth)
-            found = self._found(row, most) if most > 0 else []
+            matches = self._continuations(row, most) if most > 0 else []
             estimator = self._estimators.setdefault(
                 row, AcceptanceEstimator(prior=[0.25, 0.4, 0.6, 0.7, 0.78, 0.82, 0.86, 0.9])
             )
-            offered[row] = found
-            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens))) for size, tokens in found])
+            offered[row] = matches
+            out.append([Continuation(tokens, estimator.cumulative(size - 1, len(tokens))) for size, tokens in matches])
         self._offered.put(context, offered)
         return out
 
@@ -122,9 +122,9 @@ class SuffixRetriever(Retriever):
             own.extend(token)
             static.state, static.size = self._static.advance(static.state, static.size, token)
 
-    def _found(self, row: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
+    def _continuations(self, row: int, most: int) -> list[tuple[int, tuple[int, ...]]]:
         own, (mine, static) = self._own[row], self._matches[row]
-        found = list[tuple[int, tuple[int, ...]]]()
+        continuations = list[tuple[int, tuple[int, ...]]]()
         for automaton, match, bias in ((own, mine, 0), (self._static, static, self.bias)):
             state, size = match.state, match.size
             for _ in range(2):
@@ -134,11 +134,11 @@ class SuffixRetriever(Retriever):
                 tokens = automaton.tokens[end + 1 : end + 1 + most]
                 if -1 in tokens:
                     tokens = tokens[: tokens.index(-1)]
-                if tokens and all(tuple(tokens[: len(t)]) != t for _, t in found):
-                    found.append((size - bias, tuple(tokens)))
+                if tokens and all(tuple(tokens[: len(t)]) != t for _, t in continuations):
+                    continuations.append((size - bias, tuple(tokens)))
                 state = automaton.link[state]
                 size = automaton.length[state]
-        return found
+        return continuations
 
     def observe(self, step: StepResult) -> None:
         """Update the acceptance rates."""

@@ -112,6 +112,11 @@ class ObservedStep(NamedTuple):
         texts, output = step.context.sequences, step.output
         first = tuple(0 if window is None else max(0, text.prompt_length - window) for text in texts)
         return ObservedStep(
-            *(step.context.rows, step.start_positions, tuple(text.length for text in texts), step.paths),
-            *(output.hidden_index, output.hidden_states, first),
+            step.context.rows,
+            step.start_positions,
+            lengths=tuple(text.length for text in texts),
+            paths=step.paths,
+            hidden_index=output.hidden_index,
+            hidden_states=output.hidden_states,
+            first=first,
         )

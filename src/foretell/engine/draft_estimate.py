@@ -40,9 +40,9 @@ class _KindCounts:
 
     def count_drafted(self, kind: Int[np.ndarray, " m"], rows: int, known: int) -> None:
         """Count the nodes that were drafted for `rows` requests; kinds from `known` on may have been cut off."""
-        found = np.bincount(kind, minlength=_KINDS) / rows
+        drafted = np.bincount(kind, minlength=_KINDS) / rows
         share = _COUNT_SHARE if self._steps else 1.0
-        self.nodes[:known] += (found - self.nodes)[:known] * share
+        self.nodes[:known] += (drafted - self.nodes)[:known] * share
         self._steps += 1
 
     def count_verified(self, verified: Int[np.ndarray, " m"], accepted: Int[np.ndarray, " a"]) -> None:

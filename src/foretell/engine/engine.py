@@ -364,7 +364,10 @@ class Engine:
         started = self._clock()
         context, starts = context_of(scheduled), tuple(self.runner.length(r.row) for r in scheduled)
         groups = MethodGroups(
-            *([r.method for r in scheduled], self.runner.vocab, self._clock, self.controller),
+            [r.method for r in scheduled],
+            self.runner.vocab,
+            clock=self._clock,
+            controller=self.controller,
             predictions=[r.prediction for r in scheduled],
             paused=self._paused_method(scheduled),
         )

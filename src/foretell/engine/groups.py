@@ -148,15 +148,15 @@ class MethodGroups:
 
     def _add_predicted(self, part: DraftedTrees, context: Context) -> None:
         """Draft what follows in the predicted outputs of some requests."""
-        found = [self._predict(i, part, context) for i in part.indices]
-        for j, (i, continuation) in enumerate(zip(part.indices, found, strict=True)):
+        predicted = [self._predict(i, part, context) for i in part.indices]
+        for j, (i, continuation) in enumerate(zip(part.indices, predicted, strict=True)):
             if context.origins is not None and context.origins.asks(row := context.rows[i]):
                 drafted = set(draft_paths(part.tree, j).values())
                 paths = (continuation.tokens[:n] for n in range(1, len(continuation.tokens) + 1))
                 for path in paths:
                     if path not in drafted:
                         context.origins.record(row, path, PREDICTION)
-        part.add_predicted(found)
+        part.add_predicted(predicted)
 
     def _predict(self, i: int, part: DraftedTrees, context: Context) -> Continuation:
         """What follows in the predicted output of request `i`, as far as its acceptor takes such drafts."""
@@ -167,12 +167,12 @@ class MethodGroups:
         if context.max_drafts and (limit := context.max_drafts[i]) is not None:
             drafted = np.count_nonzero(part.tree.valid[part.indices.index(i)]) - 1
             most = min(most, limit - int(drafted))
-        found = prediction.propose(most)
+        continuation = prediction.propose(most)
         rules = context.rules[i] if context.rules else None
         if rules is None:
-            return found
-        allowed = len(rules.allowed_prefix(context.sequences[i].generated, (), found.tokens))
-        return Continuation(found.tokens[:allowed], found.cumulative_acceptance[:allowed])
+            return continuation
+        allowed = len(rules.allowed_prefix(context.sequences[i].generated, (), continuation.tokens))
+        return Continuation(continuation.tokens[:allowed], continuation.cumulative_acceptance[:allowed])
 
     def _add_probes(self, part: DraftedTrees, context: Context) -> TokenTree:
         if part.bound is None:

@@ -83,7 +83,7 @@ class LiveRequest:
         """The `finish_reason` of an answer that neither a token nor a stop string has ended; None: it goes on."""
         if self.remaining_tokens <= 0:
             return "length"
-        return REPETITION if self.repetition is not None and self.repetition.found else None
+        return REPETITION if self.repetition is not None and self.repetition.has_repeated else None
 
     def has_ended(self) -> bool:
         """Whether the last token ended the answer."""

@@ -54,7 +54,7 @@ class RepetitionWatch:
         self._equal = np.zeros_like(self._sizes)
         self._newest_first = np.full(max(largest, 1), -1, np.int64)
         self._min_tokens, self._count = min_tokens, 0
-        self.found = False
+        self.has_repeated = False
         """Whether the answer has ended by a repetition."""
 
     def until_repetition(self, tokens: Sequence[int]) -> int:
@@ -72,5 +72,5 @@ class RepetitionWatch:
         self._newest_first[1:] = self._newest_first[:-1].copy()
         self._newest_first[0] = token
         self._count += 1
-        self.found = self._count >= self._min_tokens and bool((self._equal >= self._wanted).any())
-        return self.found
+        self.has_repeated = self._count >= self._min_tokens and bool((self._equal >= self._wanted).any())
+        return self.has_repeated

@@ -227,8 +227,8 @@ def validate_request(request: Request, vocab: int, context: int) -> None:
 
 def _validate_serving(request: Request) -> None:
     if not isinstance(request.repetition_detection, RepetitionDetection | None):
-        found = type(request.repetition_detection).__name__
-        raise ValueError(f"repetition_detection must be a RepetitionDetection, found {found}")
+        kind = type(request.repetition_detection).__name__
+        raise ValueError(f"repetition_detection must be a RepetitionDetection, found {kind}")
     if request.method is not None and not isinstance(request.method, Method):
         raise ValueError(
             f"method must be a Method, found {type(request.method).__name__}; Model.method builds one from its name"

@@ -127,7 +127,15 @@ def make_update(r: LiveRequest, result: AcceptResult | None, step: StepResult, i
         text, stop, reason = text + rest.text, rest.stop, "stop" if rest.stop is not None else reason
     by_token = reason == "stop" and stop is None and tokens[-1] in r.request.stop_token_ids
     return Update(
-        *(r.number, tokens, text, accepted, logprobs.logprobs, logprobs.top, prompt.logprobs, prompt.top, reason),
+        r.number,
+        tokens,
+        text,
+        accepted=accepted,
+        logprobs=logprobs.logprobs,
+        top_logprobs=logprobs.top,
+        prompt_logprobs=prompt.logprobs,
+        prompt_top_logprobs=prompt.top,
+        finish_reason=reason,
         stop_reason=REPETITION_DETECTED if reason == REPETITION else tokens[-1] if by_token else stop,
         drafted=drafted,
         passes=(describe_pass(step, i, tokens, r.method.method.draft.origin, time),) if r.request.return_drafts else (),

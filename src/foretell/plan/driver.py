@@ -52,13 +52,13 @@ class PlanEngine:
 
     def step(self) -> list[Update]:
         """One pass of the target; the updates of the runs."""
-        found = dict[int, list[tuple[int, Update]]]()
+        updates_of = dict[int, list[tuple[int, Update]]]()
         for update in self.engine.step():
             number, index = self._owners[update.request]
             if update.finish_reason is not None:
                 self._forget(number, index)
-            found.setdefault(number, []).append((index, update))
-        for number, updates in found.items():
+            updates_of.setdefault(number, []).append((index, update))
+        for number, updates in updates_of.items():
             if number in self._runs:
                 self._observe(number, updates, in_step=True)
         delivered, self._undelivered = self._undelivered, []
@@ -102,9 +102,9 @@ class PlanEngine:
         if step.make_requests is not None:
             self._submit(number, step.make_requests())
         cancelled = [(index, self._cancel(number, index)) for index in step.cancel]
-        found = [(index, update) for index, update in cancelled if update is not None]
-        if found:
-            self._observe(number, found)
+        updates = [(index, update) for index, update in cancelled if update is not None]
+        if updates:
+            self._observe(number, updates)
 
     def _submit(self, number: int, requests: Sequence[Request]) -> None:
         """Give requests to the engine; they are the last ones of their run."""

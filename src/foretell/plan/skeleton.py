@@ -85,8 +85,8 @@ class SkeletonRun(PlanRun):
         """The questions of the router, or the skeleton."""
         if self._router is None:
             return self._ask_for_skeleton()
-        found = self._router.requests()
-        return found if all(map(self.task.fits, found)) else self._plain("no room for the router's prompt")
+        requests = self._router.requests()
+        return requests if all(map(self.task.fits, requests)) else self._plain("no room for the router's prompt")
 
     def on_update(self, request: PlanRequest, update: Update) -> None:
         """Write the text of points; go on where the router's questions or the skeleton are over."""
@@ -129,11 +129,11 @@ class SkeletonRun(PlanRun):
     def _read(self, request: PlanRequest) -> None:
         """Read the skeleton so far; where it is over, continue its points."""
         finished = request.finish_reason is not None
-        found = read_skeleton(f"1.{request.text}", self._plan.max_points, request.finish_reason == "stop")
-        if found.is_complete and not finished:
+        skeleton = read_skeleton(f"1.{request.text}", self._plan.max_points, request.finish_reason == "stop")
+        if skeleton.is_complete and not finished:
             self.drop([request])
         if finished:
-            self._points = found.points
+            self._points = skeleton.points
             self.want(self._expand)
 
     def _expand(self) -> list[Request]:

@@ -39,9 +39,8 @@ class PlanClock:
             for name in _COUNTS:
                 setattr(out, name, getattr(out, name) + getattr(s, name))
             longest = max(len(out.accepted_per_position), len(s.accepted_per_position))
-            pairs = zip(*(x + [0] * (longest - len(x)) for x in (out.accepted_per_position, s.accepted_per_position)),
-                        strict=True)  # fmt: skip
-            out.accepted_per_position = [a + b for a, b in pairs]
+            padded = (x + [0] * (longest - len(x)) for x in (out.accepted_per_position, s.accepted_per_position))
+            out.accepted_per_position = [a + b for a, b in zip(*padded, strict=True)]
         ended = self.now()
         self.mark_text(out.new_tokens)
         return replace(

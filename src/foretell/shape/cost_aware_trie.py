@@ -164,8 +164,8 @@ class CostAwareTrie(EngineBound, Shape[Retriever]):
         candidates: list[Candidates] = [[] for _ in context.rows]
         if which:
             part = context.select(which)
-            found = draft.retrieve(part, self.budget)
-            for i, max_depth, continuations in zip(which, part.max_depth.tolist(), found, strict=True):
+            retrieved = draft.retrieve(part, self.budget)
+            for i, max_depth, continuations in zip(which, part.max_depth.tolist(), retrieved, strict=True):
                 calibration = self._controllers[context.rows[i]].calibration
                 ranked = rank_prefixes(continuations, max_depth)[: self.budget]
                 candidates[i] = [(prefix, min(1.0, calibration * probability)) for prefix, probability in ranked]

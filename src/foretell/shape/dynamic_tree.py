@@ -64,8 +64,8 @@ class DynamicTree(Shape[Predictor]):
             if not count:
                 break
             builder.frontier = builder.frontier[:, :count]
-            found = builder.top_tokens(draft, self.width)
-            new = self._expand(builder, found, score, active[:, :count], bounds[0])
+            best = builder.top_tokens(draft, self.width)
+            new = self._expand(builder, best, score, active[:, :count], bounds[0])
             if not new.shape[1]:
                 break
             score = np.concatenate([score, new], 1)

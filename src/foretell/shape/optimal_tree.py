@@ -31,8 +31,8 @@ def optimal_tree(
         d = min(level - 1, last)
         return table[d][order[d][place]] if place < len(order[d]) else 0.0
 
-    found = islice(best_paths(rate, depth or budget), budget)
-    paths = [tuple(order[min(d, last)][place] for d, place in enumerate(path)) for path, _ in found]
+    best = islice(best_paths(rate, depth or budget), budget)
+    paths = [tuple(order[min(d, last)][place] for d, place in enumerate(path)) for path, _ in best]
     return FixedTree(tuple(sorted(paths, key=lambda p: (len(p), p))), draw)
 
 

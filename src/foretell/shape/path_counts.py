@@ -32,8 +32,8 @@ class PathCounts:
         self._total = self._decay * self._total + len(rank)
         for depth in range(1, rank.shape[1] + 1):
             rank = rank[rank[:, depth - 1] < self._ranks]
-            found, times = np.unique(rank[:, :depth], axis=0, return_counts=True)
-            for path, count in zip(map(tuple, found.tolist()), times.tolist(), strict=True):
+            paths, times = np.unique(rank[:, :depth], axis=0, return_counts=True)
+            for path, count in zip(map(tuple, paths.tolist()), times.tolist(), strict=True):
                 self._counts[path] = self._counts.get(path, 0.0) + count
 
     def most_frequent(self, limit: int = 128) -> tuple[tuple[Path, ...], tuple[float, ...]]:

@@ -36,10 +36,10 @@ class Trie(Shape[Retriever]):
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
         """A trie for each request, padded to the largest."""
-        found = draft.retrieve(context, self.budget)
+        retrieved = draft.retrieve(context, self.budget)
         chosen = [
             rank_prefixes(continuations, max_depth, self.min_probability)[: self.budget]
-            for max_depth, continuations in zip(context.max_depth.tolist(), found, strict=True)
+            for max_depth, continuations in zip(context.max_depth.tolist(), retrieved, strict=True)
         ]
         return trie_from_prefixes(context.last_tokens, chosen)
 

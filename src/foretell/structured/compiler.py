@@ -136,14 +136,14 @@ class ConstraintCompiler:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         try:
-            found = self._threads.submit(self._compile, outputs).result(_SECONDS)
+            constraint = self._threads.submit(self._compile, outputs).result(_SECONDS)
         except LateError:
             raise ValueError(f"the {outputs.kind} takes more than {_SECONDS:g} s to compile: make it simpler") from None
         with self._lock:
-            self._cache[key] = found
+            self._cache[key] = constraint
             while len(self._cache) > _CACHED:
                 self._cache.popitem(last=False)
-        return found
+        return constraint
 
     def _compile(self, outputs: StructuredOutputs) -> LlguidanceConstraint:
         started = time.monotonic()

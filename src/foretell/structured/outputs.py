@@ -38,8 +38,8 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            found = "none" if not given else " and ".join(given)
-            raise ValueError(f"structured outputs need exactly one of {', '.join(_KINDS)}; found {found}")
+            named = "none" if not given else " and ".join(given)
+            raise ValueError(f"structured outputs need exactly one of {', '.join(_KINDS)}; found {named}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name} must be a string, found {getattr(self, name)!r:.80}")

@@ -41,7 +41,7 @@ class _Search:
         """Paths of the innermost keys below a path that are at fault."""
         value = _at(self._schema, path)
         if isinstance(value, list):
-            return [found for i in range(len(value)) for found in self.innermost((*path, str(i)))]
+            return [fault for i in range(len(value)) for fault in self.innermost((*path, str(i)))]
         if not isinstance(value, Mapping):
             return []
         faults = [(*path, key) for key in value if self._is_at_fault((*path, key))]

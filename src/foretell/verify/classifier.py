@@ -45,12 +45,12 @@ class TokenDivergence:
     verdict: Verdict
 
 
-def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
     """Index of the first token in which two sequences differ; None if they are equal."""
-    if list(expected) == list(found):
+    if list(expected) == list(actual):
         return None
-    pairs = zip(expected, found, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+    pairs = zip(expected, actual, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(actual)))
 
 
 class DivergenceClassifier:
@@ -60,17 +60,17 @@ class DivergenceClassifier:
         self._runner, self._precision, self._decode = runner, precision, decode
 
     def classify(
-        self, number: int, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int]
+        self, number: int, prompt: Sequence[int], expected: Sequence[int], actual: Sequence[int]
     ) -> TokenDivergence | None:
         """The first difference between two greedy answers to prompt `number`; None if they are equal.
 
         A tie: the margin is at most twice the noise, so that either reading may rank either token first.
         """
-        at = first_difference(expected, found)
+        at = first_difference(expected, actual)
         if at is None:
             return None
         a = expected[at] if at < len(expected) else None
-        b = found[at] if at < len(found) else None
+        b = actual[at] if at < len(actual) else None
         stepwise, single_pass = self.logits_both_ways([*prompt, *expected[:at]])
         noise = max_logit_difference(stepwise, single_pass)
         margin = float(stepwise[-1, a] - stepwise[-1, b]) if a is not None and b is not None else float("inf")

@@ -99,8 +99,8 @@ class Verifier:
     def _complete_alone(self, make_method: MethodFactory, requests: Sequence[Request]) -> list[Completion]:
         return [Engine(self._runner, make_method(), rows=1).complete([r])[0] for r in requests]
 
-    def _compare(self, expected: Sequence[Completion], found: Sequence[Completion]) -> tuple[TokenDivergence, ...]:
-        triples = enumerate(zip(self._greedy, expected, found, strict=True))
+    def _compare(self, expected: Sequence[Completion], actual: Sequence[Completion]) -> tuple[TokenDivergence, ...]:
+        triples = enumerate(zip(self._greedy, expected, actual, strict=True))
         divergences = (self._classifier.classify(i, r.prompt, a.tokens, b.tokens) for i, (r, a, b) in triples)
         return tuple(d for d in divergences if d is not None)
 
@@ -143,11 +143,11 @@ def buildable_methods(
     model: Model, drafts: Sequence[Model | Path] = (), references: Sequence[str] = ()
 ) -> dict[str, frozenset[str]]:
     """Methods of the catalogue that can be built with this target, `drafts` and `references`, and their inputs."""
-    found = dict[str, frozenset[str]]()
+    inputs_of = dict[str, frozenset[str]]()
     for name in catalogue():
         with suppress(ValueError):
-            found[name] = model.method(name, drafts=drafts, references=references, shared=True).inputs
-    return found
+            inputs_of[name] = model.method(name, drafts=drafts, references=references, shared=True).inputs
+    return inputs_of
 
 
 def verify(
