@@ -146,11 +146,18 @@ def exits(
     check_data(dataset, target)
     which = chosen or default_layers(target.config.layers)
     settings = ExitSettings(
-        *(which, kind, steps, lr, inner, draft_vocab, tokens, seed),
-        JointSettings(parse_weights(exit_weights, which), weight_warmup) if joint else None,
-        blocks,
-        None if blocks_from is None else _draft_model(target, blocks_from),
-        HaltingSettings(halting, oracle, depth_penalty, oracle_width),
+        which,
+        kind,
+        steps=steps,
+        rate=lr,
+        inner=inner,
+        draft_vocab=draft_vocab,
+        tokens=tokens,
+        seed=seed,
+        joint=JointSettings(parse_weights(exit_weights, which), weight_warmup) if joint else None,
+        blocks=blocks,
+        draft_model=None if blocks_from is None else _draft_model(target, blocks_from),
+        halting=HaltingSettings(halting, oracle, depth_penalty, oracle_width),
     )
     with console.status("reading the data set") as status:
         fitted = fit_exits(target, dataset, settings, status.update)

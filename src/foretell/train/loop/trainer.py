@@ -226,7 +226,12 @@ class Trainer:
             method, runner = recipe.method(recipe.network), recipe.target_runner() or job.model.runner()
             with torch.inference_mode():
                 measurement = measure(
-                    *(runner, method, job.prompts, job.settings.measure_tokens, job.model.eos), recipe.measured_plan
+                    runner,
+                    method,
+                    prompts=job.prompts,
+                    new_tokens=job.settings.measure_tokens,
+                    eos=job.model.eos,
+                    measured_plan=recipe.measured_plan,
                 )
             self.last_measurement, value = measurement, measurement.tokens_per_pass
             if value > self.best:
