@@ -338,10 +338,10 @@ class Trainer:
         return out
 
     def _require_tensor(self, tensors: TensorDict, key: str, shape: torch.Size) -> torch.Tensor:
-        found: torch.Tensor | None = tensors.get(key)
-        if found is None or found.shape != shape:
+        tensor: torch.Tensor | None = tensors.get(key)
+        if tensor is None or tensor.shape != shape:
             raise self._store.missing_tensor_error(key)
-        return found
+        return tensor
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in _strip_ddp_prefix(self._module.named_parameters()).items() if p.requires_grad}
