@@ -175,9 +175,9 @@ def _draft_model(target: Model, folder: Path) -> DraftNetwork:
     Raises:
         ValueError: it is another kind of speculator.
     """
-    found = target.speculator(folder)
-    if not isinstance(found, DraftNetwork):
+    speculator = target.speculator(folder)
+    if not isinstance(speculator, DraftNetwork):
         raise ValueError(
-            f"--from {folder}: a speculator of kind {found.kind}; give one of `foretell train draft_model`"
+            f"--from {folder}: a speculator of kind {speculator.kind}; give one of `foretell train draft_model`"
         )
-    return found
+    return speculator
