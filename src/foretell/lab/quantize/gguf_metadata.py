@@ -126,9 +126,9 @@ def pre_tokenizer_name(tokenizer: dict[str, Any], name: str) -> str:
         return "gpt-2"
     if kinds == ["Split", "ByteLevel"]:
         pattern = (stages[0].get("pattern") or {}).get("Regex")
-        found = next((known for known in _SPLITS if split_pattern(known) == pattern), None)
-        if found is not None:
-            return found
+        matching = next((known for known in _SPLITS if split_pattern(known) == pattern), None)
+        if matching is not None:
+            return matching
     raise ValueError(
         f"{name}: llama.cpp has no name for its pre-tokenizer ({', '.join(map(str, kinds))}); write a directory"
     )

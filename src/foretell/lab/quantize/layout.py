@@ -79,16 +79,16 @@ def entries(config: ModelConfig) -> Iterator[TensorEntry]:
 
 def _norm_names(c: ModelConfig) -> dict[str, tuple[str, int]]:
     """Names in the checkpoint and widths of a block's norms, by their names in `DecoderBlock`."""
-    found = {
+    norms = {
         "attention_norm": ("input_layernorm", c.hidden),
         "mlp_norm": ("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm", c.hidden),
     }
     if c.qk_norm:
-        found |= {"q_norm": ("self_attn.q_norm", c.head_dim), "k_norm": ("self_attn.k_norm", c.head_dim)}
+        norms |= {"q_norm": ("self_attn.q_norm", c.head_dim), "k_norm": ("self_attn.k_norm", c.head_dim)}
     if c.post_norms:
-        found |= {"post_attention_norm": ("post_attention_layernorm", c.hidden)}
-        found |= {"post_mlp_norm": ("post_feedforward_layernorm", c.hidden)}
-    return found
+        norms |= {"post_attention_norm": ("post_attention_layernorm", c.hidden)}
+        norms |= {"post_mlp_norm": ("post_feedforward_layernorm", c.hidden)}
+    return norms
 
 
 def block_tensors(
