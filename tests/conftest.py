@@ -1,16 +1,28 @@
 """What every test runs under: one thread, the same generated examples in every run, a folder for temporary files that
 is removed at the end, and a cache of packed weights of its own. With FORETELL_CHECK_TYPES=1 the shapes and types of the
-package are checked at every call, where beartype is installed; this takes three quarters of the time, so that
-`make test` does it for the tests of single parts only.
+package are checked at every call, where beartype is installed.
+
+Which tests run is the choice of --exhaustive. The exhaustive tests are those marked `exhaustive` and, of the tests
+marked `covering`, the cases that add no combination of settings. With checked types, which take several times as long,
+they are also the cases that add no value of any setting, the tests marked `exhaustive_types` and `ENGINE_TESTS`.
 """
 
+import argparse
+import gc
 import os
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import groupby
 
 import hypothesis
+import pytest
 import torch
 from jaxtyping import install_import_hook
+
+from covering import Share, covering_cases, read_share
+
+gc.disable()  # until all tests are collected
 
 # A run that fails by chance says nothing about the change that it checks. HYPOTHESIS_PROFILE=explore draws others.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -25,6 +37,66 @@ tempfile.tempdir = os.environ["TMPDIR"] = _temporary.name
 # Packed weights of tests stay out of the user's cache.
 os.environ["FORETELL_CACHE"] = f"{_temporary.name}/cache"
 
-if os.environ.get("FORETELL_CHECK_TYPES"):
+CHECKED = bool(os.environ.get("FORETELL_CHECK_TYPES"))
+ENGINE_TESTS = ("tests/draft/", "tests/accept/test_lossy.py")
+"""Tests that mostly run an engine. With checked types they are exhaustive: the representatives of all methods in
+`test_general` make the same calls.
+"""
+if CHECKED:
     install_import_hook("foretell", "typecheck.check" if find_spec("beartype") else None)
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive", metavar="none|all|K/N", type=_share, default=Share(0, 1),
+        help="which exhaustive tests to run: none of them but all others (the default), all of them, or the K-th of N "
+        "parts, chosen by the hash of a test's name; tests that are named with :: always run",
+    )  # fmt: skip
+
+
+def _share(text: str) -> Share:
+    try:
+        return read_share(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of: none, all, or a part such as 2/3") from None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that --exhaustive does not choose."""
+    if any("::" in argument for argument in config.args):
+        return
+    share: Share = config.getoption("--exhaustive")
+    exhaustive = set[pytest.Item]()
+    for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        exhaustive |= _exhaustive(list(cases))
+    kept = [item for item in items if (item in exhaustive) == (share.number > 0)]
+    if share.number:
+        kept = [item for item in kept if item.nodeid in share]
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Take what the imports made out of the collector's work: it is many times what a test makes."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def _exhaustive(cases: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """The exhaustive ones among the cases of one test."""
+    kept = [case for case in cases if not _is_exhaustive(case)]
+    covering = kept[0].get_closest_marker("covering") if kept else None
+    strength = 1 if CHECKED else covering.args[0] if covering else 0
+    # One name per `parametrize`; a test without it has no settings.
+    settings: list[list[str]] = [case.callspec._idlist if hasattr(case, "callspec") else [] for case in kept]
+    chosen = {kept[number] for number in covering_cases(settings, strength)} if strength else set(kept)
+    return set(cases) - chosen
+
+
+def _is_exhaustive(case: pytest.Item) -> bool:
+    if CHECKED and (case.get_closest_marker("exhaustive_types") or case.nodeid.startswith(ENGINE_TESTS)):
+        return True
+    return case.get_closest_marker("exhaustive") is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import jaxtyping
 import numpy as np
+import pytest
 import torch
 from scipy.stats import chisquare
 
@@ -296,6 +297,42 @@ DISTINCT = tuple(e for e in BUILT_IN if e.name != DEFAULT_METHOD)
 """The methods of the catalogue, without the one that chooses another."""
 VARIANTS = tuple(_of_catalogue(e) for e in DISTINCT) + _BY_HAND
 """The catalogue's methods, then combinations that it does not contain."""
+FAMILIES = (
+    "autoregressive",
+    "ngram",
+    "sam_recycling",
+    "lookahead",
+    "phrases",
+    "draft_model",
+    "layer_skip",
+    "specinfer",
+    "dynamic_tree",
+    "online",
+    "medusa",
+    "pass",
+    "mlp_speculator",
+    "eagle",
+    "eagle3",
+    "hybrid_model",
+)
+"""At least one method of every family."""
+REPRESENTATIVES = {
+    *FAMILIES, "rest", "universal_draft", "cascade", "masked_diffusion", "pard", "sparse_kv_draft", "triforce", "mtp",
+    "dflash", "bild_lossy", "typical_lossy", "confident_block", "mixed", "exit_blocks_tree", "expert_aware",
+}  # fmt: skip
+"""Methods that differ in what they keep between the steps. A test of the engine runs with these, and with all others
+among the exhaustive tests; what every method must fulfil is in `test_general`.
+"""
+
+
+def methods_by_kind(
+    methods: Sequence[Entry] | Sequence[Variant], others: pytest.MarkDecorator = pytest.mark.exhaustive
+) -> list[Any]:
+    """Parameters of a test: the methods; those that are not representatives have the mark `others`."""
+    return [
+        pytest.param(method, marks=() if method.name in REPRESENTATIVES else others, id=method.name)
+        for method in methods
+    ]
 
 
 def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
@@ -477,8 +514,23 @@ class Choice:
         return self._final and state in self._texts and not self._following(state)
 
 
+@cache
+def _naive_texts(network: Decoder) -> dict[str, tuple[Request, list[int]]]:
+    return {}
+
+
 def naive(network: Decoder, request: Request) -> list[int]:
-    """Reference decoding without cache, batch, tree or engine: one pass over the whole sequence per token."""
+    """Reference decoding without cache, batch, tree or engine: one pass over the whole sequence per token; the text of
+    a request that many tests compare with is computed once.
+    """
+    texts, key = _naive_texts(network), repr(request)
+    if key not in texts:
+        # The request is kept, so that no other constraint gets the address of its own.
+        texts[key] = request, _naive_text(network, request)
+    return list(texts[key][1])
+
+
+def _naive_text(network: Decoder, request: Request) -> list[int]:
     sampling, prompt = request.sampling_params, len(request.prompt)
     tokens, rng, least = list(request.prompt), CounterRNG(sampling.seed), sampling.min_tokens
     for position in range(prompt, prompt + request.max_new_tokens):

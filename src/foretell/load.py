@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -12,9 +13,8 @@ import torch
 from foretell.api import Model
 from foretell.model.cache.policy import parse_target_policy
 from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
-from foretell.model.config.readers.architectures import is_decoder_family
 from foretell.model.config.readers.compressed import check_card
-from foretell.model.config.readers.hf import from_hf
+from foretell.model.config.readers.hf import from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
@@ -44,7 +44,8 @@ from foretell.model.run.compact_runner import check_compactible
 from foretell.model.run.network import Network
 from foretell.speculator import is_speculator
 from foretell.speculator.formats.files import missing_weights
-from foretell.tokenizer.codec import TextCodec, from_directory, require_tokenizer
+from foretell.tokenizer.codec import TextCodec, from_directory
+from foretell.tokenizer.directory import require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, parse_object, read_json
@@ -65,6 +66,8 @@ def load(
     kv_cache_dtype: str = "auto",
     kv_cache_policy: str | None = None,
     sparsity: str | Path | None = None,
+    pre_tokenizer: str | None = None,
+    chat_template_date: datetime | None = None,
 ) -> Model:
     """Load a model.
 
@@ -90,6 +93,8 @@ def load(
     `sparsity`: a directory of `foretell calibrate sparsity` or `foretell train sparsity`: tokens read a part of the
     neurons of feed-forward networks, so answers are lossy. With `memory_limit` the neurons that are needed most often
     are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
+    `pre_tokenizer`: llama.cpp's name of the pre-tokenizer of a GGUF file, in place of the one that the file names.
+    `chat_template_date`: the date that chat templates are told; None: that of the day.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -103,6 +108,10 @@ def load(
     torch_device = parse_device(device)
     path = resolve_reference(reference)
     raw = _read_config(path)
+    if raw is not None and pre_tokenizer is not None:
+        raise ValueError(
+            f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
+        )
     _refuse_other_kinds(reference, path, raw)
     if raw is not None and not is_decoder_family(raw):
         options = rope_scaling, max_model_len, policy, sparsity
@@ -111,8 +120,10 @@ def load(
                 f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy and sparsity are for "
                 "architectures of the own decoder"
             )
-        return _load_with_transformers(reference, path, raw, dtype, torch_device)
-    opened = open_checkpoint(path, raw)
+        model = _load_with_transformers(reference, path, raw, dtype, torch_device)
+        model.codec = replace(model.codec, template_date=chat_template_date)
+        return model
+    opened = open_checkpoint(path, raw, pre_tokenizer)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":
         raise ValueError(
@@ -133,7 +144,9 @@ def load(
         codec = beside.submit(opened.read_codec)
         network = _load_network(checkpoint, None if sparsity is None else Path(sparsity), memory_limit)
     variant = weights.variant or precision
-    return Model(reference, config, codec.result(), network, variant, opened.eos, checkpoint, policy)
+    tokenizer = replace(codec.result(), template_date=chat_template_date)
+    eos = tuple(sorted({*opened.eos, *tokenizer.eos_ids}))
+    return Model(reference, config, tokenizer, network, variant, eos, checkpoint, policy)
 
 
 @dataclass(frozen=True)
@@ -145,14 +158,36 @@ class TargetOptions:
     kv_cache_dtype: str = "auto"
     kv_cache_policy: str | None = None
     sparsity: Path | None = None
+    pre_tokenizer: str | None = None
+    chat_template_date: str | None = None
+    """In the form of ISO 8601."""
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options."""
         scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")
+        date = None if self.chat_template_date is None else _parse_date(self.chat_template_date)
         return load(
-            *(model, dtype, device, memory_limit, self.max_model_len, scaling),
-            *(self.kv_cache_dtype, self.kv_cache_policy, self.sparsity),
+            model,
+            dtype,
+            device,
+            memory_limit,
+            self.max_model_len,
+            scaling,
+            self.kv_cache_dtype,
+            self.kv_cache_policy,
+            self.sparsity,
+            self.pre_tokenizer,
+            date,
         )
+
+
+def _parse_date(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            f"--chat-template-date must be a date as 2026-03-04 or 2026-03-04T05:06, found {text!r}"
+        ) from None
 
 
 PLAIN_TARGET = TargetOptions()
@@ -293,8 +328,11 @@ class OpenCheckpoint(NamedTuple):
     """Tokens that end an answer."""
 
 
-def open_checkpoint(path: Path, raw: Mapping[str, Any] | None = None) -> OpenCheckpoint:
-    """Open a GGUF file or a directory. `raw`: the directory's configuration, if it was read before.
+def open_checkpoint(
+    path: Path, raw: Mapping[str, Any] | None = None, pre_tokenizer: str | None = None
+) -> OpenCheckpoint:
+    """Open a GGUF file or a directory. `raw`: the directory's configuration, if it was read before. `pre_tokenizer`:
+    that of a GGUF file, in place of the one that it names.
 
     Raises:
         ValueError: see `load`.
@@ -303,7 +341,13 @@ def open_checkpoint(path: Path, raw: Mapping[str, Any] | None = None) -> OpenChe
     if raw is None:
         file = GGUF(path)
         config = gguf_config(file)
-        return OpenCheckpoint(config, GGUFWeights(file, config), partial(codec_from_gguf, file.metadata), config.eos)
+        return OpenCheckpoint(
+            config, GGUFWeights(file, config), partial(codec_from_gguf, file.metadata, pre_tokenizer), config.eos
+        )
+    if pre_tokenizer is not None:
+        raise ValueError(
+            f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
+        )
     check_card(path, raw)
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
@@ -328,8 +372,9 @@ def _load_with_transformers(
     config = model_config_of(model)
     weights.check_layers(config.layers)
     vision = VisionLanguage(model, path) if reads_images(model) else None
-    runner, eos = partial(HFRunner, model), _eos_tokens(path, config)
-    return Model(reference, config, from_directory(path), runner, dtype, eos, vision=vision)
+    runner, codec = partial(HFRunner, model), from_directory(path)
+    eos = tuple(sorted({*_eos_tokens(path, config), *codec.eos_ids}))
+    return Model(reference, config, codec, runner, dtype, eos, vision=vision)
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

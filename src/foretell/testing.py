@@ -7,6 +7,7 @@ from jaxtyping import Float
 from tokenizers import Tokenizer, decoders, models
 
 from foretell.model.block.decoder import Decoder
+from foretell.model.config.families import KINDS
 from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from foretell.model.load.build import build_decoder
 from foretell.model.load.weights import Weights
@@ -72,13 +73,13 @@ def letter_codec(vocab: int, first: int = 0) -> TextCodec:
 
 
 def tiny_gpt_oss(config: ModelConfig = TINY) -> ModelConfig:
-    """The gpt-oss configuration of these sizes: sinks, biases, a window in every other layer, four experts."""
+    """The gpt-oss configuration of these sizes: biases, a window in every other layer, four experts."""
     experts = replace(_experts(config), router_bias=True, bias=True)
     return replace(
         config,
         architecture="gpt_oss",
         experts=experts,
-        sinks=True,
+        **KINDS["gpt_oss"].settings,
         qkv_bias=True,
         output_bias=True,
         activation="clamped_swiglu",

@@ -170,7 +170,7 @@ def test_the_distribution_of_a_lossy_chain_is_within_the_reported_loss() -> None
     requests = [Request(prompt, SamplingParams(temperature=1.5, seed=s), max_new_tokens=2) for s in range(count)]
     method: AnyMethod = Method(small_model(vocab), Chain(1), TopKAcceptor(3))
     with unchecked():
-        answers = np.array(generate(method, requests, rows=64, chunk=512, vocab=vocab))[:, 0]
+        answers = np.array(generate(method, requests, rows=512, chunk=1 << 14, vocab=vocab))[:, 0]
     p = torch.from_numpy(exact_distribution(target(vocab), prompt, 1, SamplingParams(temperature=1.5)))
     output = small_model(vocab).runner.forward([0], chain_tree(prompt))
     q = torch.softmax(output.logits[-1].double() / 1.5, -1)

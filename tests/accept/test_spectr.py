@@ -100,6 +100,7 @@ def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-
     return Method(small_model(vocab), BranchingTree(widths, distinct=False), KSequentialSelection())
 
 
+@pytest.mark.exhaustive_types
 def test_the_distribution_of_whole_answers() -> None:
     vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 1500
     sampling = SamplingParams(temperature=1.2, frequency_penalty=0.4)
@@ -109,11 +110,12 @@ def test_the_distribution_of_whole_answers() -> None:
         for s in range(count)
     ]
     with unchecked():
-        answers = generate(method(vocab, (3, 1, 1)), requests, rows=64, chunk=512, vocab=vocab)
+        answers = generate(method(vocab, (3, 1, 1)), requests, rows=512, chunk=1 << 14, vocab=vocab)
     index = np.array(answers) @ vocab ** np.arange(length)[::-1]
     assert p_value(np.bincount(index, minlength=len(distribution)), distribution) > 1e-3
 
 
+@pytest.mark.exhaustive_types
 def test_parallel_chains_are_independent() -> None:
     """Equal samples at a node have independent next tokens."""
     same = agree = 0

@@ -216,7 +216,8 @@ def test_methods_shows_the_whole_catalogue() -> None:
     found = json.loads(run_foretell("methods", "--json").stdout)
     assert [e["name"] for e in found] == list(entries)
     assert set(found[0]) >= {"name", "family", "draft", "tree", "accept", "lossless", "same_seed", "needs", "training"}
-    assert all(name in run_foretell("methods").stdout for name in entries)
+    table = run_foretell("methods").stdout
+    assert all(name in table for name in entries)
     lines = run_foretell("methods", "--markdown").stdout.strip().splitlines()
     assert len(lines) == len(entries) + 2 and len({line.count("|") for line in lines}) == 1
 

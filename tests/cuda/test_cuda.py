@@ -29,6 +29,7 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.testing import TINY, tiny_decoder
 from helpers import (
+    FAMILIES,
     VOCAB,
     chain_tree,
     exact_distribution,
@@ -56,26 +57,9 @@ CONFIGS = {
 PROMPT = 300
 """Tokens before the tree: more than one block of 256 slots, to which captured passes are padded."""
 METHODS = {e.name: e for e in BUILT_IN}
-FAMILIES = (
-    "autoregressive",
-    "ngram",
-    "sam_recycling",
-    "lookahead",
-    "phrases",
-    "draft_model",
-    "layer_skip",
-    "specinfer",
-    "dynamic_tree",
-    "online",
-    "medusa",
-    "pass",
-    "mlp_speculator",
-    "eagle",
-    "eagle3",
-    "hybrid_model",
-)
-"""At least one method of every family."""
 SAMPLED = ("autoregressive", "sam_recycling", "draft_model", "block_verification", "specinfer", "spectr", "eagle3")
+REHEARSED = ("draft_model", "eagle3")
+"""Those of `SAMPLED` that `make test` also runs on the CPU, where `test_general` has the others."""
 SMALL, START, LENGTH, SAMPLES = 4, [1, 0, 2], 3, 1200
 FLAT = SamplingParams(temperature=2.5)
 
@@ -186,13 +170,18 @@ def distribution_p_value(device: str, name: str) -> float:
     return p_value(np.bincount(outcomes, minlength=SMALL**LENGTH), expected)
 
 
-@on_every_device
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [pytest.param("cuda", name, marks=needs_gpu) for name in SAMPLED]
+    + [pytest.param("cpu", name, marks=() if name in REHEARSED else pytest.mark.exhaustive) for name in SAMPLED],
+)
 def test_sampled_sequences_follow_the_distribution_of_the_target(device: str, name: str) -> None:
     assert distribution_p_value(device, name) > 1e-3
 
 
-@on_every_device
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.exhaustive), pytest.param("cuda", marks=needs_gpu)]
+)
 def test_a_lossy_method_does_not_follow_the_distribution(device: str) -> None:
     assert distribution_p_value(device, "typical_lossy") < 1e-6
 

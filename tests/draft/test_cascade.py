@@ -44,6 +44,7 @@ def small() -> DecoderRunner:
     return DecoderRunner(target().first_layers(1))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("shape", "accept"), SHAPES, ids=lambda x: repr(x) if isinstance(x, Shape) else type(x).__name__
 )

@@ -131,6 +131,7 @@ class Recording(DFlashDrafter):
         return logits, confidence, at
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("from_anchor", [False, True])
 @every_network
 def test_drafting_is_the_forward_pass_of_training(heads: str, from_anchor: bool) -> None:
@@ -265,6 +266,7 @@ def kernel_network(
     return decoder, network, pack_network(network, precision)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)]

@@ -277,6 +277,7 @@ def test_training_time_test_is_attention_recomputed_position_by_position(kind: s
 SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
 
 
+@pytest.mark.covering(1)
 @every_kind
 @pytest.mark.parametrize("name", SHAPES)
 def test_sampled_drafts_keep_the_distribution(kind: str, name: str) -> None:
@@ -365,6 +366,7 @@ def kernel_network(precision: DraftPrecision, dtype: torch.dtype, subset: int | 
     return decoder, pack_network(network, precision)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)]

@@ -106,6 +106,7 @@ def test_an_exit_with_all_further_blocks_drafts_the_target_s_tokens(kernels: boo
     assert sum(accepted) >= 0.95 * sum(drafted) > 30
 
 
+@pytest.mark.covering(2)
 @both
 @pytest.mark.parametrize("shape", [Chain(4, draw=False), DynamicTree(3, 2, 6)], ids=["chain", "tree"])
 @pytest.mark.parametrize("blocks", [1, 2])

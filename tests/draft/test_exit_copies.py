@@ -81,6 +81,7 @@ def test_an_exit_with_all_blocks_drafts_what_the_target_gives(weights: ExitWeigh
     assert share > (0.7 if weights == "target" else 0.4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{"eagle_topk": 2}, {"eagle_topk": 3, "num_draft_tokens": 6}, {}], ids=str)
 @pytest.mark.parametrize("weights", ["target", "int8", "int4"])
 def test_the_catalogue_builds_trees_and_copies(weights: ExitWeights, options: dict[str, Any]) -> None:

@@ -151,6 +151,7 @@ def test_the_window_is_jacobis_iteration_by_separate_passes(follow: bool, monkey
             assert found == all_logits(target(), column)[-1].argmax()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("accept", [Match(), Rejection()], ids=["match", "rejection"])
 def test_answers_are_those_of_naive_decoding(name: str, accept: Match | Rejection) -> None:

@@ -167,6 +167,7 @@ class Watched(MLPSpeculatorDrafter):
         return logits, at
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "shape",
     [Chain(4, draw=False), BranchingTree((2, 2, 1), draw=False), DynamicTree(4, 3, 8), LLMCadTree(8)],
@@ -241,6 +242,7 @@ class Stepwise(MLPSpeculatorDrafter):
         return None
 
 
+@pytest.mark.covering(2)
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize(
     "sampling",

@@ -232,6 +232,14 @@ def source(first: int, count: int) -> list[Request]:
     return [Request(b, max_new_tokens=20) for b in beginnings]
 
 
+def test_acceptance_rises_on_one_source() -> None:
+    draft = OnlineDrafter(network(), interval=2, learning_rate=5e-3)
+    start = acceptance(draft, TARGET, source(0, 3))
+    acceptance(draft, TARGET, source(0, 30))
+    assert acceptance(draft, TARGET, source(0, 3)) > start + 0.5
+
+
+@pytest.mark.exhaustive
 def test_acceptance_rises_on_one_source_drops_at_a_switch_and_recovers() -> None:
     draft = OnlineDrafter(network(), interval=2, learning_rate=5e-3)
     start = acceptance(draft, TARGET, source(0, 3))

@@ -81,6 +81,7 @@ def trace(method: AnyMethod, requests: Sequence[Request], rows: int = 1) -> tupl
     return [tokens_of(u) for u in run(Engine(runner, method, rows=rows), requests)], runner
 
 
+@pytest.mark.covering(1)
 @every_number_of_groups
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_embeddings_never_change_an_answer(shape: Shape[Predictor], groups: int | None) -> None:

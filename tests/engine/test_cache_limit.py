@@ -35,6 +35,7 @@ def texts(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [c.tokens for c in completions]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_preempted_requests_get_the_same_texts(name: str, temperature: float) -> None:

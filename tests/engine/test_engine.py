@@ -25,6 +25,7 @@ from helpers import (
     engine_for,
     generate,
     letters,
+    methods_by_kind,
     naive,
     random_tokens,
     run,
@@ -290,7 +291,7 @@ def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) 
         one.submit(request)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_a_method_bound_to_another_engine_has_released_all_rows(variant: Variant) -> None:
     """Even those of an engine that was deleted with requests running."""
     requests = [Request(random_tokens(n, seed=n), SamplingParams(1.0, seed=n), 9) for n in (13, 4)]

@@ -24,6 +24,7 @@ from helpers import (
     TinyCheckpoint,
     Variant,
     good_model,
+    methods_by_kind,
     naive,
     random_tokens,
     speculator,
@@ -68,9 +69,10 @@ WITH_STATE = (
     ),
 )
 """Methods whose drafts change the text and depend on what drafter or shape keep of a request."""
-every_method = pytest.mark.parametrize("variant", [*VARIANTS, *WITH_STATE], ids=str)
+WITH_STATE_PARAMETERS = [pytest.param(variant, id=variant.name) for variant in WITH_STATE]
+every_method = pytest.mark.parametrize("variant", [*methods_by_kind(VARIANTS), *WITH_STATE_PARAMETERS])
 every_uninterrupted = pytest.mark.parametrize(
-    "variant", [v for v in (*VARIANTS, *WITH_STATE) if v.name not in REDUCED], ids=str
+    "variant", [*methods_by_kind([v for v in VARIANTS if v.name not in REDUCED]), *WITH_STATE_PARAMETERS]
 )
 
 

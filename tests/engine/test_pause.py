@@ -22,6 +22,7 @@ def requests(temperature: float = 0.0) -> list[Request]:
     return [Request(random_tokens(20 + 9 * i, seed=i), SamplingParams(temperature, seed=i), 16) for i in range(3)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_paused_request_gets_the_same_text(name: str, temperature: float) -> None:

@@ -32,6 +32,7 @@ from helpers import (
     Variant,
     engine_for,
     letters,
+    methods_by_kind,
     naive,
     of_catalogue,
     random_tokens,
@@ -42,7 +43,7 @@ from helpers import (
     wide_target,
 )
 
-every_entry = pytest.mark.parametrize("entry", BUILT_IN, ids=lambda e: e.name)
+every_entry = pytest.mark.parametrize("entry", methods_by_kind(BUILT_IN))
 kernels_only = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
@@ -87,6 +88,7 @@ def wide_method(entry: Entry) -> AnyMethod:
     return of_catalogue(entry, wide_target(), drafts, trained)
 
 
+@pytest.mark.covering(1)
 @kernels_only
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @every_entry
@@ -105,8 +107,9 @@ def plain_texts(temperature: float) -> list[list[int]]:
     return [naive(target(), r) for r in unequal(temperature)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_requests_of_any_length_run_in_one_batch(variant: Variant, temperature: float) -> None:
     with unchecked():
         found = RaisingEngine(DecoderRunner(target()), variant.make(VOCAB), rows=2).complete(unequal(temperature))
@@ -267,7 +270,7 @@ def test_sequences_beyond_the_draft_context_are_decoded_plainly_on_the_kernels(k
 def test_sampled_drafts_of_eagle_do_not_depend_on_the_chunk_size(kind: str) -> None:
     parts = BuildContext(VOCAB, target(), speculators=(speculator(kind),))
     config = SpeculativeConfig(draft_sample_method="probabilistic")
-    requests = [Request(random_tokens(13, seed=s), SamplingParams(1.0, seed=s), 12) for s in range(6)]
+    requests = [Request(random_tokens(13, seed=s), SamplingParams(1.0, seed=s), 12) for s in range(3)]
     texts = {}
     with unchecked():
         for chunk in (512, 12, 6, 4):
@@ -293,7 +296,7 @@ def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     with unchecked():
         plain, cached = (conversation(variant.make(VOCAB), yes) for yes in (False, True))

@@ -28,7 +28,8 @@ T* array() {
 
 Weight weight() {
   Weight w = {};
-  w.in = number<int32_t>(), w.out = number<int32_t>(), w.kind = number<int32_t>(), w.operand = number<int32_t>();
+  w.inputs = number<int32_t>(), w.outputs = number<int32_t>(), w.kind = number<int32_t>();
+  w.operand = number<int32_t>();
   w.words = array<uint32_t>();
   return w;
 }
@@ -39,9 +40,9 @@ void run_linear() {
   const Weight w = weight();
   const int tokens = number<int32_t>();
   const float* x = array<float>();
-  const Buffer<float> y = buffer<float>((size_t)tokens * w.out);
-  foretell_linear(&w, x, y.get(), tokens, w.out, 1);
-  write(y.get(), (size_t)tokens * w.out);
+  const Buffer<float> y = buffer<float>((size_t)tokens * w.outputs);
+  foretell_linear(&w, x, y.get(), tokens, w.outputs, 1);
+  write(y.get(), (size_t)tokens * w.outputs);
 }
 
 void run_stack() {

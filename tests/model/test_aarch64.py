@@ -57,7 +57,7 @@ def read(address: int | None, memory: Sequence[Tensor]) -> bytes:
 
 def weight_arguments(weight: structures.Weight, memory: Sequence[Tensor]) -> bytes:
     assert not weight.next and not weight.bias
-    header = integers(weight.input, weight.output, weight.kind, weight.operand)
+    header = integers(weight.inputs, weight.outputs, weight.kind, weight.operand)
     return header + read(weight.words, memory)
 
 

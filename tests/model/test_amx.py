@@ -25,6 +25,7 @@ from test_kernels import (
 )
 from test_quantized_kernels import random_blocks
 
+from foretell.model.block.spec import LinearWeights
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import (
     NativeLinear,
@@ -177,9 +178,8 @@ def test_attention_sums_in_the_order_of_the_instruction(
         SMALL, hidden=width, layers=1, heads=3, kv_heads=1, head_dim=dim, norm_eps=1e-30, attention_scale=scale
     )
     unit = torch.eye(width)
-    block = replace(
-        blocks_of(config)[0], attention_norm=torch.ones(width), qkv=[unit], output=unit[:, : 3 * dim].contiguous()
-    )
+    qkv, output = LinearWeights((unit,)), LinearWeights((unit[:, : 3 * dim].contiguous(),))
+    block = replace(blocks_of(config)[0], attention_norm=torch.ones(width), qkv=qkv, output=output)
     angles = torch.zeros(count, dim // 2)
     stack = NativeStack(config, [block], "bfloat16", (angles.cos(), angles.sin())).without_sublayers([], [0])
     x = 1e-14 * cancelling_heads(count, dim, cancels).view(count, width)  # small beside what is added to it
@@ -251,6 +251,7 @@ print("executed", emulator.amx_emulator_executed())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not {"avx512_bf16", "avx512_vnni"} <= processor_features() or "amx_tile" in processor_features(),
     reason="needs a processor with AVX-512 BF16 and VNNI and without AMX",

@@ -250,6 +250,7 @@ class RandomKeys(CachePolicy):
         return torch.rand(keys.shape[:2], generator=torch.Generator().manual_seed(keys.shape[1]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", [RandomKeys(8), *(rule(8) for rule in POLICIES.values())], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_no_selection_of_drafts_changes_the_text(policy: CachePolicy, temperature: float) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -12,8 +14,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from foretell.model.block.rope import rope_tables
+from foretell.model.config.families import KINDS
 from foretell.model.config.model import ModelConfig, MoEConfig, with_context, with_rope_scaling
-from foretell.model.config.readers.architectures import ARCHITECTURES
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.config.states import ShortConvConfig
@@ -105,7 +107,7 @@ MORE_VALUES: dict[str, dict[str, Any]] = {
 """More values of the configuration under test, by architecture."""
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
     raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}
@@ -394,10 +396,10 @@ def test_gguf_end_tokens_are_those_of_llama_cpp() -> None:
     assert from_gguf(gguf_meta({at + "eos_token_id": 2})).eos == (2,)
     both = {at + "eos_token_id": 1, at + "eot_token_id": 106, at + "eom_token_id": 3, at + "eos_token_ids": [1, 5]}
     assert from_gguf(gguf_meta(both)).eos == (1, 106, 3, 5)
-    # Without eot_token_id, control tokens of these names end a turn; others of these names do not.
+    # Control tokens of these names end an answer; others of these names do not.
     types = {at + "eos_token_id": 2, at + "token_type": [1, 3, 1, 1]}
     assert from_gguf(gguf_meta(types)).eos == (2, 1)
-    assert from_gguf(gguf_meta({**types, at + "eot_token_id": 2})).eos == (2,)
+    assert from_gguf(gguf_meta({**types, at + "eot_token_id": 2})).eos == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -449,6 +451,11 @@ def test_gguf_rotary_keys_are_read_as_llama_cpp_reads_them() -> None:
     for rest, said in (({at + "scaling.yarn_log_multiplier": 0.1}, "0: no other value"), ({at + "scaling.x": 1}, "x")):
         with pytest.raises(ValueError, match=said):
             from_gguf(gguf_meta(rest, "qwen2"))
+
+
+def test_configurations_are_read_without_torch() -> None:
+    code = "import sys; import foretell.model.config.readers.hf; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_a_cut_of_a_model_marks_the_layers_that_are_left() -> None:

@@ -16,7 +16,7 @@ from foretell.model.config.states import ShortConvConfig
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.pack import round_to_bfloat16
 from foretell.model.load import memory
-from foretell.model.load.native import packed_bytes, read_block
+from foretell.model.load.native import packable_block, packed_bytes
 from foretell.model.load.rounding import RoundedWeights, round_to_blocks
 from foretell.model.matrices.stored import Kind, StoredMatrix
 from foretell.testing import TINY, RandomWeights
@@ -87,12 +87,12 @@ LAYERS = {
 
 @pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
 def test_int4_rounds_the_matrices_of_every_kind_of_layer(config: ModelConfig) -> None:
-    block = read_block(config, 0, RoundedWeights(RandomWeights()), "int8-activations")
+    block = packable_block(config, 0, RoundedWeights(RandomWeights()), "int8-activations")
     experts = [] if block.experts is None else [*block.experts.experts, block.experts.shared]
-    networks = [part for m in experts if m is not None for part in (m.gate, m.up, m.down)]
-    single = [block.output, block.gate, block.up, block.down, block.attention_gate]
+    networks = [part for m in (block.mlp, *experts) if m is not None for part in (m.gate_up, m.down)]
     query = [] if block.latent is None else [block.latent.query]
-    found = [m for m in (*block.qkv, *single, *networks, *query) if m is not None]
+    linears = (block.qkv, block.output, block.attention_gate, *networks, *query)
+    found = [matrix for linear in linears if linear is not None for matrix in linear.parts]
     assert len(found) >= 4 and all(isinstance(m, StoredMatrix) and m.kind == "Q4_1" for m in found)
 
 

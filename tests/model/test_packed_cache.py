@@ -222,6 +222,7 @@ print(peak() - before, native.load_native(config, weights, "int8").packed_bytes,
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts in kilobytes")
 def test_the_peak_is_little_more_than_the_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(TINY, hidden=2048, layers=1, heads=16, kv_heads=4, head_dim=128, ffn=8192, context=64, tied=True)
@@ -247,6 +248,7 @@ print(NativeLinear(matrix, None, "bfloat16").nbytes, peak() - before)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts in kilobytes")
 def test_pages_of_a_matrix_are_released_while_it_is_packed(tmp_path: Path) -> None:
     size = 32768 * 2048 * 2

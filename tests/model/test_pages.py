@@ -143,6 +143,7 @@ def test_the_number_of_threads_changes_nothing() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.covering(1)
 @networks
 @pytest.mark.parametrize("method", ["ngram", "sam_recycling", "jacobi"])
 @pytest.mark.parametrize("temperature", [0.0, 3.0])

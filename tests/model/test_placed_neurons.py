@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Int
 from test_sparsity import FFN, HIDDEN, dense, packed, predictor, sparse, states
 
+from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import GateThreshold, NeuronRule, PredictedNeurons
-from foretell.model.kernels.decoder import NativeDecoder, block_weights
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.neuron_file import NeuronFile, record_bytes, write_layer
 from foretell.model.kernels.placed_neurons import PlacedBlocks
 from foretell.model.kernels.rows import floats, row_tensor
@@ -25,11 +26,11 @@ COUNTS = torch.from_numpy(np.random.default_rng(3).integers(0, 1000, (2, FFN)))
 def placed(rule: NeuronRule, precision: Precision, hot: tuple[int, int], folder: Path) -> NativeDecoder:
     """The sparse network with so many hot neurons in each of its two layers."""
     path, order = folder / "neurons.bin", file_order(COUNTS)
-    weights = [block_weights(dense().block(i)) for i in range(2)]
+    weights = [to_weights(dense().block(i)) for i in range(2)]
     with path.open("wb") as out:
         for block, own in zip(weights, order, strict=True):
-            assert block.gate is not None and block.up is not None and block.down is not None
-            write_layer(out, block.gate, block.up, block.down, own, floats(precision))
+            assert block.mlp is not None
+            write_layer(out, block.mlp, own, floats(precision))
     outer = packed(precision)
     made = PlacedBlocks(outer.stack, NeuronFile(path, 2, FFN, HIDDEN, floats(precision)), order)
     assert isinstance(rule, GateThreshold | PredictedNeurons)
@@ -89,13 +90,13 @@ def test_the_order_of_the_file_is_a_permutation_and_its_inverse_gives_the_weight
     for i in range(2):
         assert torch.equal(order[i].sort().values, torch.arange(FFN))
         assert (COUNTS[i][order[i]].diff() <= 0).all()
-        weights = block_weights(dense().block(i))
-        assert weights.gate is not None and weights.up is not None and weights.down is not None
+        weights = to_weights(dense().block(i))
+        assert weights.mlp is not None and weights.mlp.gate is not None
         rows = torch.from_numpy(file.read(i, FFN))[order[i].argsort()][:, : 12 * file.row_words]
         parts = (
-            row_tensor(weights.up, precision),
-            input_rows(weights.down, precision),
-            row_tensor(weights.gate, precision),
+            row_tensor(weights.mlp.up, precision),
+            input_rows(weights.mlp.down.parts[0], precision),
+            row_tensor(weights.mlp.gate, precision),
         )
         for found, wanted in zip(torch.split(rows, 4 * file.row_words, 1), parts, strict=True):
             assert torch.equal(found.contiguous().flatten(), wanted.contiguous().view(torch.uint8).flatten())

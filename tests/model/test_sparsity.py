@@ -12,6 +12,7 @@ import torch
 from foretell.bench.random_file import random_model_file
 from foretell.model.block.decoder import BlockRange, Decoder, FeedForward
 from foretell.model.block.linear import Linear
+from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import (
     FirstNeurons,
     GateThreshold,
@@ -25,7 +26,7 @@ from foretell.model.block.sparsity import (
     sparse_decoder,
 )
 from foretell.model.cache.layout import Layout
-from foretell.model.kernels.decoder import NativeDecoder, block_weights
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights
@@ -50,7 +51,7 @@ def packed(precision: Precision) -> NativeDecoder:
 
 
 def sparse(rule: NeuronRule, precision: Precision) -> NativeDecoder:
-    return packed(precision).with_rules([rule, rule], lambda i: block_weights(dense().block(i)))
+    return packed(precision).with_rules([rule, rule], lambda i: to_weights(dense().block(i)))
 
 
 def predictor(threshold: float) -> PredictedNeurons:

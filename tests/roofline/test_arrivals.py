@@ -100,6 +100,7 @@ def test_published_crossovers_are_predicted_in_direction_and_within_a_quarter() 
         assert (c.predicted > 1) == (c.published > 1) or abs(c.published - 1) < 0.1, (c.setting.name, c.rate)
 
 
+@pytest.mark.exhaustive
 def test_the_host_work_of_a_first_implementation_is_near_its_fit() -> None:
     fitted = find_runtime("expanding")
     for name, figure in (("vllm-draft-model", "request_overhead"), ("vllm-ngram", "lookup_overhead")):

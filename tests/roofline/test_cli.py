@@ -128,6 +128,7 @@ def test_bad_input_is_one_sentence(arguments: list[str], message: str) -> None:
     assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.output
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [80, 120, 160])
 @pytest.mark.parametrize(
     ("arguments", "needed"),

@@ -132,6 +132,22 @@ def test_echo_and_logprobs_of_a_completion(server: Server) -> None:
     assert "".join(c["choices"][0]["text"] for c in chunks) == echoed["text"]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_tokens_are_the_same_in_streams_where_text_is_held_back(server: Server, echo: bool) -> None:
+    body: dict[str, Any] = {"prompt": "hällo 😀", "max_tokens": 24, "temperature": 0, "logprobs": 0, "echo": echo}
+    plain = server.post("/v1/completions", body).json()["choices"][0]
+    held = body | {"stop": [plain["text"][-6:-2] + "never"]}
+    whole = server.post("/v1/completions", held).json()["choices"][0]
+    pieces = [c["choices"][0] for c in events(server, "/v1/completions", held) if c["choices"]]
+    places = [place for piece in pieces if piece["logprobs"] for place in piece["logprobs"]["text_offset"]]
+    assert places == whole["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    assert "".join(piece["text"] for piece in pieces) == whole["text"] == plain["text"]
+    assert places == sorted(places) and max(places) <= len(plain["text"])
+    if echo:
+        # One token per byte: the two of the umlaut and the four of the emoji begin with their character.
+        assert places[:12] == [0, 1, 1, 2, 3, 4, 5, 6, 6, 6, 6, 7] and places[11] == len(body["prompt"])
+
+
 def test_a_stop_string_and_ids(server: Server) -> None:
     text = expected(server, "hello", 20)
     found = server.chat(max_tokens=20, stop=[text[3:5]], return_token_ids=True).json()

@@ -17,11 +17,13 @@ BEGUN = {
     "/v1/chat/completions": b'"content":"',
     "/v1/messages": b"content_block_delta",
     "/v1/responses": b"response.output_text.delta",
+    "/api/chat": b'"content":"',
 }
 ERROR = {
     "/v1/chat/completions": b"data: [DONE]\n\n",
     "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"',
     "/v1/responses": b'event: error\ndata: {"type":"error","sequence_number":',
+    "/api/chat": b'\n{"error":"',
 }
 
 
@@ -46,6 +48,8 @@ def test_answers_are_those_of_a_server_of_one_process(front: Front) -> None:
             ("/v1/completions", {"prompt": "x", "n": 0}),
             ("/v1/messages", {"messages": [], "max_tokens": 0}),
             ("/tokenize", {"prompt": "abc"}),
+            ("/api/chat", {"format": "xml", "messages": [{"role": "user", "content": "a"}]}),
+            ("/api/pull", {}),
             ("/v1/chat/completions", {"model": "other", "messages": []}),
         ):
             ours, theirs = front.http.post(path, json=body), server.post(path, body)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -11,6 +12,7 @@ from serving import NAME, Server, running_server
 from command import save_tiny_model, tiny_target
 from foretell.load import load
 from foretell.serve.constraints import make_constraint
+from foretell.serve.errors import ApiError
 from foretell.serve.prompts import PromptEncoder
 from foretell.serve.protocol.chat import ChatBody, ChatCompletion
 from foretell.serve.settings import Limits
@@ -125,6 +127,65 @@ def test_a_template_with_tools_gets_them() -> None:
     assert json.loads(result)["tool_call_id"] == "call_1"
     injected = [{"type": "function", "function": {"name": "f", "description": "<end>"}}]
     assert "<end>" in prompt_of(template, tools=injected)
+
+
+LISTED = "{% for m in messages %}{% for k, v in m | dictsort %}{{ k }}={{ v }};{% endfor %}{% endfor %}"
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+READS_PARTS = (
+    "{% for m in messages %}{% for p in m.content if m.content is not string %}<{{ p.text }}>{% endfor %}{% endfor %}"
+)
+
+
+def test_fields_of_messages_reach_the_template() -> None:
+    message = {"role": "user", "content": "a", "reasoning_content": "b", "no_such": {"x": [1]}, "empty": None}
+    assert (
+        prompt_of(LISTED, messages=[message])
+        == "content=a;no_such={'x': [1]};reasoning_content=b;role=user;thinking=b;"
+    )
+
+
+def test_parts_are_given_to_templates_that_read_them() -> None:
+    messages = [{"role": "user", "content": PARTS}]
+    assert prompt_of(READS_PARTS, messages=messages) == "<one><two>"
+    assert prompt_of("{{ messages[0].content + '!' }}", messages=messages) == "one\ntwo!"
+    with pytest.raises(ValueError, match="part 0 is no text part"):
+        prompt_of(LISTED, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("arguments", '{"a":1}'),
+        ("arguments | tojson", '{"a": 1}'),
+        ("arguments if {0}.arguments is string else {0}.arguments | tojson", '{"a": 1}'),
+    ],
+)
+def test_arguments_are_objects_unless_a_template_wants_text(arguments: str, written: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    name = "c.function"
+    form = "{{ " + name + "." + arguments.replace("{0}", name) + " }}"
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}" + form + "{% endfor %}{% endfor %}{# tools #}"
+    assert prompt_of(template, messages=messages) == written
+    refuses = template + "{{ messages[1]['content'] + '' }}"
+    assert prompt_of(refuses, messages=messages) == written
+
+
+def test_a_template_is_chosen_by_name() -> None:
+    codec = replace(
+        load(str(tiny_target()), dtype="float32").codec,
+        named_templates={"rag": "RAG", "tool_use": "TOOL {{ tools | length }}"},
+    )
+    encoder = PromptEncoder(codec, 4096, Limits(), trust_request_chat_template=False)
+
+    def prompt(**fields: Any) -> str:
+        body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+        return codec.decode(encoder.chat(body, encoder.tools(body)), skip_special_tokens=False)
+
+    assert prompt(chat_template="rag") == "RAG" and prompt(tools=TOOLS[:1]) == "TOOL 1"
+    assert prompt().startswith("u:a")
+    with pytest.raises(ApiError, match="uses no templates of requests"):
+        prompt(chat_template="{{ messages }}")
 
 
 def test_a_template_without_tools_gets_the_default_format() -> None:

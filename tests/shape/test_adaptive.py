@@ -47,6 +47,7 @@ def test_the_threshold_falls_only_below_the_full_length() -> None:
     assert ConfidenceRule().update(sure, 8, 8).limits.confidence == 0.8
 
 
+@pytest.mark.exhaustive_types
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
 def test_adapting_changes_no_answer(rule: HeuristicSchedule | ConfidenceRule) -> None:
     plain = generate(Method(NoDrafter(), RootOnly(), Match()), REQUESTS)
@@ -55,6 +56,7 @@ def test_adapting_changes_no_answer(rule: HeuristicSchedule | ConfidenceRule) ->
         assert generate(method, REQUESTS, rows, chunk) == plain
 
 
+@pytest.mark.exhaustive_types
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: type(r).__name__)
 def test_sampled_answers_do_not_depend_on_the_batch(rule: HeuristicSchedule | ConfidenceRule) -> None:
     requests = [Request(r.prompt, SamplingParams(temperature=1, seed=3), 18) for r in REQUESTS]

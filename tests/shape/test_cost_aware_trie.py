@@ -125,6 +125,7 @@ METHODS: dict[str, Callable[[], AnyMethod]] = {
 }
 
 
+@pytest.mark.exhaustive_types
 @pytest.mark.parametrize("name", METHODS)
 def test_tokens_are_those_of_plain_decoding(name: str) -> None:
     plain = generate(Method(NoDrafter(), RootOnly(), Match()), REQUESTS)

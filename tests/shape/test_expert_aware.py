@@ -133,6 +133,7 @@ def decoded(method: AnyMethod, params: SamplingParams) -> list[Completion]:
     return Engine(DecoderRunner(mixture()), method, rows=2).complete(requests)
 
 
+@pytest.mark.exhaustive_types
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(temperature=0.8)], ids=str)
 def test_answers_of_a_mixture_are_those_of_plain_decoding_from_fewer_experts(params: SamplingParams) -> None:
     def speculative(shape: Shape[Predictor]) -> list[Completion]:

@@ -8,7 +8,8 @@ import pytest
 import transformers
 from byte_level import byte_level
 
-from foretell.tokenizer.codec import from_directory, require_tokenizer
+from foretell.tokenizer.codec import from_directory
+from foretell.tokenizer.directory import require_tokenizer
 
 TEXTS = ("thé ¤ 1234\n\n  the   \tthing's 中文 ", "e\u0301 < > <|im_end|><think>", "", " THE'LL\r\n")
 

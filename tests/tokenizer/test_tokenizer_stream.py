@@ -101,6 +101,26 @@ def test_a_byte_level_tokenizer_streams_any_bytes_as_they_decode(text: bytes, si
     assert "".join(streamed(codec.detokenizer(), tokens, sizes)) == codec.decode(tokens)
 
 
+@pytest.mark.parametrize("strip", [False, True])
+@given(tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, *LONE_BYTES]), max_size=25), at=st.integers(0, 25))
+@settings(max_examples=150, deadline=None)
+def test_a_continuation_keeps_its_first_blank(strip: bool, tokens: list[int], at: int) -> None:
+    codec, prompt = byte_fallback(strip), [4, 3, *tokens[:at], 3, 4]
+    detokenizer = codec.detokenizer()
+    detokenizer.follow(prompt)
+    assert (
+        "".join(streamed(detokenizer, tokens[at:], []))
+        == codec.decode(prompt + tokens[at:])[len(codec.decode(prompt)) :]
+    )
+
+
+def test_what_follows_no_text_begins_a_text() -> None:
+    for prompt in ([], [2], [2] * 20, [7 + 0xE2]):
+        detokenizer = byte_fallback(True).detokenizer()
+        detokenizer.follow(prompt)
+        assert detokenizer.push([3]) + detokenizer.finish() == "a"
+
+
 def test_a_run_of_bytes_is_shown_when_another_token_ends_it() -> None:
     detokenizer, (newline, euro) = byte_fallback(False).detokenizer(), (17, [7 + b for b in "€".encode()])
     assert [detokenizer.push([t]) for t in (4, newline, 4, *euro, 4)] == ["b", "", "\nb", "", "", "", "€b"]

@@ -198,6 +198,7 @@ def test_only_answers_that_can_be_drafted_count() -> None:
     empty.total.backward()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("candidates", ["0", "16"])
 @pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd", "tvd", "tvd++"])
 def test_every_divergence_raises_acceptance_on_texts_that_were_not_trained_on(loss: str, candidates: str) -> None:

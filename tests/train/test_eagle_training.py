@@ -182,6 +182,7 @@ def test_options_are_checked(kind: str) -> None:
         assert recipe_of(kind, made_target(), hidden_layers="0,2").hidden_layers == (0, 2, 4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("candidates", ["0", "24"])
 @every_kind
 def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: str, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -190,7 +190,9 @@ def test_a_terminal_shows_a_bar_and_a_log_shows_lines() -> None:
 FSDP = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, marks=pytest.mark.exhaustive, id="copies"), pytest.param(True, id="shards")]
+)
 def test_two_processes_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -> None:
     """Copies that exchange gradients, and shards (FSDP) under `accelerate launch`."""
     data = tmp_path / "answers"

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 from foretell.api import Model
 from foretell.model import kernels as native
 from foretell.model.block.linear import quantize_int8
+from foretell.model.config.families import KINDS
 from foretell.model.config.model import ModelConfig
-from foretell.model.config.readers.architectures import ARCHITECTURES
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import Precision
 from foretell.model.load.build import build_decoder
@@ -71,10 +71,8 @@ def random_models(shape: str, precisions: Sequence[str], device: torch.device) -
     if wrong := [p for p in precisions if p not in known]:
         raise unknown("dtype", wrong[0], known)
     name, config = find_model(shape)
-    if config.architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"--shape {shape}: the decoder does not run {config.architecture}; it runs {', '.join(ARCHITECTURES)}"
-        )
+    if config.architecture not in KINDS:
+        raise ValueError(f"--shape {shape}: the decoder does not run {config.architecture}; it runs {', '.join(KINDS)}")
     vocabulary = {str(token): token for token in range(config.vocab)}
     codec = TextCodec(Tokenizer(models.WordLevel(vocabulary, unk_token="0")))
     return [Model(name, config, codec, random_network(config, known[p], device), p, eos=()) for p in precisions]

@@ -42,6 +42,8 @@ def chat(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    pre_tokenizer: options.PreTokenizer = None,
+    chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
@@ -54,7 +56,9 @@ def chat(
     from foretell.load import TargetOptions
 
     selection = parse_method(method, speculative_config, draft_model)
-    target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype)
+    target_options = TargetOptions(
+        max_model_len, rope_scaling, kv_cache_dtype, pre_tokenizer=pre_tokenizer, chat_template_date=chat_template_date
+    )
     setup = load_models(model, dtype, device, selection, reference, target_options=target_options)
     if setup.model.codec.chat_template is None:
         raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")

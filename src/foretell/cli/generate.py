@@ -57,6 +57,8 @@ def generate(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    pre_tokenizer: options.PreTokenizer = None,
+    chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     kv_cache_policy: options.KvCachePolicy = None,
     sparsity: options.Sparsity = None,
@@ -111,7 +113,15 @@ def generate(
         None if prediction is None else read_text(prediction),
     )
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
-    target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy, sparsity)
+    target_options = TargetOptions(
+        max_model_len,
+        rope_scaling,
+        kv_cache_dtype,
+        kv_cache_policy,
+        sparsity,
+        pre_tokenizer=pre_tokenizer,
+        chat_template_date=chat_template_date,
+    )
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, target_options)
     if image:
         setup = replace(setup, model=_behind_images(setup.model, image, specs, prompts, system, raw))

@@ -122,6 +122,22 @@ RopeScaling = Annotated[
         help='Scaling of rotary positions for longer texts, for example \'{"rope_type": "yarn", "factor": 4.0}\'.',
     ),
 ]
+PreTokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--pre-tokenizer",
+        metavar="NAME",
+        help="Cut texts as llama.cpp's pre-tokenizer of this name does, in place of the one that a GGUF file names.",
+    ),
+]
+ChatTemplateDate = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-date",
+        metavar="DATE",
+        help="The date that chat templates write, as 2026-03-04. Default: that of the day.",
+    ),
+]
 KvCachePolicy = Annotated[
     str | None,
     typer.Option(

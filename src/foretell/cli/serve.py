@@ -174,6 +174,8 @@ def serve(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    pre_tokenizer: options.PreTokenizer = None,
+    chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
@@ -225,7 +227,13 @@ def serve(
         device=device,
         selection=parse_method(method, speculative_config, draft_model),
         references=tuple(reference or ()),
-        target_options=TargetOptions(max_model_len, rope_scaling, kv_cache_dtype),
+        target_options=TargetOptions(
+            max_model_len,
+            rope_scaling,
+            kv_cache_dtype,
+            pre_tokenizer=pre_tokenizer,
+            chat_template_date=chat_template_date,
+        ),
         engine=EngineSettings(
             rows=max_num_seqs,
             prefix_caching=enable_prefix_caching,

@@ -10,7 +10,7 @@ from foretell.model.load.memory import available_memory
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.runner import shares_prefixes
 from foretell.serve.defaults import read_defaults
-from foretell.serve.fingerprint import system_fingerprint
+from foretell.serve.fingerprint import file_bytes, system_fingerprint
 from foretell.serve.loaded import EngineSettings, LoadedModel, Methods
 
 CHEAP_FAMILIES = ("baseline", "retrieval")
@@ -66,4 +66,5 @@ class ServedModel:
         runner, memory, engine = setup.model.runner(), available_memory(), self.engine
         if engine.cache_bytes is None and shares_prefixes(runner) and memory is not None:
             engine = replace(engine, cache_bytes=int(memory * CACHE_SHARE / self.sharing))
-        return LoadedModel(setup.model, methods, engine, system_fingerprint(path, runner.backend), defaults)
+        fingerprint = system_fingerprint(path, runner.backend)
+        return LoadedModel(setup.model, methods, engine, fingerprint, defaults, file_bytes(path))

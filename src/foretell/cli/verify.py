@@ -30,6 +30,8 @@ def verify(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    pre_tokenizer: options.PreTokenizer = None,
+    chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeJson = None,
     dtype: options.Dtype = "auto",
@@ -70,7 +72,9 @@ def verify(
     chosen = methods or ([selection.name] if selection.config.method else [])
     texts = PROMPTS if prompts is None else read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
-    target_options = TargetOptions(max_model_len, rope_scaling, kv_cache_dtype)
+    target_options = TargetOptions(
+        max_model_len, rope_scaling, kv_cache_dtype, pre_tokenizer=pre_tokenizer, chat_template_date=chat_template_date
+    )
     ready = load_models(model, dtype, device, selection, reference, target_options=target_options)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
     inputs = {m.name: m.inputs for m in map(ready.shared_method, chosen)} or buildable_methods(

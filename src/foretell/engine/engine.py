@@ -423,7 +423,10 @@ class Engine:
     def _new_detokenizer(self, request: Request) -> Detokenizer | None:
         if self._detokenizer is None:
             return None
-        return self._detokenizer() if request.skip_special_tokens else self._detokenizer(skip_special_tokens=False)
+        hidden = request.skip_special_tokens
+        detokenizer = self._detokenizer() if hidden else self._detokenizer(skip_special_tokens=False)
+        detokenizer.follow(request.prompt)
+        return detokenizer
 
     def _load(self, scheduled: Mapping[LiveRequest, list[int]], ready: Sequence[bool]) -> StepLoad:
         """What the step reads before any draft."""

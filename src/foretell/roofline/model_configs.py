@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from foretell.model.config.families import KINDS
 from foretell.model.config.model import ModelConfig, RopeConfig
-from foretell.model.config.readers.architectures import ARCHITECTURES
 from foretell.model.config.readers.compressed import base_config
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.config.readers.hf import from_hf
@@ -109,8 +109,8 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         return _glm(read, raw)
     if kind == "chatglm":
         return _glm(read, _glm_keys(read))
-    if kind and kind not in ARCHITECTURES and kind != "gemma3":
-        table = {k: k for k in (*ARCHITECTURES, *ANALYSIS_ONLY)}
+    if kind and kind not in KINDS and kind != "gemma3":
+        table = {k: k for k in (*KINDS, *ANALYSIS_ONLY)}
         look_up(table, kind, f"architecture (model_type in {source})")
     return _counted(from_hf(raw, source), source)
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from foretell.serve.auth import KeyMiddleware
 from foretell.serve.errors import ApiError
-from foretell.serve.handlers import conversations, info, text
+from foretell.serve.handlers import conversations, info, ollama, text
 from foretell.serve.handlers.endpoint import Endpoint, EndpointApp
 from foretell.serve.metrics.http import HttpMetrics, HttpMetricsMiddleware
 from foretell.serve.metrics.registry import CONTENT_TYPE, MetricTables
@@ -38,25 +38,42 @@ from foretell.serve.protocol.info import (
     VersionAnswer,
 )
 from foretell.serve.protocol.messages import CountTokensBody, MessageAnswer, MessagesBody, TokenCount
+from foretell.serve.protocol.ollama import (
+    OllamaAnswer,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaModelInfo,
+    OllamaModels,
+    OllamaShowBody,
+)
 from foretell.serve.protocol.responses import InputTokens, ResponseAnswer, ResponsesBody
 from foretell.serve.request_id import NAME, RequestIdMiddleware
 from foretell.serve.service import Service
 from foretell.serve.settings import ServerSettings
+from foretell.serve.sse import EVENTS, LINES
 from foretell.serve.warnings import WARNING_HEADER
 
 ENDPOINTS: Sequence[Endpoint] = (
     Endpoint("POST", "/v1/chat/completions", "Answer a conversation", text.chat_completions, ChatCompletion, ChatBody,
-             streams=True),
+             streams=EVENTS),
     Endpoint("POST", "/v1/completions", "Continue prompts", text.completions, Completion, CompletionBody,
-             streams=True),
+             streams=EVENTS),
     Endpoint("POST", "/v1/responses", "Answer a conversation of items", conversations.responses, ResponseAnswer,
-             ResponsesBody, streams=True),
+             ResponsesBody, streams=EVENTS),
     Endpoint("POST", "/v1/responses/input_tokens", "Count the tokens of a conversation of items",
              conversations.response_tokens, InputTokens, ResponsesBody),
     Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", conversations.messages, MessageAnswer,
-             MessagesBody, streams=True),
+             MessagesBody, streams=EVENTS),
     Endpoint("POST", "/v1/messages/count_tokens", "Count the tokens of a conversation (Anthropic)",
              conversations.message_tokens, TokenCount, CountTokensBody),
+    Endpoint("POST", "/api/chat", "Answer a conversation (Ollama)", ollama.answer, OllamaAnswer, OllamaChatBody,
+             streams=LINES),
+    Endpoint("POST", "/api/generate", "Answer or continue a prompt (Ollama)", ollama.answer, OllamaAnswer,
+             OllamaGenerateBody, streams=LINES),
+    Endpoint("GET", "/api/tags", "List the served models (Ollama)", ollama.models, OllamaModels),
+    Endpoint("GET", "/api/ps", "List the models in memory (Ollama)", ollama.models, OllamaModels),
+    Endpoint("POST", "/api/show", "A served model (Ollama)", ollama.show, OllamaModelInfo, OllamaShowBody),
+    Endpoint("GET", "/api/version", "The version of the API (Ollama)", ollama.show_version, VersionAnswer),
     Endpoint("GET", "/v1/models", "List the served models", info.models, ModelList),
     Endpoint("GET", "/v1/models/{model}", "A served model", info.model, ModelCard),
     Endpoint("POST", "/tokenize", "Token ids of a text or a conversation", info.tokenize, TokenizeAnswer,
@@ -161,6 +178,8 @@ async def _http_error(http: HttpRequest, error: Exception) -> Response:
     """An unknown path or method, in the shape of every other error."""
     assert isinstance(error, HTTPException)
     path = http.url.path
+    if (refusal := ollama.refusal(path)) is not None:
+        return refusal.response(path)
     message = f"{HTTPStatus(error.status_code).phrase}: {http.method} {path}"
     if (first := path.removeprefix("/v1").strip("/").split("/")[0]) in _NOT_MADE:
         message += f"; this server makes no {first}: it writes text, and /openapi.json lists its endpoints"

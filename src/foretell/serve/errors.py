@@ -17,6 +17,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client went away; nobody reads it."""
 
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
 
 _ANTHROPIC_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -54,10 +55,18 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, object]:
         """The body of Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self._sentence}}
+
+    @property
+    def ollama_body(self) -> dict[str, object]:
+        """The body of Ollama's API."""
+        return {"error": self._sentence}
+
+    @property
+    def _sentence(self) -> str:
+        """The message, after the field that is wrong."""
         message = str(self.detail["message"])
-        if self.param is not None and not message.startswith(self.param):
-            message = f"{self.detail['param']}: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return message if self.param is None or message.startswith(self.param) else f"{self.detail['param']}: {message}"
 
     @property
     def detail(self) -> dict[str, object]:
@@ -74,6 +83,7 @@ class ApiError(Exception):
     def response(self, path: str = "") -> Response:
         """The HTTP response, in the shape of the API that the path belongs to."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
+        body = self.ollama_body if path.startswith(OLLAMA_PATH) else body
         return Response(to_json(body), self.status, dict(self.headers), "application/json")
 
 

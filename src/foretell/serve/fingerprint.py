@@ -20,9 +20,8 @@ def system_fingerprint(path: Path, backend: Backend) -> str:
 
 def weights_digest(path: Path) -> str:
     """A hash of the names, the sizes and samples of the files of a model."""
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES)
     digest = hashlib.sha256()
-    for file in files:
+    for file in _files(path):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size};".encode())
         with file.open("rb") as data:
@@ -30,3 +29,12 @@ def weights_digest(path: Path) -> str:
                 data.seek(size * i // _SAMPLES)
                 digest.update(data.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:_DIGITS]
+
+
+def file_bytes(path: Path) -> int:
+    """Size of the files of a model."""
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES)

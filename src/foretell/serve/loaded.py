@@ -128,6 +128,8 @@ class LoadedModel:
     fingerprint: str
     defaults: Mapping[str, Any]
     """Sampling defaults by field; see `serve.defaults`."""
+    file_bytes: int = 0
+    """Size of the model's files."""
 
     def make_engine(self) -> Engine:
         """A new engine. Called in the engine's thread, again after a crash."""

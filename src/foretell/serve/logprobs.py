@@ -5,7 +5,7 @@ from typing import Any
 
 from foretell.engine.logprobs import TopLogprobs
 from foretell.serve.choices import Piece
-from foretell.serve.token_text import TokenTexts
+from foretell.serve.token_text import TextOffsets, TokenTexts
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for a token of probability 0."""
@@ -16,6 +16,10 @@ class LogprobWriter:
 
     def __init__(self, texts: TokenTexts, token_ids: bool) -> None:
         self._texts, self._token_ids = texts, token_ids
+
+    def offsets(self, skip_special_tokens: bool) -> TextOffsets:
+        """Counts characters of one choice."""
+        return self._texts.offsets(skip_special_tokens)
 
     def chat(self, piece: Piece) -> dict[str, Any] | None:
         """`choices[].logprobs` of a chat completion."""
@@ -31,8 +35,8 @@ class LogprobWriter:
             for token, logprob, top in zip(piece.tokens, piece.logprobs, tops, strict=True)
         ]
 
-    def completion(self, piece: Piece, offset: int, prompt: Sequence[int] = ()) -> dict[str, Any] | None:
-        """`choices[].logprobs` of a completion whose piece begins at character `offset` of the choice.
+    def completion(self, piece: Piece, offsets: Sequence[int], prompt: Sequence[int] = ()) -> dict[str, Any] | None:
+        """`choices[].logprobs` of a completion, whose tokens begin at the characters `offsets` of the choice.
 
         `prompt`: tokens of a prompt that is echoed before the piece.
         """
@@ -50,7 +54,7 @@ class LogprobWriter:
                 None if p is None else {self._key(t): max(q, LEAST_LOGPROB) for t, q in ((token, p), *top)}
                 for token, p, top in zip(tokens, chosen, tops, strict=True)
             ],
-            "text_offset": self._offsets(tokens, offset),
+            "text_offset": list(offsets),
         }
 
     def prompt(self, piece: Piece, tokens: Sequence[int]) -> list[dict[str, Any] | None]:
@@ -69,13 +73,6 @@ class LogprobWriter:
                     for t, p in ((token, logprob), *top)
                 }
             )
-        return found
-
-    def _offsets(self, tokens: Sequence[int], offset: int) -> list[int]:
-        found = list[int]()
-        for token in tokens:
-            found.append(offset)
-            offset += len(self._texts.of(token)[0])
         return found
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:

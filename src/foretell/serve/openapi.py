@@ -49,7 +49,7 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     content = {"application/json": {"schema": _schema(endpoint.answer)}}
-    streamed = {"text/event-stream": {"schema": {"type": "string"}}} if endpoint.streams else {}
+    streamed = {endpoint.streams: {"schema": {"type": "string"}}} if endpoint.streams else {}
     answers: dict[str, Any] = {"200": {"description": "The answer", "content": content | streamed}}
     for status, description in _ERRORS.items():
         schema = {"application/json": {"schema": _schema(ErrorAnswer)}}

@@ -57,7 +57,7 @@ def make_run(body: ChatBody, request: Request, loaded: LoadedModel, encoder: Pro
 
     last, model = body.messages[-1], loaded.model
     try:
-        question = question_of([{"role": last.role, "content": last.content or ""}])
+        question = question_of([{"role": last.role, "content": last.text}])
         return body.plan.run(PlanTask(question, request, model.codec, encode, model.config.context))
     except PlanFieldError as error:
         raise bad_request(str(error), error.name) from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from foretell.serve.errors import ApiError, bad_request
@@ -11,6 +12,7 @@ from foretell.serve.tools.default_format import with_tools
 from foretell.serve.tools.syntax import reads_tools
 from foretell.serve.tools.use import ToolUse, tools_of
 from foretell.tokenizer.codec import TextCodec
+from foretell.tokenizer.template_forms import reads_argument_objects, reads_parts
 from foretell.utils.json_values import nesting, texts
 from foretell.utils.validation import parse_object
 
@@ -74,21 +76,29 @@ class PromptEncoder:
             ApiError: too many messages, too long, or the template refuses them.
         """
         self._check_count(len(messages), self._limits.messages, "messages")
-        given = [_plain(i, m) for i, m in enumerate(messages)]
         codec, values = codec or self._codec, dict(variables or {})
-        if not reads_tools(codec.chat_template):
-            given = with_tools(given, tools)
+        template = codec.template_for(bool(tools)) or ""
+        as_text = not reads_tools(template) and (bool(tools) or any(map(_is_of_tools, messages)))
+        given = [_plain(i, m, template, as_text) for i, m in enumerate(messages)]
+        if as_text:
+            given = with_tools([{"content": ""} | message for message in given], tools)
         elif tools:
             values["tools"] = list(tools)
         self._check_size(given, "messages")
         self._check_size(values, "tools" if tools else "chat_template_kwargs")
+        encode = partial(
+            codec.chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=values,
+        )
         try:
-            return codec.chat(
-                given,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=values,
-            )
+            return encode(given)
+        except ValueError as error:
+            if all("content" in message for message in given):
+                raise bad_request(str(error), "messages") from error
+        try:  # Some templates refuse a call without a text.
+            return encode([{"content": ""} | message for message in given])
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
 
@@ -108,12 +118,15 @@ class PromptEncoder:
     def _template_of(self, body: ChatBody) -> TextCodec:
         if body.chat_template is None:
             return self._codec
+        if body.chat_template in self._codec.named_templates:
+            named = self._codec.named_templates[body.chat_template]
+            return replace(self._codec, chat_template=named, named_templates={})
         if not self._trusted:
             raise bad_request(
                 "this server uses no templates of requests; it can be started with --trust-request-chat-template",
                 "chat_template",
             )
-        return replace(self._codec, chat_template=body.chat_template)
+        return replace(self._codec, chat_template=body.chat_template, named_templates={})
 
     def _check_count(self, count: int, most: int, param: str) -> None:
         if count > most:
@@ -140,21 +153,40 @@ def context_exceeded(what: str, context: int, param: str) -> ApiError:
     )
 
 
-def _plain(number: int, message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates read it: a developer's is a system message, and arguments of calls are objects."""
-    given: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": message.content or ""}
+def _is_of_tools(message: ChatMessage) -> bool:
+    return bool(message.tool_calls or message.function_call) or message.role in ("tool", "function")
+
+
+def _plain(number: int, message: ChatMessage, template: str, as_text: bool) -> dict[str, Any]:
+    """A message as its chat template reads it: a developer's is a system message; contents are texts (always where
+    `as_text`) or parts, and arguments of calls objects or texts.
+    """
+    parts = not as_text and isinstance(message.content, list) and reads_parts(template)
+    content = message.content if parts else message.text
     calls = [
-        {"type": "function", "function": _called(number, call.function)} | ({"id": call.id} if call.id else {})
+        {"type": "function", "function": _called(number, call.function, template), **(call.model_extra or {})}
+        | ({"id": call.id} if call.id else {})
         for call in message.tool_calls or ()
     ]
     if message.function_call is not None:
-        calls.append({"type": "function", "function": _called(number, message.function_call)})
-    optional = {"name": message.name, "tool_calls": calls or None, "tool_call_id": message.tool_call_id}
-    return given | {name: value for name, value in optional.items() if value is not None}
+        calls.append({"type": "function", "function": _called(number, message.function_call, template)})
+    optional = {
+        "name": message.name,
+        "tool_calls": calls or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning,
+        "thinking": message.thinking,
+        "content": None if calls and message.content is None else content,
+    }
+    given = {"role": _ROLES.get(message.role, message.role), **(message.model_extra or {}), **optional}
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _called(number: int, function: CalledFunction) -> dict[str, Any]:
+def _called(number: int, function: CalledFunction, template: str) -> dict[str, Any]:
     try:
-        return {"name": function.name, "arguments": parse_object(function.arguments or "{}", "the arguments of a call")}
+        arguments = parse_object(function.arguments or "{}", "the arguments of a call")
     except ValueError as error:
         raise bad_request(str(error), f"messages.{number}.tool_calls") from error
+    as_text = not reads_argument_objects(template)
+    return {"name": function.name, "arguments": (function.arguments or "{}") if as_text else arguments}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from foretell.serve.formats.base import AnswerFormat
 from foretell.serve.jobs import Job
-from foretell.serve.sse import PING
 
 PROGRESS_SECONDS = 0.1
 """Between two looks at the progress of a prompt."""
@@ -38,7 +37,7 @@ class Silence:
         found = b"" if begun or self.progress is None else self._progress(self.progress, now)
         due = self.progress is None or (self.ping_interval is not None and now - self._sent >= self.ping_interval)
         if not found and due:
-            found = b"".join(self.format.ping()) if begun else PING
+            found = b"".join(self.format.ping()) if begun else self.format.filler
         if found:
             self._sent = now
         return found

@@ -1,4 +1,4 @@
-"""Server-sent events, and a response that streams them while it watches for the client to go away."""
+"""Server-sent events and lines of JSON, and a response that streams them while it watches for the client to go away."""
 
 import asyncio
 import contextlib
@@ -11,8 +11,11 @@ from starlette.types import Receive, Scope, Send
 DATA, END = b"data: ", b"\n\n"
 """Around the JSON of an event."""
 DONE = DATA + b"[DONE]" + END
-PING = b": ping\n\n"
-HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+"""Media types of streams."""
+PING, BLANK = b": ping\n\n", b" "
+"""What keeps a silent stream of events open, and one of lines of JSON: a blank before the next line."""
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
@@ -26,6 +29,11 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return head + DATA + json_bytes(data) + END
 
 
+def line(data: Mapping[str, Any]) -> bytes:
+    """A line of JSON."""
+    return json_bytes(data) + b"\n"
+
+
 async def disconnected(receive: Receive) -> None:
     """Return once the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
@@ -33,14 +41,14 @@ async def disconnected(receive: Receive) -> None:
 
 
 class EventStream:
-    """An ASGI response of server-sent events.
+    """An ASGI response of server-sent events, or of what `media_type` says.
 
     It ends at once, and closes `events`, when the client goes away.
     """
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        self._events = events
-        self._headers = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+    def __init__(self, events: AsyncIterator[bytes], media_type: str = EVENTS) -> None:
+        headers = {"Content-Type": f"{media_type}; charset=utf-8", **HEADERS}
+        self._events, self._headers = events, [(k.lower().encode(), v.encode()) for k, v in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""

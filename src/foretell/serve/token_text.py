@@ -1,5 +1,8 @@
 """Text and bytes of single tokens, for log-probabilities."""
 
+from codecs import IncrementalDecoder, getincrementaldecoder
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property
 
 from foretell.tokenizer.codec import TextCodec
@@ -27,6 +30,11 @@ class TokenTexts:
     def _special(self) -> dict[int, str]:
         return {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
 
+    def offsets(self, skip_special_tokens: bool) -> "TextOffsets":
+        """Counts characters of one choice."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return TextOffsets(self, {i for i, token in added if token.special} if skip_special_tokens else frozenset())
+
     def of(self, token: int) -> tuple[str, bytes]:
         """Text and bytes of a token; the text of part of a character is U+FFFD."""
         found = self._known.get(token)
@@ -47,3 +55,42 @@ class TokenTexts:
             return data.decode("utf-8", "replace"), data
         text = name.replace("▁", " ")
         return text, text.encode()
+
+
+class TextOffsets:
+    """At which character of the visible text of a choice each token begins; all bytes of a character begin with it.
+
+    `hidden`: tokens without visible text.
+    """
+
+    def __init__(self, texts: TokenTexts, hidden: AbstractSet[int]) -> None:
+        self._texts, self._hidden, self._length = texts, hidden, 0
+        self._decoder = _utf8()
+
+    def of_prompt(self, tokens: Sequence[int], length: int) -> list[int]:
+        """The places of the tokens of a prompt whose text of `length` characters goes before the answer."""
+        places = self.of(tokens)
+        # Tokenizers that write a blank before a text leave it out of the text.
+        extra = self._length - length
+        self._length, self._decoder = length, _utf8()
+        return [min(max(place - extra, 0), length) for place in places]
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """The places of further tokens."""
+        places = []
+        for token in tokens:
+            data = b"" if token in self._hidden else self._texts.of(token)[1]
+            places.append(self._length + self._ends_character(data[:1]))
+            self._length += len(self._decoder.decode(data))
+        return places
+
+    def _ends_character(self, byte: bytes) -> int:
+        """1 if the bytes that wait for the rest of a character are a character of their own, since this one is no
+        continuation of them.
+        """
+        pending = self._decoder.getstate()[0]
+        return int(bool(pending and byte) and _utf8().decode(pending + byte).startswith("\ufffd"))
+
+
+def _utf8() -> IncrementalDecoder:
+    return getincrementaldecoder("utf-8")("replace")

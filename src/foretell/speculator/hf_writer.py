@@ -2,13 +2,17 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
-from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
+from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.modules import to_weights
+from foretell.model.block.spec import LinearWeights
+from foretell.model.block.weights import further_fields, map_linears, places_of, tensor_at
+from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import Activation, ModelConfig, RopeConfig
 from foretell.speculator.checkpoint import write_weights
 from foretell.tokenizer.codec import TextCodec
@@ -47,7 +51,6 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
     """
     unsupported = {
         "experts": c.experts is not None,
-        "attention sinks": c.sinks,
         "latent attention": c.latent is not None,
         "norms of queries and keys": c.qk_norm,
         "norms after its sub-layers": c.post_norms or c.norm_offset != 0,
@@ -58,6 +61,8 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
         "an attention scale of its own": c.scale != c.head_dim**-0.5,
         "no gate in its feed-forward": not c.gated,
     }
+    own = further_fields(c) - {"attention_shortcut", "mlp_shortcut"}
+    unsupported |= {f"weights that Llama has not ({name})": True for name in sorted(own)}
     found = next((part for part, present in unsupported.items() if present), None)
     if found is not None:
         raise ValueError(
@@ -121,33 +126,22 @@ def llama_tensors(decoder: Decoder) -> dict[str, torch.Tensor]:
     }
     if not c.tied:
         out["lm_head.weight"] = decoder.head.weight
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     if c.shortcuts:
         raise ValueError("a model with a sliced residual stream cannot be written as a Hugging Face directory")
+    whole = replace(c, architecture="llama", low_rank=LowRank())
     for i, block in enumerate(decoder.blocks):
-        assert isinstance(block, DecoderBlock) and isinstance(block.mlp, FeedForward)
-        assert isinstance(block.qkv, Linear | FactoredLinear)
-        at = f"model.layers.{i}."
-        out[at + "input_layernorm.weight"] = block.attention_norm.weight
-        out[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight
-        for name, linear, sizes in (
-            ("self_attn.{}_proj", block.qkv, {"q": q, "k": kv, "v": kv}),
-            ("self_attn.{}_proj", block.output, {"o": c.hidden}),
-            ("mlp.{}_proj", block.mlp.gate_up, {"gate": c.ffn, "up": c.ffn}),
-            ("mlp.{}_proj", block.mlp.down, {"down": c.hidden}),
-        ):
-            out.update(_split_fused(at + name, linear, sizes))
+        assert isinstance(block, DecoderBlock)
+        weights = map_linears(to_weights(block), lambda path, linear: _product(linear))
+        out |= {place.name: tensor_at(weights, place) for place in places_of(whole, i)}
     return out
 
 
-def _split_fused(name: str, linear: AnyLinear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """The matrices, and biases if there are any, of a fused layer."""
-    parts = {"weight": linear.weight} | ({} if linear.bias is None else {"bias": linear.bias})
-    return {
-        f"{name.format(letter)}.{kind}": rows
-        for kind, fused in parts.items()
-        for letter, rows in zip(sizes, torch.split(fused.data, list(sizes.values())), strict=True)
-    }
+def _product(linear: LinearWeights) -> LinearWeights:
+    """The layer with the product of its factors in their place."""
+    if not isinstance(linear.factor, torch.Tensor):
+        return linear
+    parts = [part @ linear.factor for part in linear.parts if isinstance(part, torch.Tensor)]
+    return LinearWeights(tuple(parts), linear.bias)
 
 
 def write_codec(folder: Path, codec: TextCodec) -> None:

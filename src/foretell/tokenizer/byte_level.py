@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from foretell.tokenizer.pre_tokenizers import PRE_TOKENIZERS, split_by
 from foretell.utils.validation import Fields, read_json
 
 _CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
@@ -32,7 +33,7 @@ def read_qwen2(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(f"{folder}: damaged {_VOCAB} or {_MERGES} ({error}); {_AGAIN}") from error
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = split_by("qwen2")
+    tokenizer.pre_tokenizer = split_by(PRE_TOKENIZERS["qwen2"])
     tokenizer.decoder = decoders.ByteLevel()
     for number, token in sorted(_added_tokens(folder, config).items()):
         tokenizer.add_tokens([token])
@@ -59,19 +60,3 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTok
         added = Fields(read_json(file, _AGAIN), str(file))
         out = {added.integer(text): AddedToken(text, normalized=False, special=True) for text in added.raw}
     return out
-
-
-def split_pattern(kind: str) -> str:
-    """Where the pre-tokenizer of this name cuts a text: `llama-bpe` keeps up to three digits together, `qwen2` one."""
-    numbers = r"\p{N}{1,3}" if kind == "llama-bpe" else r"\p{N}"
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + numbers
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-def split_by(kind: str) -> pre_tokenizers.PreTokenizer:
-    """The pre-tokenizer of this name."""
-    split = pre_tokenizers.Split(Regex(split_pattern(kind)), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -12,11 +12,14 @@ import sys
 import time
 from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
+from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -56,11 +59,13 @@ _METHODS = frozenset((
 _PADDING = frozenset(("center", "ljust", "rjust", "zfill"))
 _REMOVED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
 """Filters without a bound on their cost; chat templates do not need them."""
-_SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "truncate")
+_SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson", "truncate")
 """Filters that take a width, a count or a precision."""
 _WIDE_FIELD = re.compile(r"\d{4}|\*|:[^{}]*\{")
 _COMPILER_ARGUMENTS = ("_loop_vars", "_block_vars")
 """Arguments that compiled templates add to those of the template."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; the first that a message has counts."""
 _STEP, _MEASURED = " step", " measured"
 """Names of internal filters; a template cannot use a name with a space."""
 
@@ -123,11 +128,45 @@ def _parts(value: Any) -> Iterable[Any]:
 _BUDGET: ContextVar[_Budget] = ContextVar("budget")
 
 
+_NOW: ContextVar[datetime | None] = ContextVar("now", default=None)
+"""The date that templates are told; None: the local one."""
+
+
 class _Namespace(Namespace):
-    """Jinja's namespace with a `repr` that does not grow with its attributes."""
+    """Jinja's namespace with a `repr` that does not grow with its attributes, none of which begins with `_`."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Positional alone, as in Jinja: an attribute may be called `self`.
+        Namespace.__init__(*args, **kwargs)
+        for name in dict(*args[1:], **kwargs):
+            _check_attribute(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
 
     def __repr__(self) -> str:
         return "<Namespace>"
+
+
+def _check_attribute(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the name {name!r} of a namespace begins with an underscore")
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks what the assistant wrote, and writes it."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja's own type.
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block as a call that returns its text."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -139,18 +178,18 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", _Generation],
             optimized=False,  # Constant folding would compute values before they can be checked.
             finalize=_output,
         )
-        self.filters["tojson"] = lambda x, **_: json.dumps(x, ensure_ascii=False)
+        self.filters["tojson"] = _tojson
         for name in _REMOVED_FILTERS:
             del self.filters[name]
         self.filters = {name: _bounded_filter(name, f) for name, f in self.filters.items()}
         self.filters |= {_STEP: _step, _MEASURED: _measure}
         self.tests = {name: _counted(f) for name, f in self.tests.items()}
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace}
+        self.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace, "strftime_now": _strftime_now}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = _BUDGET.get()
@@ -193,6 +232,33 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    if len(form) > MAX_FIELD_CHARS or _WIDE_FIELD.search(form):
+        raise TemplateLimitError("it formats a field with a width that is too large")
+    return (_NOW.get() or datetime.now()).strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the escapes of HTML, as transformers writes it."""
+    width = 0 if indent is None else max(indent, 0) if isinstance(indent, int) else len(indent)
+    between = sum(map(len, separators or ()))
+    if width or between:
+        _BUDGET.get().check_size(_written_chars(value, width, between, 1) * MAX_CHAR_BYTES)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _written_chars(value: Any, width: int, between: int, depth: int) -> int:
+    """About how many characters indentation and separators take."""
+    inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(width * depth + between + _written_chars(part, width, between, depth + 1) for part in inner)
 
 
 @jinja2.pass_context
@@ -325,30 +391,31 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        bos: str = "",
-        eos: str = "",
+        bos: str | None = "",
+        eos: str | None = "",
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> str:
         """The text of the conversation, with the generation prompt unless `add_generation_prompt` is False.
 
-        `variables`: further variables of the template.
+        A `bos` or `eos` of None is no variable of the template. `variables`: further variables. `now`: what
+        `strftime_now` tells; None: the local date.
 
         Raises:
             ValueError: the template refuses the conversation, fails on it, or exceeds a limit, or a variable has the
                 name of one that is always there.
         """
         own: dict[str, Any] = {
-            "messages": [dict(m) for m in messages],
+            "messages": [_given_fields(m) for m in messages],
             "add_generation_prompt": add_generation_prompt,
-            "bos_token": bos,
-            "eos_token": eos,
         }
-        given = dict(variables or {})
+        own |= {name: text for name, text in (("bos_token", bos), ("eos_token", eos)) if text is not None}
+        given = {"tools": None, "documents": None} | dict(variables or {})
         if taken := sorted(own.keys() & given):
             raise ValueError(f"{taken[0]} is no variable that can be set for a chat template")
         budget = _Budget(_input_bytes(own["messages"]) + _input_bytes(given))
-        token, written, size = _BUDGET.set(budget), list[str](), 0
+        token, date, written, size = _BUDGET.set(budget), _NOW.set(now), list[str](), 0
         try:
             for piece in self._template.generate(given | own):
                 size += sys.getsizeof(piece)
@@ -364,7 +431,15 @@ class ChatTemplate:
             ) from error
         finally:
             _BUDGET.reset(token)
+            _NOW.reset(date)
         return "".join(written)
+
+
+def _given_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers gives it to templates: without null values, and with reasoning under both names."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _input_bytes(value: Any) -> int:

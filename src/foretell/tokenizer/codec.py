@@ -4,18 +4,18 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from foretell.tokenizer.byte_level import is_qwen2, read_qwen2
 from foretell.tokenizer.chat_template import ChatTemplate
+from foretell.tokenizer.directory import read_directory
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.json_values import map_texts, texts
-from foretell.utils.validation import read_json
 
 Message = Mapping[str, Any]
 """A turn of a conversation: `role` (system, user, assistant, tool) and `content`, and further JSON values that a chat
@@ -23,7 +23,8 @@ template reads, as `tool_calls`.
 """
 
 _CONTENT_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
-_TOKENIZER = "tokenizer.json"
+_END_MARK = "\ufffcEND\ufffc "
+"""What marks the end of a message that is to be continued."""
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 """Code points that Unicode reserves for the internal use of programs."""
 
@@ -36,6 +37,22 @@ class TextCodec:
     chat_template: str | None = None
     bos: str | None = None
     eos: str | None = None
+    named_templates: Mapping[str, str] = field(default_factory=dict)
+    """Further templates: `tool_use` is for conversations with tools; others are chosen by name."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Further special tokens that templates may name, as `pad_token`."""
+    template_date: datetime | None = None
+    """The date that templates are told; None: that of the day."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The token that the tokenizer names as the end of a text, if it has it."""
+        found = None if self.eos is None else self.tokenizer.token_to_id(self.eos)
+        return () if found is None else (found,)
+
+    def template_for(self, with_tools: bool) -> str | None:
+        """The template of conversations with tools, or without."""
+        return self.named_templates.get("tool_use", self.chat_template) if with_tools else self.chat_template
 
     def has_same_tokens(self, other: "TextCodec") -> bool:
         """Whether every token has the same id and text."""
@@ -83,8 +100,9 @@ class TextCodec:
             _check_message(number, message)
 
         def render(messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-            text = self._render(messages, add_generation_prompt and not continue_final_message, variables)
-            return _up_to_final_message(text, messages) if continue_final_message else text
+            if not continue_final_message:
+                return self._render(messages, add_generation_prompt, variables)
+            return _up_to_mark(self._render(_with_mark(messages), False, variables))
 
         given = variables or {}
         if allow_special_tokens or not any(map(self._contains_special_token, texts([messages, given]))):
@@ -108,13 +126,14 @@ class TextCodec:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        if self.chat_template is None:
-            raise ValueError("this model has no chat template: give raw text (`foretell generate --raw`)")
-        return self._template.render(messages, self.bos or "", self.eos or "", add_generation_prompt, variables)
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.chat_template or "")
+        given = {**self.special_tokens, **(variables or {})}
+        source = self.template_for(given.get("tools") is not None)
+        if source is None:
+            named = (
+                f"; it has templates named {', '.join(sorted(self.named_templates))}" if self.named_templates else ""
+            )
+            raise ValueError(f"this model has no chat template: give raw text (`foretell generate --raw`){named}")
+        return _compiled(source).render(messages, self.bos, self.eos, add_generation_prompt, given, self.template_date)
 
     @cached_property
     def _special_token_pattern(self) -> re.Pattern[str] | None:
@@ -150,7 +169,7 @@ class TextCodec:
         """
         assert self._special_token_pattern is not None
         tokenizer, names, ids = self._with_renamed_special_tokens
-        written = "".join(texts([messages, variables])) + (self.chat_template or "")
+        written = "".join(texts([messages, variables, self.named_templates])) + (self.chat_template or "")
         mark = next(c for c in map(chr, _NONCHARACTERS) if c not in written)
         hidden = list[str]()
 
@@ -223,83 +242,68 @@ def _checked_text(text: str) -> str:
     return text
 
 
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
+
+
 def _check_message(number: int, message: Message) -> None:
     example = "give it as {'role': 'user', 'content': '...'}"
     if not isinstance(message, Mapping):
-        raise ValueError(f"message {number} is no mapping of strings: {example}")
+        raise ValueError(f"message {number} is no mapping: {example}")
+    if not isinstance(message.get("role", ""), str):
+        raise ValueError(f"message {number} has a role that is no text: {example}")
     for key in ("role", "content"):
-        if key not in message:
+        if key not in message and not (key == "content" and message.get("tool_calls")):
             raise ValueError(f"message {number} has no {key!r}: {example}")
-        if not isinstance(message[key], str):
-            raise ValueError(f"message {number} is no mapping of strings: {example}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        if not all(isinstance(part, Mapping) for part in content):
+            raise ValueError(
+                f"message {number} has a part that is no mapping: give it as {{'type': 'text', 'text': '...'}}"
+            )
+    elif not isinstance(content, str | None):
+        raise ValueError(f"message {number} has a content that is neither text nor a list of parts: {example}")
 
 
-def _up_to_final_message(text: str, messages: Sequence[Message]) -> str:
-    """The text of a conversation up to the end of its last message.
-
-    Raises:
-        ValueError: the last message is empty, or the template changes its text.
-    """
-    content = messages[-1]["content"].strip() if messages else ""
-    start = text.rfind(content) if content else -1
-    if start < 0:
-        raise ValueError("the last message cannot be continued: its text is empty, or the chat template changes it")
-    return text[: start + len(content)]
-
-
-def require_tokenizer(path: Path) -> None:
-    """Check that a model directory has a tokenizer that `from_directory` reads.
+def _with_mark(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a mark at the end of the last one's text.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has no text.
     """
-    if not (path / _TOKENIZER).is_file() and not is_qwen2(path, _read_tokenizer_config(path)):
-        raise ValueError(
-            f"{path}: no {_TOKENIZER} here; convert the tokenizer with transformers' `save_pretrained` first"
-        )
+    last = dict(messages[-1]) if messages else {}
+    content = last.get("content")
+    if isinstance(content, list | tuple):
+        parts = [dict(part) for part in content]
+        part = next((part for part in reversed(parts) if isinstance(part.get("text"), str)), None)
+        if part is not None:
+            part["text"] += _END_MARK
+            return [*messages[:-1], last | {"content": parts}]
+    if not isinstance(content, str) or not content.strip():
+        raise ValueError("the last message cannot be continued: it has no text")
+    return [*messages[:-1], last | {"content": content + _END_MARK}]
+
+
+def _up_to_mark(text: str) -> str:
+    """The text of a conversation up to the mark in its last message.
+
+    Raises:
+        ValueError: the template leaves it out.
+    """
+    end = text.rfind(_END_MARK.strip())
+    if end < 0:
+        raise ValueError("the last message cannot be continued: the chat template changes its text")
+    # A template that strips the blank of the mark strips those of the message.
+    return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
 
 
 def from_directory(path: Path) -> TextCodec:
-    """Read the tokenizer of a Hugging Face model directory (`tokenizer.json`, or the files of Qwen2's byte-level BPE),
-    `tokenizer_config.json` and the chat template.
+    """The tokenizer of a Hugging Face model directory.
 
     Raises:
-        ValueError: there is no tokenizer, or a file is damaged.
+        ValueError: see `read_directory`.
     """
-    require_tokenizer(path)
-    raw = _read_tokenizer_config(path)
-    template = raw.get("chat_template")
-    if isinstance(template, list):
-        template = next(
-            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
-        )
-    if (path / "chat_template.jinja").is_file():
-        template = (path / "chat_template.jinja").read_text("utf-8")
-    if not isinstance(template, str | None):
-        raise ValueError(f"{path / 'tokenizer_config.json'}: chat_template must be a string, found {template!r:.80}")
-
-    def token(name: str) -> str | None:
-        value = raw.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(value, str | None):
-            raise ValueError(f"{path / 'tokenizer_config.json'}: {name} must be a string, found {value!r:.80}")
-        return value
-
-    file = path / _TOKENIZER
-    tokenizer = _read_tokenizer(file) if file.is_file() else read_qwen2(path, raw)
-    return TextCodec(tokenizer, template, token("bos_token"), token("eos_token"))
-
-
-def _read_tokenizer_config(path: Path) -> dict[str, Any]:
-    file = path / "tokenizer_config.json"
-    return read_json(file, "download it again") if file.is_file() else {}
-
-
-def _read_tokenizer(file: Path) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{file}: damaged tokenizer ({error}); download it again") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    tokenizer, special, templates = read_directory(path)
+    bos, eos = special.pop("bos_token", None), special.pop("eos_token", None)
+    return TextCodec(tokenizer, templates.pop("default", None), bos, eos, templates, special)

@@ -1,30 +1,46 @@
-"""The tokenizer that a GGUF file describes."""
+"""The tokenizer that a GGUF file describes; where the file is silent, with the defaults of llama.cpp."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-from foretell.tokenizer.byte_level import split_by
 from foretell.tokenizer.codec import TextCodec
+from foretell.tokenizer.pre_tokenizers import PreTokenizer, pre_tokenizer
+from foretell.tokenizer.vocabulary import PREFIX, Vocabulary
 
-_CONTROL, _USER_DEFINED = 3, 4
-"""Token types of GGUF files."""
+_KINDS = {
+    "gpt2": "byte-level BPE",
+    "gemma4": "BPE of characters",
+    "llama": "SentencePiece",
+    "t5": "unigram of SentencePiece",
+}
+_NOT_READ = {
+    "bert": "WordPiece, of models that embed texts",
+    "rwkv": "the tokenizer of RWKV",
+    "plamo2": "the tokenizer of PLaMo 2",
+    "whitespace": "words, of models that embed texts",
+    "hybriddna": "a tokenizer of DNA",
+    "none": "a file without a tokenizer",
+    "no_vocab": "a file without a tokenizer",
+}
+_OTHER_SPECIAL = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "cls": "cls"}
+"""Names of further special tokens in GGUF files (the format spells so), by those in templates."""
 
 
-def codec_from_gguf(meta: Mapping[str, Any]) -> TextCodec:
-    """The tokenizer that the metadata of a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
+def codec_from_gguf(meta: Mapping[str, Any], pre: str | None = None) -> TextCodec:
+    """The tokenizer that the metadata of a GGUF file describes. `pre`: the pre-tokenizer of a byte-level BPE, in place
+    of the one that the file names.
 
     Raises:
-        ValueError: another kind of tokenizer, or a damaged one.
+        ValueError: another kind of tokenizer, an unknown pre-tokenizer, or a damaged one.
     """
-    kind = meta.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ValueError(
-            f"GGUF tokenizer {kind!r} is not supported; known: gpt2 (byte-level BPE), llama (SentencePiece)"
-        )
+    kind = meta.get(PREFIX + "model")
+    if kind not in _KINDS:
+        what = f" ({_NOT_READ[kind]})" if kind in _NOT_READ else ""
+        known = ", ".join(f"{name} ({text})" for name, text in _KINDS.items())
+        raise ValueError(f"GGUF tokenizer {kind!r}{what} is not supported; known: {known}")
+    rule = _rule(meta, pre)
     try:
-        return _build_codec(meta)
+        return _codec(meta, Vocabulary(meta, rule))
     except Exception as error:  # tokenizers raises nothing narrower
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -32,67 +48,35 @@ def codec_from_gguf(meta: Mapping[str, Any]) -> TextCodec:
         ) from error
 
 
-def _build_codec(meta: Mapping[str, Any]) -> TextCodec:
-    tokens: list[str] = list(meta["tokenizer.ggml.tokens"])
-    types: list[int] = list(meta.get("tokenizer.ggml.token_type", [1] * len(tokens)))
-    vocab = {t: i for i, t in enumerate(tokens)}
-    if meta["tokenizer.ggml.model"] == "gpt2":
-        merges = [tuple(m.split(" ")) for m in meta["tokenizer.ggml.merges"]]
-        tokenizer = Tokenizer(
-            models.BPE(vocab=vocab, merges=merges, ignore_merges=meta.get("tokenizer.ggml.pre") == "llama-bpe")
-        )
-        tokenizer.pre_tokenizer = _pre_tokenizer(str(meta.get("tokenizer.ggml.pre", "default")))
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        tokenizer = _sentencepiece(
-            tokens, list(meta["tokenizer.ggml.scores"]), int(meta.get("tokenizer.ggml.unknown_token_id", 0))
-        )
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
+def _rule(meta: Mapping[str, Any], pre: str | None) -> PreTokenizer | None:
+    """The pre-tokenizer of a BPE; None: another kind of tokenizer has none.
+
+    Raises:
+        ValueError: it is not known, or one was named for a tokenizer that has none.
+    """
+    if meta[PREFIX + "model"] in ("llama", "t5"):
+        if pre is not None:
+            raise ValueError(
+                f"--pre-tokenizer {pre}: this GGUF file has a SentencePiece tokenizer, which cuts no texts"
+            )
+        return None
+    named = "gemma4" if meta[PREFIX + "model"] == "gemma4" else str(meta.get(PREFIX + "pre") or "default")
+    return pre_tokenizer(pre or named)
+
+
+def _codec(meta: Mapping[str, Any], vocabulary: Vocabulary) -> TextCodec:
+    tokenizer = vocabulary.tokenizer(normalizes=False)
+    vocabulary.add_ends(tokenizer)
+    prefix, tokens = "tokenizer.chat_template.", vocabulary.tokens
+    return TextCodec(
+        tokenizer,
+        meta.get("tokenizer.chat_template"),
+        vocabulary.name("bos"),
+        vocabulary.name("eos"),
+        {key.removeprefix(prefix): text for key, text in meta.items() if key.startswith(prefix)},
+        {
+            f"{name}_token": tokens[number]
+            for name, key in _OTHER_SPECIAL.items()
+            if 0 <= (number := int(meta.get(f"{PREFIX}{key}_token_id", -1))) < len(tokens)
+        },
     )
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
-    )
-
-    def token(name: str) -> str | None:
-        index = meta.get(f"tokenizer.ggml.{name}_token_id")
-        return None if index is None else tokens[int(index)]
-
-    bos = token("bos")
-    if bos is not None and meta.get("tokenizer.ggml.add_bos_token", False):
-        first = (bos, int(meta["tokenizer.ggml.bos_token_id"]))
-        tokenizer.post_processor = processors.TemplateProcessing(f"{bos}:0 $A:0", f"{bos}:0 $A:0 $B:0", [first])
-    return TextCodec(tokenizer, meta.get("tokenizer.chat_template"), bos, token("eos"))
-
-
-def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if kind in ("default", "gpt-2"):
-        return byte_level
-    return split_by(kind)
-
-
-def _sentencepiece(tokens: list[str], scores: list[float], unknown: int) -> Tokenizer:
-    """SentencePiece BPE: every pair that forms a known piece merges, higher scores first."""
-    vocab = {t: i for i, t in enumerate(tokens)}
-    merges = []
-    for piece, score in zip(tokens, scores, strict=True):
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                merges.append((-score, vocab[left], left, right))
-    merges.sort(key=lambda m: (m[0], m[1]))
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=[(m[2], m[3]) for m in merges],
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer

@@ -14,11 +14,25 @@ class Detokenizer:
     that its text is not that of all tokens, or raises; and it does not give out what it holds back at the end.
     """
 
+    _MOST_BEFORE = 8
+    """Tokens of the text before it that are tried."""
+
     def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
         self._decode, self._run_tokens = decode, run_tokens
         self._tokens: list[int] = []
         self._window_start = 0
         self._decoded = 0
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        """Take the tokens for the continuation of a prompt: their first blank, which a decoder leaves out at the
+        beginning of a text, is kept. Call it before the first `push`.
+        """
+        for count in range(1, min(len(prompt), self._MOST_BEFORE) + 1):
+            before = list(prompt[-count:])
+            text = self._decode(before)
+            if text and not text.endswith("\ufffd"):
+                self._tokens, self._decoded = before, len(before)
+                return
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""

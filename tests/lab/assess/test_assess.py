@@ -44,11 +44,16 @@ def other() -> Path:
     return save_tiny_model(Path(mkdtemp()) / "other", seed=3)
 
 
-def measures(*arguments: str | Path) -> dict[str, float]:
+@cache
+def assessed(*arguments: str | Path) -> dict[str, dict[str, Any]]:
     result = run_foretell("assess", *arguments, *SMALL, "--json")
     assert result.exit_code == 0, (result.output, result.exception)
-    found: dict[str, float] = json.loads(result.stdout)["measures"]
+    found: dict[str, dict[str, Any]] = json.loads(result.stdout)
     return found
+
+
+def measures(*arguments: str | Path) -> dict[str, float]:
+    return assessed(*arguments)["measures"]
 
 
 def test_a_model_beside_itself_changes_nothing_and_beside_another_one_does() -> None:
@@ -60,15 +65,15 @@ def test_a_model_beside_itself_changes_nothing_and_beside_another_one_does() -> 
 
 
 def test_changes_have_intervals_by_paired_bootstrap() -> None:
-    options = ("--dtype", "float32", "--against", tiny_target(), *SMALL, "--json")
-    found = json.loads(run_foretell("assess", other(), *options).stdout)
+    options = ("--dtype", "float32", "--against", tiny_target())
+    found = assessed(other(), *options)
     for name, (low, high) in found["intervals"].items():
         assert low <= found["measures"][name] <= high, name
     assert set(found["intervals"]) == {
         "kl", "total_variation", "changed_tokens", "perplexity_ratio", "probe_flips", "new_errors",
     }  # fmt: skip
     assert found["intervals"]["kl"][0] > 0 and found["intervals"]["kl"][0] < found["intervals"]["kl"][1]
-    same = json.loads(run_foretell("assess", tiny_target(), *options).stdout)["intervals"]
+    same = assessed(tiny_target(), *options)["intervals"]
     assert same["probe_flips"] == [0, 0] and same["perplexity_ratio"] == [1, 1]
 
 

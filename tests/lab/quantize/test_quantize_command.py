@@ -17,7 +17,7 @@ from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.gguf_metadata import pre_tokenizer_name
 from foretell.load import load, open_checkpoint
 from foretell.model.load.gguf import GGUF
-from foretell.tokenizer.gguf import _pre_tokenizer as gguf_pre_tokenizer
+from foretell.tokenizer.pre_tokenizers import PRE_TOKENIZERS, split_by
 from helpers import LLAMA3, chain_tree, random_tokens
 
 
@@ -206,7 +206,10 @@ def test_text_of_the_model_needs_a_chat_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["smollm", "gpt-2", "llama-bpe", "qwen2"])
 def test_pre_tokenizers_are_known_by_llama_cpp_names(kind: str) -> None:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = gguf_pre_tokenizer(kind)
+    tokenizer.pre_tokenizer = {
+        "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()]),
+        "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    }.get(kind) or split_by(PRE_TOKENIZERS[kind])
     assert pre_tokenizer_name(json.loads(tokenizer.to_str()), "m") == kind
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{N}|\w+"), "isolated")
     with pytest.raises(ValueError, match="has no name for its pre-tokenizer"):

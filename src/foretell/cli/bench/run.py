@@ -68,6 +68,8 @@ def run(
     ] = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    pre_tokenizer: options.PreTokenizer = None,
+    chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     kv_cache_policy: options.KvCachePolicy = None,
     sparsity: options.Sparsity = None,
@@ -107,7 +109,15 @@ def run(
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
         memory_limit=None if target_memory_limit is None else target_memory_limit << 20,
-        target=TargetOptions(max_model_len, rope_scaling, kv_cache_dtype, kv_cache_policy, sparsity),
+        target=TargetOptions(
+            max_model_len,
+            rope_scaling,
+            kv_cache_dtype,
+            kv_cache_policy,
+            sparsity,
+            pre_tokenizer=pre_tokenizer,
+            chat_template_date=chat_template_date,
+        ),
     )
     named = [*split_commas(methods), *(speculative_config or ())]
     plan = BenchPlan.from_settings(settings, named, split_commas(peers), gguf_cache or default_folder())

@@ -28,7 +28,7 @@ from foretell.lab.quantize.base import linears, set_matrix
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
-from foretell.lab.quantize.layout import EMBEDDING, inputs_of, parts_of
+from foretell.lab.quantize.layout import EMBEDDING, shapes_of
 from foretell.load import open_checkpoint
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
@@ -106,8 +106,8 @@ def plan(
         chosen, amount = PRUNING[method](share), f"sparsity {share}"
         if bits is not None:
             chosen, amount = SparseGPT(share, bits), f"{amount}, {bits} bits in groups of {GROUP}"
-    for role, inputs in inputs_of(source.config).items():
-        chosen.check(sum(part.outputs for part in parts_of(source.config)[role]), inputs, f"{role} in {source.name}")
+    for role, shape in shapes_of(source.config).items():
+        chosen.check(*shape, f"{role} in {source.name}")
     two_of_four = pattern is not None and _within_two_of_four(Pattern.parse(pattern))
     return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks_of(source.config, chosen))
 
@@ -240,5 +240,5 @@ def output_config(source: Source, chosen: Plan, kept: Sequence[int]) -> ModelCon
 
 def _runs_two_of_four(source: Source, chosen: Plan) -> bool:
     """Whether the CPU kernels pack the matrices by the pattern."""
-    blocks = all(inputs % TWO_OF_FOUR_INPUTS == 0 for inputs in inputs_of(source.config).values())
+    blocks = all(inputs % TWO_OF_FOUR_INPUTS == 0 for _, inputs in shapes_of(source.config).values())
     return chosen.two_of_four and blocks and dtype_of(source) == torch.bfloat16

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.compress.base import Compressor
-from foretell.lab.quantize.base import ROLES, InputStatistics
-from foretell.lab.quantize.layout import inputs_of, parts_of
+from foretell.lab.quantize.base import InputStatistics
+from foretell.lab.quantize.layout import shapes_of
 from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
@@ -32,10 +32,7 @@ def ranks_of(config: ModelConfig, compressor: Compressor | None) -> LowRank:
     """The ranks of the matrices of a model that a method stores as two factors."""
     if not isinstance(compressor, LowRankCompressor):
         return LowRank()
-    inputs, parts = inputs_of(config), parts_of(config)
-    return LowRank(
-        **{role: compressor.stored_rank(sum(p.outputs for p in parts[role]), inputs[role]) for role in ROLES}
-    )
+    return LowRank(**{role: compressor.stored_rank(*shape) for role, shape in shapes_of(config).items()})
 
 
 def check_share(share: float) -> None:

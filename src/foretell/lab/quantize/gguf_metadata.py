@@ -10,8 +10,8 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_sizes import write_sizes
-from foretell.tokenizer.byte_level import split_pattern
 from foretell.tokenizer.codec import TextCodec
+from foretell.tokenizer.pre_tokenizers import CONTRACTION, PRE_TOKENIZERS
 
 _WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
 _REPLACED = ("general.architecture", "general.file_type", "general.quantization_version")
@@ -19,6 +19,7 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """Token types."""
 _SPLITS = ("llama-bpe", "qwen2")
 """llama.cpp's names of pre-tokenizers that split by a pattern."""
+_PUBLISHED_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def copy_metadata(writer: Any, source: GGUF) -> None:
@@ -126,9 +127,10 @@ def pre_tokenizer_name(tokenizer: dict[str, Any], name: str) -> str:
         return "gpt-2"
     if kinds == ["Split", "ByteLevel"]:
         pattern = (stages[0].get("pattern") or {}).get("Regex")
-        matching = next((known for known in _SPLITS if split_pattern(known) == pattern), None)
-        if matching is not None:
-            return matching
+        cut = (str(pattern).replace(_PUBLISHED_CONTRACTION, CONTRACTION),)
+        for known in _SPLITS:
+            if PRE_TOKENIZERS[known].patterns == cut:
+                return known
     raise ValueError(
         f"{name}: llama.cpp has no name for its pre-tokenizer ({', '.join(map(str, kinds))}); write a directory"
     )

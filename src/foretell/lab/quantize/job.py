@@ -22,8 +22,8 @@ from foretell.lab.quantize.layout import (
     HEAD,
     TensorEntry,
     block_tensors,
-    inputs_of,
     require_supported,
+    shapes_of,
 )
 from foretell.lab.quantize.rtn import round_to_nearest
 from foretell.load import open_checkpoint
@@ -109,7 +109,7 @@ def plan(source: Source, out: Path, kind: str, group: int | None) -> Target:
     Raises:
         ValueError: an unknown type, a group that does not divide the inputs, or rows that are no whole blocks.
     """
-    inputs = inputs_of(source.config)
+    inputs = {role: inputs for role, (_, inputs) in shapes_of(source.config).items()}
     if kind not in GGUF_GRIDS:
         raise unknown("type", kind, GGUF_GRIDS)
     if out.suffix == ".gguf":

@@ -13,7 +13,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.neuron_file import write_layer
 from foretell.model.kernels.rows import floats
 from foretell.model.kernels.structures import Precision
-from foretell.model.load.native import read_block
+from foretell.model.load.native import packable_block
 from foretell.model.load.weights import Weights
 from foretell.model.offload.placement_file import FILE, NEURONS, PlacementFile, file_order, save_counts
 from foretell.model.offload.sparsity_file import SparseModel
@@ -57,9 +57,9 @@ def write_profile(
     (folder / FILE).unlink(missing_ok=True)
     with (folder / NEURONS).open("wb") as out:
         for i, order in enumerate(file_order(counts)):
-            block = read_block(config, i, weights, precision)
-            assert block.gate is not None and block.up is not None and block.down is not None
-            write_layer(out, block.gate, block.up, block.down, order, floats(precision))
+            block = packable_block(config, i, weights, precision)
+            assert block.mlp is not None
+            write_layer(out, block.mlp, order, floats(precision))
             weights.release_pages()
     save_counts(folder, file, counts)
 

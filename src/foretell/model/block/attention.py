@@ -21,15 +21,15 @@ class AttentionBackend(ABC):
         q: Float[torch.Tensor, "*t h e"],
         k: Float[torch.Tensor, "*t g e"],
         v: Float[torch.Tensor, "*t g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "*t he"]:
         """Attention of the new queries of a layer over earlier keys and values and the new ones.
 
-        `sinks`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
+        `extra`: a score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925).
         """
 
     def attend_shared(
-        self, layer: int, q: Float[torch.Tensor, "*t h e"], sinks: Float[torch.Tensor, " h"] | None = None
+        self, layer: int, q: Float[torch.Tensor, "*t h e"], extra: Float[torch.Tensor, " h"] | None = None
     ) -> Float[torch.Tensor, "*t he"]:
         """Attention of a layer that reads the keys and values of an earlier one.
 
@@ -67,21 +67,21 @@ def masked_attention(
     mask: Bool[torch.Tensor, "*any n s"],
     scale: float,
     softcap: float,
-    sinks: Float[torch.Tensor, "h n"] | None = None,
+    extra: Float[torch.Tensor, "h n"] | None = None,
 ) -> Float[torch.Tensor, "b h n e"]:
-    """Softmax attention over the keys that the mask allows; `softcap` bounds the scores (0: no bound), `sinks` are
+    """Softmax attention over the keys that the mask allows; `softcap` bounds the scores (0: no bound), `extra` are
     further scores in the denominator of the softmax.
     """
-    if not softcap and sinks is None:
+    if not softcap and extra is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     score = widen(q @ k.transpose(-1, -2)) * scale
     if softcap:
         score = torch.tanh(score / softcap) * softcap
     score = score.masked_fill(~mask, float("-inf"))
-    if sinks is None:
+    if extra is None:
         weight = score.softmax(-1)
     else:
-        column = sinks.to(score.dtype)[:, :, None].expand(len(q), -1, -1, -1)
+        column = extra.to(score.dtype)[:, :, None].expand(len(q), -1, -1, -1)
         weight = torch.cat((score, column), -1).softmax(-1)[..., :-1]
     out: torch.Tensor = weight.to(v.dtype) @ v
     return out

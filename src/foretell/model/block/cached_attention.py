@@ -65,11 +65,11 @@ class CachedAttention(AttentionBackend):
         q: Float[torch.Tensor, "t h e"],
         k: Float[torch.Tensor, "t g e"],
         v: Float[torch.Tensor, "t g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "t he"]:
         """Write the new keys and values to the cache, then attend to the slots that the layout makes visible."""
         self.write(layer, k, v)
-        return self.attend_shared(layer, q, sinks)
+        return self.attend_shared(layer, q, extra)
 
     def write(self, layer: int, k: Float[torch.Tensor, "t g e"], v: Float[torch.Tensor, "t g e"]) -> None:
         """Write the new keys and values of a layer to the cache."""
@@ -77,7 +77,7 @@ class CachedAttention(AttentionBackend):
         store.write(index, self._padded.row, self._padded.slot, k, v)
 
     def attend_shared(
-        self, layer: int, q: Float[torch.Tensor, "t h e"], sinks: Float[torch.Tensor, " h"] | None = None
+        self, layer: int, q: Float[torch.Tensor, "t h e"], extra: Float[torch.Tensor, " h"] | None = None
     ) -> Float[torch.Tensor, "t he"]:
         """Attend to the slots that the layout makes visible."""
         c, padded, (store, index) = self._config, self._padded, self._store(layer)
@@ -85,7 +85,7 @@ class CachedAttention(AttentionBackend):
         if self._layout is not None and self._layout.queries is not None:
             self._layout.queries[layer] = q
         mask = padded.window_mask(c.window_of(layer), c.chunked)
-        return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, sinks, c.page_budget)
+        return padded_attention(q, index, store, padded, mask, c.scale, c.attention_softcap, extra, c.page_budget)
 
     def _store(self, layer: int) -> tuple[KVCache, int]:
         store, index = self._cache.store(layer)
@@ -101,7 +101,7 @@ def padded_attention(
     mask: Bool[torch.Tensor, "b n s"],
     scale: float,
     softcap: float,
-    sinks: Float[torch.Tensor, " h"] | None = None,
+    extra: Float[torch.Tensor, " h"] | None = None,
     page_budget: int = 0,
 ) -> Float[torch.Tensor, "t hd"]:
     """Grouped-query softmax attention over the slots that the mask allows; the heads of a group become further queries,
@@ -120,9 +120,9 @@ def padded_attention(
     if page_budget:
         seen = seen & _selected(folded.unflatten(2, (group, n)), k, cache, padded, page_budget)
     mask = seen[:, :, None].expand(b, -1, group, n, s).reshape(b, -1, group * n, s)
-    if sinks is not None:
-        sinks = sinks.view(kv, group, 1).expand(kv, group, n).reshape(kv, group * n)
-    out = masked_attention(folded, k, v, mask, scale, softcap, sinks)
+    if extra is not None:
+        extra = extra.view(kv, group, 1).expand(kv, group, n).reshape(kv, group * n)
+    out = masked_attention(folded, k, v, mask, scale, softcap, extra)
     out = out.view(b, kv, group, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads * dim)
     return out[padded.padded_index]
 

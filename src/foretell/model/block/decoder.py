@@ -238,11 +238,11 @@ class DecoderBlock(DecoderLayer):
         reads_keys: bool = False,
         layer_input: LayerInput | None = None,
         scale: float = 1.0,
-        shortcuts: tuple[Linear, Linear] | None = None,
+        attention_shortcut: Linear | None = None,
+        mlp_shortcut: Linear | None = None,
     ) -> None:
         super().__init__()
-        self.attention_shortcut: Linear | None = None if shortcuts is None else shortcuts[0]
-        self.mlp_shortcut: Linear | None = None if shortcuts is None else shortcuts[1]
+        self.attention_shortcut, self.mlp_shortcut = attention_shortcut, mlp_shortcut
         self.v_norm, self.reads_keys, self.layer_input, self.scale = v_norm, reads_keys, layer_input, scale
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
@@ -254,12 +254,7 @@ class DecoderBlock(DecoderLayer):
     @property
     def layer_modules(self) -> LayerModules:
         """Its modules."""
-        norms = self.q_norm, self.k_norm, self.post_attention_norm, self.post_mlp_norm
-        return LayerModules(
-            *(self.qkv, self.output, self.mlp_norm, self.mlp, *norms),
-            *(self.mixer, self.attention_gate, self.residual_scale, self.sinks, self.v_norm, self.reads_keys),
-            *(self.attention_shortcut, self.mlp_shortcut),
-        )
+        return LayerModules(**{name: getattr(self, name) for name in LayerModules._fields})
 
     def finish(
         self, x: Float[torch.Tensor, "*t d"], inputs: Float[torch.Tensor, "*t w"] | None = None
@@ -385,7 +380,9 @@ class Decoder(nn.Module):
         """Torch in the dtype of the weights."""
         precision = "int8" if isinstance(self.head, Int8Linear) else str(self.embedding.dtype).removeprefix("torch.")
         return Backend(
-            *("torch", self.device.type, precision),
+            "torch",
+            self.device.type,
+            precision,
             cache_dtype=self.config.cache_dtype,
             cache_policy=page_policy(self.config),
             sparsity=self.sparsity,

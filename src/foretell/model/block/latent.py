@@ -13,6 +13,9 @@ from foretell.model.block.decoder import DecoderBlock, HeadSizes, RMSNorm
 from foretell.model.block.rope import RopeAngles, apply_rope
 from foretell.model.config.model import MLAConfig
 
+LATENT_EPS = 1e-6
+"""Of the norms within latent attention, whatever the configuration says (as in transformers)."""
+
 
 class LatentProjection(nn.Module):
     """Projects inputs to the queries and the shared key of latent attention, and expands its outputs.

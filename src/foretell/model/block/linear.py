@@ -5,16 +5,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int8
 from torch import nn
 
+from foretell.model.block.spec import LINEARS
 from foretell.model.matrices.hadamard import hadamard_matrix
 
 INT8_BLOCK = 64
 """Inputs that are rotated together. The CPU kernels use the same arithmetic and the same sizes."""
 INT8_GROUP = 192
 """Inputs that share a scale."""
-UNQUANTIZED_MATRICES = ("router", "shared_gate", "gates", "attention_shortcut", "mlp_shortcut")
-"""Matrices that are not quantised, because they decide much: they select and weight experts, give the decay of
-recurrent states, or multiply the residual stream.
-"""
+_KEPT = {path.rpartition(".")[2] for path, spec in LINEARS.items() if spec.narrowest != "blocks"}
+"""Modules that are not quantised."""
 
 
 def widen(x: Float[torch.Tensor, "*any"]) -> Float[torch.Tensor, "*any"]:
@@ -110,5 +109,5 @@ def quantize_int8(module: nn.Module) -> None:
     for name, child in module.named_children():
         if not isinstance(child, Linear):
             quantize_int8(child)
-        elif name not in UNQUANTIZED_MATRICES:
+        elif name not in _KEPT:
             setattr(module, name, Int8Linear(child))

@@ -52,7 +52,7 @@ class MaskedAttention(AttentionBackend):
         q: Float[torch.Tensor, "b s h e"],
         k: Float[torch.Tensor, "b s g e"],
         v: Float[torch.Tensor, "b s g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b s he"]:
         """Every position attends to those that the mask allows."""
         return masked_scores(q, k, v, self._mask, self._scale)
@@ -113,7 +113,7 @@ class WindowAttention(AttentionBackend):
         q: Float[torch.Tensor, "1 n h e"],
         k: Float[torch.Tensor, "1 n g e"],
         v: Float[torch.Tensor, "1 n g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "1 n he"]:
         """Write the window, then attend to all positions before the end."""
         self._store.write(layer, self._begin, k, v)

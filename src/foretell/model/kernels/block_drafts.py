@@ -59,11 +59,15 @@ class NativeBlockDrafts:
         mask, feature_norm, self._final_norm, state_norms = (None if v is None else v.data_ptr() for v in self._vectors)
         self._state_count = weights.fuse.inputs // stack.config.hidden
         self._input = structures.BlockInput(
-            *(embedding, mask, feature_norm, weights.slots, weights.depth),
-            structures.Fusion(self._state_count, state_norms, weights.fuse.struct),
-            *(structures.Embedding() if weights.markov is None else markov,),
-            *(none if weights.markov is None else weights.markov[1].struct,),
-            *(none if weights.confidence is None else weights.confidence.struct,),
+            embedding=embedding,
+            mask=mask,
+            feature_norm=feature_norm,
+            slots=weights.slots,
+            depth=weights.depth,
+            fusion=structures.Fusion(count=self._state_count, norms=state_norms, fuse=weights.fuse.struct),
+            markov=structures.Embedding() if weights.markov is None else markov,
+            markov_out=none if weights.markov is None else weights.markov[1].struct,
+            confidence=none if weights.confidence is None else weights.confidence.struct,
         )
 
     def grow_dynamic_trees(
@@ -93,11 +97,21 @@ class NativeBlockDrafts:
         work, at = numbers.zeros(t + 2 * len(count))
         work[:t], work[t : t + len(count)], work[t + len(count) :] = place, count, root
         sources = (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
-        read = structures.StatesRead(addressof(sources), rows, None, at, at + 8 * t)
+        read = structures.StatesRead(states=addressof(sources), state_rows=rows, token=None, place=at, count=at + 8 * t)
         invalid = self._kernels.foretell_block_trees(
-            *(stack.model, stack.layers, len(stack.layers), stack.injecting.layers, self._input, weights.head.struct),
-            *(self._final_norm, None if weights.token_of is None else weights.token_of.data_ptr(), read),
-            *(at + 8 * (t + len(count)), trees.struct, stack.cache_struct(cache), torch.get_num_threads()),
+            stack.model,
+            stack.layers,
+            len(stack.layers),
+            stack.injecting.layers,
+            self._input,
+            weights.head.struct,
+            self._final_norm,
+            None if weights.token_of is None else weights.token_of.data_ptr(),
+            read,
+            at + 8 * (t + len(count)),
+            trees.struct,
+            stack.cache_struct(cache),
+            torch.get_num_threads(),
         )
         if invalid == -2:
             raise ValueError(

@@ -1,136 +1,63 @@
-"""The weights of a decoder block, and how the kernels pack them."""
+"""Packs the weights of decoder blocks for the kernels; see `foretell.model.block.spec` for what a block consists of."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+import ctypes
+from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from foretell.model.block.expert_matrices import ExpertMatrices
-from foretell.model.block.linear import Linear
-from foretell.model.block.state_layers import StateMixer
-from foretell.model.config.compressed import LowRank
+from foretell.model.block.latent import LATENT_EPS
+from foretell.model.block.spec import VECTORS, BlockWeights, LatentWeights, LinearWeights
+from foretell.model.config.model import MLAConfig, ModelConfig
 from foretell.model.kernels import structures
-from foretell.model.kernels.pack import Panels, plan_inner, plan_rows
+from foretell.model.kernels.experts import pack_experts
+from foretell.model.kernels.linear import LinearPlan, PartMemory, float_precision, plan_gate_up, plan_linear, set_factor
+from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedPart
+from foretell.model.kernels.states import pack_mixer
 from foretell.model.kernels.structures import Precision
-from foretell.model.matrices.stored import Matrix
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 
-FACTORED = tuple(role.name for role in fields(LowRank))
-"""Linear layers of a block that may be of low rank; the last two are empty in a layer with experts."""
-
-
-class LayerInputWeights(NamedTuple):
-    """Weights of a block's per-layer input; see `foretell.model.block.layer_inputs.LayerInput`."""
-
-    gate: Matrix
-    projection: Matrix
-    norm: Tensor
+_FACTOR = ".factor"
 
 
-@dataclass(frozen=True)
-class LatentWeights:
-    """What latent attention has between its projections and its output; see `model.latent.LatentProjection`."""
-
-    query: Matrix | None
-    """From the queries' latent vector to the queries; None: they have none."""
-    query_norm: Tensor | None
-    key_norm: Tensor
-    key: Float[Tensor, "h n r"]
-    value: Float[Tensor, "h v r"]
-    eps: float
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """Weights of one decoder block; matrices are [out, in]. None: the architecture has none."""
-
-    attention_norm: Tensor
-    qkv: Sequence[Matrix]
-    """One matrix, or query, key and value apart."""
-    output: Matrix | None
-    """None: the block is a feed-forward network alone."""
-    mlp_norm: Tensor
-    gate: Matrix | None
-    up: Matrix | None
-    down: Matrix | None
-    """None: the layer has experts, or no feed-forward network."""
-    qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    output_bias: Tensor | None = None
-    post_attention_norm: Tensor | None = None
-    post_mlp_norm: Tensor | None = None
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    sinks: Tensor | None = None
-    """A score per query head that joins the softmax over its keys."""
-    experts: ExpertMatrices | None = None
-    attention_gate: Matrix | None = None
-    attention_gate_bias: Tensor | None = None
-    mixer: StateMixer | None = None
-    """What takes the place of attention; `qkv` and `output` are its projections."""
-    latent: LatentWeights | None = None
-    """`qkv` is then the queries, or their latent vector, and what keys and values are made of."""
-    v_norm: Tensor | None = None
-    reads_keys: bool = False
-    """Keys and values are those of an earlier layer: `qkv` gives queries only."""
-    layer_input: LayerInputWeights | None = None
-    scale: float = 1.0
-    """Multiplies the residual stream after the block."""
-    factors: Mapping[str, Matrix] = field(default_factory=dict)
-    """Of matrices of low rank the factors that read their inputs, by `FACTORED`."""
-    shortcuts: Sequence[Matrix] = ()
-    """What multiplies the residual stream before the output of attention and of the feed-forward network is added."""
-
-
-def plan_block(block: BlockWeights, precision: Precision) -> Sequence[list[Panels]]:
-    """How to pack the linear layers of a block: of query, key and value, of the attention's output, and of a dense
-    feed-forward network gate and up, and its output; then the gate of attention, gate and projection of the block's
-    own input, the factors of matrices of low rank, and the shortcuts.
+def plan_block(block: BlockWeights, precision: Precision) -> Mapping[str, LinearPlan]:
+    """How to pack the linear layers of a block, by their names in `Layer`; a factor of low rank has the name of its
+    layer and `.factor`.
     """
-    layers = [] if block.output is None else [_plan_inputs(block, precision), plan_rows([block.output], precision)]
-    if block.up is not None and block.down is not None:
-        layers += [plan_inner(block.gate, block.up, precision), plan_rows([block.down], precision)]
-    further = [] if block.attention_gate is None else [block.attention_gate]
-    further += [] if block.layer_input is None else block.layer_input[:2]
-    further += block.factors.values()
-    return [
-        *layers,
-        *(plan_rows([matrix], precision) for matrix in further),
-        *(plan_rows([matrix], float_precision(precision)) for matrix in block.shortcuts),
-    ]
+    own, mlp, floats = block.layer_input, block.mlp, float_precision(precision)
+    linears = {
+        "qkv": block.qkv,
+        "output": block.output,
+        "gate_up": None if mlp is None else mlp.gate_up,
+        "down": None if mlp is None else mlp.down,
+        "attention_gate": block.attention_gate,
+        "input_gate": None if own is None else own.gate,
+        "input_projection": None if own is None else own.projection,
+    }
+    plans = {name: plan_linear(linear, precision) for name, linear in linears.items() if linear is not None}
+    if mlp is not None:
+        plans["gate_up"] = plan_gate_up(mlp, precision)
+    if block.qkv is not None and block.mixer is not None and block.mixer.gates is not None:
+        plans["qkv"] = _with_gates(block.qkv, block.mixer.gates, precision)
+    for name, linear in linears.items():
+        if linear is not None and linear.factor is not None:
+            plans[f"{name}{_FACTOR}"] = LinearPlan(plan_rows([linear.factor], precision))
+    shortcuts = {"attention_shortcut": block.attention_shortcut, "mlp_shortcut": block.mlp_shortcut}
+    return plans | {name: plan_linear(each, floats) for name, each in shortcuts.items() if each is not None}
 
 
-def float_precision(precision: Precision) -> Precision:
-    """The precision of matrices that are floats in all precisions."""
-    return "float32" if precision == "float32" else "bfloat16"
+def _with_gates(qkv: LinearWeights, gates: LinearWeights, precision: Precision) -> LinearPlan:
+    """All products of a normed input that what takes the place of attention reads."""
+    first, second = plan_linear(qkv, precision), plan_linear(gates, float_precision(precision))
+    bias = None
+    if qkv.bias is not None or gates.bias is not None:
+        bias = torch.cat([_bias(qkv), _bias(gates)])
+    return LinearPlan([*first.weights, *second.weights], bias)
 
 
-def _plan_inputs(block: BlockWeights, precision: Precision) -> list[Panels]:
-    inputs, gates = plan_rows(block.qkv, precision), _mixer_gates(block)
-    if gates is None:
-        return inputs
-    return [*inputs, *plan_rows([gates.weight], float_precision(precision))]
-
-
-def _mixer_gates(block: BlockWeights) -> Linear | None:
-    """The gates that a layer's mixer reads beside its projected input."""
-    gates = getattr(block.mixer, "gates", None)
-    return gates if isinstance(gates, Linear) else None
-
-
-def input_bias(block: BlockWeights) -> Tensor | None:
-    """The bias of all products of a block's normed input."""
-    gates = _mixer_gates(block)
-    if gates is None or (block.qkv_bias is None and gates.bias is None):
-        return block.qkv_bias
-    outputs = sum(part.shape[0] for part in block.qkv)
-    sides = zip((block.qkv_bias, gates.bias), (outputs, gates.weight.shape[0]), strict=True)
-    return torch.cat([torch.zeros(n) if bias is None else bias.detach().float() for bias, n in sides])
+def _bias(linear: LinearWeights) -> Tensor:
+    return torch.zeros(linear.outputs) if linear.bias is None else linear.bias.detach().float()
 
 
 class PackedBlock(PackedPart):
@@ -139,11 +66,84 @@ class PackedBlock(PackedPart):
     @property
     def struct(self) -> structures.Layer:
         """The argument of the kernels."""
-        found = self.structs[0]
-        assert isinstance(found, structures.Layer)
-        return found
+        first = self.structs[0]
+        assert isinstance(first, structures.Layer)
+        return first
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def pack_block(
+    config: ModelConfig, i: int, block: BlockWeights, precision: Precision, kernels: ctypes.CDLL
+) -> PackedBlock:
+    """Block `i` of a model, without its rotary tables and its place in the cache."""
+    memory = PartMemory(kernels)
+    own, inputs = block.layer_input, config.layer_inputs
+    scale = 0.0 if block.scale is None else float(block.scale)
+    struct = structures.make(
+        structures.Layer,
+        **_pack_linears(plan_block(block, precision), memory),
+        **{name: memory.vector(getattr(block, name)) for name in VECTORS},
+        window=config.window_of(i),
+        attention=i not in config.attention_free_layers,
+        mlp=i not in config.mlp_free_layers,
+        chunked=config.chunked,
+        reads_keys=config.kv_layer_of(i) != i,
+        input_norm=None if own is None else memory.vector(own.norm),
+        input_first=0 if inputs is None else i * inputs.width,
+        scale=0.0 if scale == 1 else scale,
+    )
+    if block.experts is not None:
+        assert config.experts is not None
+        struct.experts = pack_experts(config.experts, block.experts, precision, memory)
+    if block.mixer is not None:
+        assert config.state is not None
+        index = config.state_layers.index(i)
+        struct.state = pack_mixer(config.state, block.mixer, index, config.norm_eps, memory)
+    if block.latent is not None:
+        assert config.latent is not None
+        struct.latent = _pack_latent(config.latent, config.heads, block.latent, precision, memory)
+    return PackedBlock((struct, *memory.structs), memory.tensors)
+
+
+def _pack_linears(plans: Mapping[str, LinearPlan], memory: PartMemory) -> dict[str, structures.Weight]:
+    """The structures of linear layers by name, factors of low rank within those of their layers."""
+    packed = dict(zip(plans, memory.linears(list(plans.values())), strict=True))
+    for name in [name for name in packed if name.endswith(_FACTOR)]:
+        set_factor(packed[name.removesuffix(_FACTOR)], memory.keep(packed.pop(name)))
+    return packed
+
+
+def _pack_latent(sizes: MLAConfig, heads: int, weights: LatentWeights, precision: Precision, memory: PartMemory) -> int:
+    """The address of latent attention; the matrices of the heads are floats."""
+    floats = float_precision(precision)
+    key, value = (_by_head(linear, heads, sizes) for linear in (weights.key, weights.value))
+    plans = [LinearPlan(plan_rows([head], floats)) for head in (*key.transpose(1, 2), *value)]
+    if weights.query is not None:
+        plans.append(plan_linear(weights.query, precision))
+    packed = memory.linears(plans)
+    array = structures.Weight * heads
+    struct = structures.make(
+        structures.Latent,
+        query=packed[-1] if weights.query is not None else structures.Weight(),
+        query_norm=memory.vector(weights.query_norm),
+        key_norm=memory.vector(weights.key_norm),
+        key=memory.keep(array(*packed[:heads])),
+        value=memory.keep(array(*packed[heads : 2 * heads])),
+        query_rank=sizes.q_rank,
+        kv_rank=sizes.kv_rank,
+        nope_dim=sizes.nope_dim,
+        rope_dim=sizes.rope_dim,
+        value_dim=sizes.value_dim,
+        eps=LATENT_EPS,
+    )
+    return memory.keep(struct)
+
+
+def _by_head(linear: LinearWeights, heads: int, sizes: MLAConfig) -> Tensor:
+    matrix: Matrix = linear.parts[0]
+    wide = matrix.widen() if isinstance(matrix, StoredMatrix) else matrix
+    return wide.view(heads, -1, sizes.kv_rank)

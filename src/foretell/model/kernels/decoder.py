@@ -8,7 +8,6 @@ from functools import cache as memoize
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import nn
 
 from foretell.core.context import ModelOutput, count_experts
 from foretell.core.tree import TokenTree
@@ -19,23 +18,19 @@ from foretell.model.block.decoder import (
     BlockRange,
     Decoder,
     DecoderBlock,
-    FeedForward,
     RMSNorm,
     SkipSet,
 )
-from foretell.model.block.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
-from foretell.model.block.latent import LatentProjection
-from foretell.model.block.layer_inputs import LayerInput
-from foretell.model.block.linear import FactoredLinear, Linear
-from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
+from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import NeuronRule, PredictedNeurons, check_sparse
+from foretell.model.block.spec import BlockWeights
 from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import build_cache
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build, numbers, structures
-from foretell.model.kernels.block_weights import BlockWeights, LatentWeights, LayerInputWeights, PackedBlock
+from foretell.model.kernels.block_weights import PackedBlock
 from foretell.model.kernels.dynamic_tree import DynamicTrees
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.kv_cache import NativeKVCache
@@ -47,133 +42,7 @@ from foretell.model.kernels.sparse import NeuronCounts, SparseBlocks
 from foretell.model.kernels.stack import NativeStack, routes_of_layers
 from foretell.model.kernels.states import NativeStateStore
 from foretell.model.kernels.structures import Precision
-from foretell.model.matrices.stored import Matrix, StoredMatrix
-
-
-def block_weights(block: nn.Module) -> BlockWeights:
-    """The weights of a block of the torch decoder."""
-    assert isinstance(block, DecoderBlock)
-    plain, latent, factors = block.qkv, None, dict[str, Matrix]()
-    if isinstance(plain, LatentProjection):
-        parts, latent = _latent_weights(plain)
-        plain = Linear(torch.cat(parts))
-    assert isinstance(plain, Linear | FactoredLinear)
-    plain, output = _outer(plain, "qkv", factors), _outer(block.output, "output", factors)
-    dense = block.mlp.dense if isinstance(block.mlp, DenseAndExperts) else block.mlp
-    mlp = None
-    if isinstance(dense, FeedForward):
-        mlp = gated_matrices(_outer(dense.gate_up, "gate_up", factors), _outer(dense.down, "down", factors))
-    qkv, gate, gate_bias = plain.weight.detach(), None, None
-    qkv_bias = None if plain.bias is None else plain.bias.detach()
-    if block.attention_gate:
-        sizes = [len(qkv) - output.weight.shape[1], output.weight.shape[1]]
-        qkv, gate = torch.split(qkv, sizes)
-        qkv_bias, gate_bias = (None, None) if qkv_bias is None else torch.split(qkv_bias, sizes)
-    mixes = len(block.attention_norm.weight) > 0
-    if mlp is not None and mlp.up.shape[0] == 0:
-        mlp = None
-    return BlockWeights(
-        attention_norm=block.attention_norm.weight,
-        qkv=[qkv] if mixes else [],
-        qkv_bias=qkv_bias,
-        attention_gate=gate,
-        attention_gate_bias=gate_bias,
-        mixer=block.mixer,
-        latent=latent,
-        q_norm=_weight(block.q_norm),
-        k_norm=_weight(block.k_norm),
-        output=output.weight if mixes else None,
-        output_bias=output.bias,
-        mlp_norm=block.mlp_norm.weight,
-        gate=None if mlp is None else mlp.gate,
-        up=None if mlp is None else mlp.up,
-        down=None if mlp is None else mlp.down,
-        gate_bias=None if mlp is None else mlp.gate_bias,
-        up_bias=None if mlp is None else mlp.up_bias,
-        down_bias=None if mlp is None else mlp.down_bias,
-        sinks=block.sinks,
-        experts=_experts(block.mlp),
-        post_attention_norm=_weight(block.post_attention_norm),
-        post_mlp_norm=_weight(block.post_mlp_norm),
-        v_norm=_weight(block.v_norm),
-        reads_keys=block.reads_keys,
-        layer_input=_layer_input(block.layer_input),
-        scale=block.scale,
-        factors=factors,
-        shortcuts=[part.weight for part in (block.attention_shortcut, block.mlp_shortcut) if part is not None],
-    )
-
-
-def _outer(linear: nn.Module, role: str, factors: dict[str, Matrix]) -> Linear:
-    """The matrix that gives the outputs of a layer; the factor of one of low rank is added to `factors`."""
-    if isinstance(linear, FactoredLinear):
-        factors[role] = linear.inner.weight.detach()
-        linear = linear.outer
-    assert isinstance(linear, Linear)
-    return linear
-
-
-def _latent_weights(projection: LatentProjection) -> tuple[list[torch.Tensor], LatentWeights]:
-    """The matrices that read a block's normed input, and the other weights of latent attention."""
-    query, compress = projection.query, projection.compress
-    assert isinstance(compress, Linear)
-    second, norm = None, None
-    if isinstance(query, nn.Sequential):
-        first, between, last = query
-        assert isinstance(first, Linear) and isinstance(between, RMSNorm) and isinstance(last, Linear)
-        query, norm, second = first, between.weight, last.weight.detach()
-    assert isinstance(query, Linear)
-    key, value, eps = projection.key.detach(), projection.value.detach(), projection.norm.eps
-    latent = LatentWeights(second, norm, projection.norm.weight, key, value, eps)
-    return [query.weight.detach(), compress.weight.detach()], latent
-
-
-def _layer_input(part: LayerInput | None) -> LayerInputWeights | None:
-    if part is None:
-        return None
-    assert isinstance(part.norm, RMSNorm)
-    return LayerInputWeights(part.gate.weight, part.projection.weight, part.norm.weight)
-
-
-def _experts(mlp: nn.Module) -> ExpertMatrices | None:
-    """The mixture of experts of a layer that has one."""
-    if isinstance(mlp, ExpertFeedForward):
-        return expert_matrices(mlp)
-    if not isinstance(mlp, DenseAndExperts):
-        return None
-    norms = mlp.router_norm, mlp.experts_input_norm, mlp.experts_norm, mlp.dense_norm
-    weights = [norm.weight for norm in norms if isinstance(norm, RMSNorm)]
-    return replace(expert_matrices(mlp.experts), norms=ExpertNorms(*weights))
-
-
-def gated_matrices(gate_up: nn.Module, down: nn.Module) -> GatedMatrices:
-    """The matrices of a feed-forward network in torch."""
-    assert isinstance(gate_up, Linear) and isinstance(down, Linear)
-    if len(gate_up.weight) == down.weight.shape[1]:
-        return GatedMatrices(None, gate_up.weight, down.weight, None, gate_up.bias, down.bias)
-    gate, up = gate_up.weight.chunk(2)
-    gate_bias, up_bias = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
-    return GatedMatrices(gate, up, down.weight, gate_bias, up_bias, down.bias)
-
-
-def expert_matrices(mlp: ExpertFeedForward) -> ExpertMatrices:
-    """The matrices of a mixture of experts in torch."""
-    shared = None
-    if mlp.shared_gate_up is not None and mlp.shared_down is not None:
-        shared = gated_matrices(mlp.shared_gate_up, mlp.shared_down)
-    return ExpertMatrices(
-        mlp.router.weight,
-        map(gated_matrices, mlp.gate_up, mlp.down),
-        mlp.router.bias,
-        mlp.selection_bias,
-        shared,
-        None if mlp.shared_gate is None else mlp.shared_gate.weight,
-        mlp.expert_scale,
-    )
-
-
-def _weight(norm: RMSNorm | None) -> torch.Tensor | None:
-    return None if norm is None else norm.weight
+from foretell.model.matrices.stored import StoredMatrix
 
 
 class NativeDecoder:
@@ -196,14 +65,8 @@ class NativeDecoder:
 
     def __init__(self, decoder: Decoder, precision: Precision) -> None:
         head, table = decoder.head, decoder.embedding.detach()
-        # The decoder's norm weights include the offset already.
-        stack = NativeStack(
-            replace(decoder.config, norm_offset=0.0),
-            [block_weights(b) for b in decoder.blocks],
-            precision,
-            decoder.rope_tables,
-            decoder.local_rope_tables,
-        )
+        blocks, ropes = map(to_weights, decoder.blocks), (decoder.rope_tables, decoder.local_rope_tables)
+        stack = NativeStack(decoder.config, blocks, precision, *ropes)
         packed = NativeLinear(head.weight, head.bias, precision)
         tied = head.weight.data_ptr() == table.data_ptr()
         source = packed if tied and packed.holds_floats else StoredMatrix.of(table)
@@ -340,8 +203,19 @@ class NativeDecoder:
         nodes[0], nodes[1], nodes[2] = tree.parent, active, scored
         requests[0], requests[1], requests[2] = tree.prefix_length, rows, length
         row_at, argmax_at = at + 40 * size, at + 40 * size + 24 * b
-        inputs = (*(at + 8 * size * i for i in range(3)), row_at, row_at + 8 * b, row_at + 16 * b)
-        pass_struct = structures.TreePass(b, n, *inputs, at + 24 * size, at + 32 * size, argmax_at)
+        pass_struct = structures.TreePass(
+            requests=b,
+            nodes=n,
+            parent=at,
+            active=at + 8 * size,
+            scored=at + 16 * size,
+            prefix_length=row_at,
+            row=row_at + 8 * b,
+            length=row_at + 16 * b,
+            hidden_index=at + 24 * size,
+            logit_index=at + 32 * size,
+            argmax=argmax_at,
+        )
         recorded, recorded_count, place = _recorded_layers(hidden_layers, layers)
         tokens = int(np.count_nonzero(active))
         count = tokens if scored is active else int(np.count_nonzero(scored & active))
@@ -353,14 +227,29 @@ class NativeDecoder:
         found, logits = stack.new_routes(len(stack.layers), tokens), torch.empty(count, width)
         # Made before the pass: after it, the code for this has left the processor's caches.
         output = ModelOutput(
-            *(logits, nodes[4], tuple(by_layer[i] for i in place), nodes[3]),
+            logits,
+            nodes[4],
+            tuple(by_layer[i] for i in place),
+            nodes[3],
             argmax=None if self.bounds_logits else work[5 * size + 3 * b :][:count],
         )
         invalid = stack.kernels.foretell_tree_pass(
-            *(stack.model, stack.layers, len(stack.layers), self.head.struct, width),
-            *(self.norm.data_ptr(), pass_struct, stack.cache_struct(cache), recorded, recorded_count),
-            *(states.data_ptr(), normed.data_ptr(), not norm_all, logits.data_ptr()),
-            *(None if found is None else found.data_ptr(), torch.get_num_threads()),
+            stack.model,
+            stack.layers,
+            len(stack.layers),
+            self.head.struct,
+            width,
+            self.norm.data_ptr(),
+            pass_struct,
+            stack.cache_struct(cache),
+            recorded,
+            recorded_count,
+            states.data_ptr(),
+            normed.data_ptr(),
+            not norm_all,
+            logits.data_ptr(),
+            None if found is None else found.data_ptr(),
+            torch.get_num_threads(),
         )
         stack.check_readable(invalid)
         if invalid >= 0:
@@ -377,7 +266,10 @@ class NativeDecoder:
         """The kernels, as this machine compiled them."""
         instructions = build.library().foretell_instructions().decode()
         return Backend(
-            *("native", "cpu", self.precision, instructions),
+            "native",
+            "cpu",
+            self.precision,
+            instructions,
             batch_invariant=not self.config.page_budget,  # tokens of a chunk read all pages
             cache_dtype=self.config.cache_dtype,
             cache_policy=page_policy(self.config),
@@ -438,16 +330,17 @@ class NativeDecoder:
         check_tensor(roots, torch.float32, "roots", trees.struct.requests, self.config.hidden)
         memory = stack.cache_struct(cache)
         invalid = build.library().foretell_decoder_trees(
-            *(
-                stack.model,
-                stack.layers,
-                len(stack.layers),
-                self.embedding.struct,
-                self.head.struct,
-                self.norm.data_ptr(),
-            ),
-            *(None if token_of is None else token_of.data_ptr(), roots.data_ptr(), trees.struct),
-            *(memory, torch.get_num_threads()),
+            stack.model,
+            stack.layers,
+            len(stack.layers),
+            self.embedding.struct,
+            self.head.struct,
+            self.norm.data_ptr(),
+            None if token_of is None else token_of.data_ptr(),
+            roots.data_ptr(),
+            trees.struct,
+            memory,
+            torch.get_num_threads(),
         )
         stack.check_readable(invalid)
         trees.check_result(invalid, stack.model.context)
@@ -467,7 +360,7 @@ class NativeDecoder:
         """
         if not self.stack.uniform:
             raise ValueError("blocks of an exit need a model whose layers have the same sizes")
-        packed = [self.stack.pack_block(layers, block_weights(block)) for block in blocks]
+        packed = [self.stack.pack_block(layers, to_weights(block)) for block in blocks]
         config = replace(self.config.of_layers(range(layers)), layers=layers + len(blocks))
         return self._sharing(config, self.stack.followed_by(layers, packed, place))
 

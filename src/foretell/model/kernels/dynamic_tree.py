@@ -82,14 +82,29 @@ class DynamicTrees:
             self.outputs = torch.empty(b * (1 + sizes[0] * sizes[1]), hidden)
         sampling, keys = (None, None) if noise is None else noise
         self._inputs = work, keys, sampling  # Kept alive here: the kernels read them.
-        caches = (None, None) if row is None else (at + 8 * b, at + 16 * b)
         first, size = at + 32 * b, 8 * b * n
         self.struct = structures.DynamicTree(
-            *(b, *sizes, *bounds, at, *caches),
-            *(sampling and ctypes.addressof(sampling), None if keys is None else keys.ctypes.data),
-            *(limits.least, limits.least_expanded, limits.margin),
-            *((self.outputs.data_ptr(), first + 3 * size, first + 4 * size) if hidden else (None, None, None)),
-            *(first, first + size, at + 24 * b, first + 2 * size),
+            requests=b,
+            depth=sizes[0],
+            width=sizes[1],
+            budget=sizes[2],
+            min_score=bounds[0],
+            min_expand_score=bounds[1],
+            max_depth=at,
+            row=None if row is None else at + 8 * b,
+            length=None if row is None else at + 16 * b,
+            sampling=sampling and ctypes.addressof(sampling),
+            noise=None if keys is None else keys.ctypes.data,
+            min_confidence=limits.least,
+            min_expand_confidence=limits.least_expanded,
+            margin=limits.margin,
+            outputs=self.outputs.data_ptr() if hidden else None,
+            output_row=first + 3 * size if hidden else None,
+            confidence=first + 4 * size if hidden else None,
+            token=first,
+            parent=first + size,
+            sizes=at + 24 * b,
+            score=first + 2 * size,
         )
 
     def check_result(self, invalid: int, context: int) -> None:

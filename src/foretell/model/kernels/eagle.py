@@ -58,15 +58,20 @@ class NativeEagle:
         self._vectors = [
             None if v is None else v.detach().float().contiguous() for v in (*norms, *(weights.mask or (None, None)))
         ]
-        embedding_norm, feature_norm, self._final_norm, state_norms, *mask = (
+        embedding_norm, feature_norm, self._final_norm, state_norms, mask, mask_feature = (
             None if v is None else v.data_ptr() for v in self._vectors
         )
         self._state_count = weights.fuse.inputs // stack.config.hidden
-        self._input = structures.EagleInput(
-            *(embedding, embedding_norm, feature_norm, weights.norm_before_residual),
-            self._final_norm if weights.norm_output else None,
-            structures.Fusion(self._state_count, state_norms, weights.fuse.struct),
-            *mask,
+        self._input = structures.make(
+            structures.EagleInput,
+            embedding=embedding,
+            embedding_norm=embedding_norm,
+            feature_norm=feature_norm,
+            norm_before_residual=weights.norm_before_residual,
+            output_norm=self._final_norm if weights.norm_output else None,
+            fusion=structures.Fusion(count=self._state_count, norms=state_norms, fuse=weights.fuse.struct),
+            mask=mask,
+            mask_feature=mask_feature,
         )
 
     def forward_from_target(
@@ -110,8 +115,15 @@ class NativeEagle:
         check_tensor(token, torch.int64, "token", count)
         x = torch.empty(count, stack.config.hidden)
         invalid = kernel(
-            *(stack.model, stack.layers, len(stack.layers), self._input, token.data_ptr(), *sources, x.data_ptr()),
-            *(*structs, torch.get_num_threads()),
+            stack.model,
+            stack.layers,
+            len(stack.layers),
+            self._input,
+            token.data_ptr(),
+            *sources,
+            x.data_ptr(),
+            *structs,
+            torch.get_num_threads(),
         )
         if invalid == -2:
             raise self._unknown_token(token.tolist())
@@ -147,7 +159,9 @@ class NativeEagle:
         work, at = numbers.zeros(2 * t + len(count))
         work[:t], work[t : 2 * t], work[2 * t :] = token, place, count
         sources = (c_void_p * self._state_count)(*(state.data_ptr() for state in states))
-        read = structures.StatesRead(addressof(sources), rows, at, at + 8 * t, at + 16 * t)
+        read = structures.StatesRead(
+            states=addressof(sources), state_rows=rows, token=at, place=at + 8 * t, count=at + 16 * t
+        )
         layers = stack.model, stack.layers, len(stack.layers), self._input
         output = (
             weights.head.struct,

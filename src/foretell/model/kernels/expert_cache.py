@@ -269,10 +269,10 @@ class RouterForecast:
     def __call__(self, layer: int, x: Float[np.ndarray, "t d"]) -> list[int]:
         """The experts that a layer will probably need, those of most tokens first."""
         e, tokens = self._experts[layer], len(x)
-        normed, logits = np.empty_like(x), np.empty((tokens, e.router.output), np.float32)
+        normed, logits = np.empty_like(x), np.empty((tokens, e.router.outputs), np.float32)
         norm = e.router_norm or self._layers[layer].mlp_norm
         self._kernels.foretell_rms_norm(x.ctypes.data, norm, self._eps, normed.ctypes.data, tokens, self._hidden, 1)
-        self._kernels.foretell_linear(e.router, normed.ctypes.data, logits.ctypes.data, tokens, e.router.output, 1)
+        self._kernels.foretell_linear(e.router, normed.ctypes.data, logits.ctypes.data, tokens, e.router.outputs, 1)
         score = logits[:, : e.count]
         if e.selection_bias:
             bias = np.ctypeslib.as_array((c_float * e.count).from_address(e.selection_bias))

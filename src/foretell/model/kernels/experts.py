@@ -2,93 +2,96 @@
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 
 import torch
-from torch import Tensor
 
-from foretell.model.block.expert_matrices import ExpertMatrices, ExpertNorms, GatedMatrices
+from foretell.model.block.spec import ExpertWeights, GatedWeights, LinearWeights
 from foretell.model.config.model import MoEConfig
 from foretell.model.kernels import structures
-from foretell.model.kernels.linear import PackedLinears
-from foretell.model.kernels.pack import Panels, interleave_bias, plan_inner, plan_rows
+from foretell.model.kernels.linear import LinearPlan, PartMemory, plan_gate_up, plan_linear
+from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.structures import SCORINGS, Precision
+from foretell.model.matrices.stored import StoredMatrix
 
 _PACKED_TOGETHER = 8
 """Experts that are packed into one allocation: while it is filled their packed weights are in memory twice."""
 
 
-class PackedExperts:
-    """The mixture of experts of a layer, packed: its structure, and all memory that this points into.
-
-    The router is float32 and reads float32, in every precision. The gate of the shared expert is its last row.
+def pack_experts(config: MoEConfig, weights: ExpertWeights, precision: Precision, memory: PartMemory) -> int:
+    """The address of the mixture of experts of a layer. The router is float32 and reads float32, in every precision.
+    The gate of the shared expert is its last row.
 
     Raises:
         ValueError: the experts' weights need inputs that are rounded in different ways.
     """
-
-    def __init__(self, config: MoEConfig, weights: ExpertMatrices, precision: Precision, kernels: ctypes.CDLL) -> None:
-        linears = [_pack_router(weights, kernels)]
-        pairs = list[structures.Weight]()
-        for some in _batches(weights.experts):
-            linears.append(PackedLinears.pack([linear for m in some for linear in _plan_gated(m, precision)], kernels))
-            pairs += linears[-1].structs
-        gate_up, down = (_same_operands(pairs[i::2]) for i in (0, 1))
-        shared = [structures.Weight(), structures.Weight()]
-        if weights.shared is not None:
-            linears.append(PackedLinears.pack(_plan_gated(weights.shared, precision), kernels))
-            shared = linears[-1].structs
-        norms = weights.norms
-        vectors = [
-            None if each is None else each.detach().float().contiguous()
-            for each in (weights.selection_bias, weights.expert_scale, *(norms or [None] * len(ExpertNorms._fields)))
-        ]
-        self.tensors = (*chain(*(packed.tensors for packed in linears)), *(v for v in vectors if v is not None))
-        """All memory of weights."""
-        pointers = [None if vector is None else vector.data_ptr() for vector in vectors]
-        struct = structures.Experts(
-            *(linears[0].structs[0], pointers[0]),
-            *(ctypes.addressof(gate_up), ctypes.addressof(down)),
-            *(*shared, config.count, config.active, config.ffn, config.shared_ffn, weights.shared_gate is not None),
-            *(SCORINGS.index(config.scoring), config.renormalize),
-            *(config.groups, config.active_groups, config.ranked_by, config.scale, config.weighs_inputs),
-            *pointers[1:],
-        )
-        self.structs = struct, gate_up, down
-        """The structure, and the weights of the experts that it points to."""
-
-    @staticmethod
-    def supports(config: MoEConfig) -> bool:
-        """Whether the kernels choose experts in this way: of softmax scores by the logits alone."""
-        return config.scoring == "sigmoid" or not (config.selection_bias or config.ranked_by > 1)
+    (router,) = memory.linears([_plan_router(weights)])
+    pairs = list[structures.Weight]()
+    for some in _batches(weights.experts):
+        pairs += memory.linears([plan for m in some for plan in _plan_gated(m, precision)])
+    shared = [structures.Weight(), structures.Weight()]
+    if weights.shared is not None:
+        shared = memory.linears(_plan_gated(weights.shared, precision))
+    vectors = ("selection_bias", "expert_scale", "router_norm", "input_norm", "output_norm", "dense_norm")
+    struct = structures.make(
+        structures.Experts,
+        **{name: memory.vector(getattr(weights, name)) for name in vectors},
+        router=router,
+        gate_up=memory.keep(_same_operands(pairs[::2])),
+        down=memory.keep(_same_operands(pairs[1::2])),
+        shared_gate_up=shared[0],
+        shared_down=shared[1],
+        count=config.count,
+        active=config.active,
+        ffn=config.ffn,
+        shared_ffn=config.shared_ffn,
+        shared_gate=weights.shared_gate is not None,
+        scoring=SCORINGS.index(config.scoring),
+        renormalize=config.renormalize,
+        groups=config.groups,
+        active_groups=config.active_groups,
+        ranked_by=config.ranked_by,
+        scale=config.scale,
+        weighs_inputs=config.weighs_inputs,
+    )
+    return memory.keep(struct)
 
 
-def planned_bytes(config: MoEConfig, weights: ExpertMatrices, precision: Precision, kernels: ctypes.CDLL) -> int:
+def supports(config: MoEConfig) -> bool:
+    """Whether the kernels choose experts in this way: of softmax scores by the logits alone."""
+    return config.scoring == "sigmoid" or not (config.selection_bias or config.ranked_by > 1)
+
+
+def planned_bytes(config: MoEConfig, weights: ExpertWeights, precision: Precision, kernels: ctypes.CDLL) -> int:
     """About how many bytes the packed experts take: as many for each as for the first."""
     first = next(iter(weights.experts))
     parts = [(config.count, first), *([] if weights.shared is None else [(1, weights.shared)])]
-    return sum(n * panels.nbytes(kernels) for n, m in parts for plan, _ in _plan_gated(m, precision) for panels in plan)
+    plans = ((count, plan) for count, network in parts for plan in _plan_gated(network, precision))
+    return sum(count * panels.nbytes(kernels) for count, plan in plans for panels in plan.weights)
 
 
-def _batches(experts: Iterable[GatedMatrices]) -> Iterator[list[GatedMatrices]]:
+def _batches(experts: Iterable[GatedWeights]) -> Iterator[list[GatedWeights]]:
     rest = iter(experts)
     while some := list(islice(rest, _PACKED_TOGETHER)):
         yield some
 
 
-def _pack_router(weights: ExpertMatrices, kernels: ctypes.CDLL) -> PackedLinears:
-    parts = [weights.router, *([] if weights.shared_gate is None else [weights.shared_gate])]
-    matrix, bias = torch.cat([part.detach().float() for part in parts]), weights.router_bias
+def _plan_router(weights: ExpertWeights) -> LinearPlan:
+    linears = [weights.router, *([] if weights.shared_gate is None else [weights.shared_gate])]
+    matrix, bias = torch.cat([_floats(linear) for linear in linears]), weights.router.bias
     if bias is not None:
         bias = torch.nn.functional.pad(bias.detach().float(), (0, len(matrix) - len(bias)))
-    return PackedLinears.pack([(plan_rows([matrix], "float32"), bias)], kernels)
+    return LinearPlan(plan_rows([matrix], "float32"), bias)
 
 
-def _plan_gated(matrices: GatedMatrices, precision: Precision) -> list[tuple[list[Panels], Tensor | None]]:
-    """Gate, if there is one, and up in one weight, and down, with their biases."""
-    bias = interleave_bias(matrices.gate_bias, matrices.up_bias)
-    gate_up = plan_inner(matrices.gate, matrices.up, precision)
-    return [(gate_up, bias), (plan_rows([matrices.down], precision), matrices.down_bias)]
+def _floats(linear: LinearWeights) -> torch.Tensor:
+    (matrix,) = linear.parts
+    return (matrix.widen() if isinstance(matrix, StoredMatrix) else matrix.detach()).float()
+
+
+def _plan_gated(network: GatedWeights, precision: Precision) -> list[LinearPlan]:
+    """Gate, if there is one, and up in one weight, and down."""
+    return [plan_gate_up(network, precision), plan_linear(network.down, precision)]
 
 
 def _same_operands(weights: list[structures.Weight]) -> "ctypes.Array[structures.Weight]":

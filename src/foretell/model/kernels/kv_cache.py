@@ -100,12 +100,19 @@ class NativeKVCache(KVCache):
         return self._struct[1]
 
     def _describe(self) -> structures.Cache:
-        parts = (self.k, self.v, self.k_low, self.v_low, self.k_scale, self.v_scale)
-        blocks, table = self.k.shape[2], self.blocks.table
+        parts, table = ("k", "v", "k_low", "v_low", "k_scale", "v_scale"), self.blocks.table
         found = structures.Cache(
-            *(None if part is None else part.data_ptr() for part in parts),
-            *(table.ctypes.data, blocks, *table.shape, self.bits, self._coarse),
+            table=table.ctypes.data,
+            blocks=self.k.shape[2],
+            rows=table.shape[0],
+            row_blocks=table.shape[1],
+            bits=self.bits,
+            coarse=self._coarse,
         )
+        for name in parts:
+            part = getattr(self, name)
+            if part is not None:
+                setattr(found, name, part.data_ptr())
         if (p := self.packed) is not None:
             found.k_packed, found.v_packed, found.k_range, found.v_range = (
                 part.data_ptr() for part in (p.k, p.v, p.k_range, p.v_range)
@@ -175,8 +182,17 @@ class NativeKVCache(KVCache):
             raise ValueError(f"slots {slots.min()} to {slots.max()} cannot be copied to {target} and the following")
         index = np.ascontiguousarray(slots, np.int32)
         self._kernels.foretell_cache_copy(
-            *(self._kind, source.struct, source_row, index.ctypes.data, count),
-            *(self.struct, row, target, layers, heads, self.head_dim),
+            self._kind,
+            source.struct,
+            source_row,
+            index.ctypes.data,
+            count,
+            self.struct,
+            row,
+            target,
+            layers,
+            heads,
+            self.head_dim,
         )
 
     def move(self, row: int, source: Sequence[int], target: int) -> None:
@@ -193,7 +209,7 @@ class NativeKVCache(KVCache):
         layers, heads = self.k.shape[:2]
         slots = (c_int32 * (len(source) - skip))(*source[skip:])
         self._kernels.foretell_cache_move(
-            *(self._kind, self.struct, layers, heads, self.head_dim, row, slots, len(slots), target + skip)
+            self._kind, self.struct, layers, heads, self.head_dim, row, slots, len(slots), target + skip
         )
 
 

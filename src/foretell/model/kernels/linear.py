@@ -4,12 +4,14 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from foretell.model.block.spec import GatedWeights, LinearWeights
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.pack import Panels, pack, pad_bias, plan_rows
+from foretell.model.kernels.pack import Panels, interleave_bias, pack, pad_bias, plan_inner, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.structures import OPERANDS, PANEL, PANEL_KINDS, Precision
 from foretell.model.matrices.stored import Matrix
@@ -26,7 +28,7 @@ class NativeLinear:
         self._kernels = build.library()
         self.outputs, self.inputs = weight.shape
         self.precision: Precision = dtype
-        self._packed = PackedLinears.pack([(plan_rows([weight], dtype), bias)], self._kernels)
+        self._packed = PackedLinears.pack([LinearPlan(plan_rows([weight], dtype), bias)], self._kernels)
 
     @classmethod
     def of_packed(cls, part: PackedPart, precision: Precision) -> "NativeLinear":
@@ -35,7 +37,7 @@ class NativeLinear:
         made._kernels, made.precision = build.library(), precision
         first, *further = (struct for struct in part.structs if isinstance(struct, structures.Weight))
         made._packed = PackedLinears([first], list(part.tensors), further)
-        made.inputs, made.outputs = first.input, sum(struct.output for struct in (first, *further))
+        made.inputs, made.outputs = first.inputs, sum(struct.outputs for struct in (first, *further))
         return made
 
     @property
@@ -53,8 +55,12 @@ class NativeLinear:
         check_tensor(x, torch.float32, "x", x.shape[0], self.inputs)
         y = torch.empty(x.shape[0], self.outputs)
         self._kernels.foretell_linear(
-            *(self.struct, x.data_ptr(), y.data_ptr()),
-            *(x.shape[0], self.outputs, torch.get_num_threads()),
+            self.struct,
+            x.data_ptr(),
+            y.data_ptr(),
+            x.shape[0],
+            self.outputs,
+            torch.get_num_threads(),
         )
         return y
 
@@ -90,18 +96,45 @@ class NativeLinear:
         check_k(count, self.outputs)
         probabilities, index = torch.empty(x.shape[0], count), torch.empty(x.shape[0], count, dtype=torch.int64)
         self._kernels.foretell_linear_topk_softmax(
-            *(self.struct, x.data_ptr(), probabilities.data_ptr(), index.data_ptr()),
-            *(x.shape[0], count, torch.get_num_threads()),
+            self.struct,
+            x.data_ptr(),
+            probabilities.data_ptr(),
+            index.data_ptr(),
+            x.shape[0],
+            count,
+            torch.get_num_threads(),
         )
         return probabilities, index
 
 
+class LinearPlan(NamedTuple):
+    """How to pack a linear layer: its weights, one below the other, and the bias of all their outputs."""
+
+    weights: Sequence[Panels]
+    bias: Tensor | None = None
+
+
+def plan_linear(linear: LinearWeights, precision: Precision) -> LinearPlan:
+    """How to pack a linear layer."""
+    return LinearPlan(plan_rows(linear.parts, precision), linear.bias)
+
+
+def plan_gate_up(network: GatedWeights, precision: Precision) -> LinearPlan:
+    """How to pack gate, if there is one, and up of a feed-forward network in one weight."""
+    gate, bias = network.gate, network.gate_up.bias
+    if gate is not None and bias is not None:
+        bias = interleave_bias(bias)
+    return LinearPlan(plan_inner(gate, network.up, precision), bias)
+
+
+def float_precision(precision: Precision) -> Precision:
+    """The precision of matrices that are floats in all precisions."""
+    return "float32" if precision == "float32" else "bfloat16"
+
+
 @dataclass(frozen=True)
 class PackedLinears:
-    """Packed linear layers that are read one after the other: their structures, and the tensors these point into.
-
-    A layer is its weights, one below the other, and the bias of all their outputs.
-    """
+    """Packed linear layers that are read one after the other: their structures, and the tensors these point into."""
 
     structs: list[structures.Weight]
     tensors: list[Tensor]
@@ -109,8 +142,8 @@ class PackedLinears:
     """Structures of the second and further weights of a layer."""
 
     @staticmethod
-    def pack(layers: Sequence[tuple[Sequence[Panels], Tensor | None]], kernels: ctypes.CDLL) -> "PackedLinears":
-        """Pack layers: for each its weights, one below the other, and its bias."""
+    def pack(layers: Sequence[LinearPlan], kernels: ctypes.CDLL) -> "PackedLinears":
+        """Pack layers."""
         words = iter(pack([weight for weights, _ in layers for weight in weights], kernels))
         made = PackedLinears([], [], [])
         for weights, bias in layers:
@@ -122,21 +155,54 @@ class PackedLinears:
             made.further.extend(parts[1:])
         return made
 
-    def set_factor(self, layer: int, factor: structures.Weight) -> None:
-        """Let a layer read its inputs through a factor, whose structure must live as long as the layer."""
-        part: structures.Weight | None = self.structs[layer]
-        while part is not None:
-            part.factor = ctypes.addressof(factor)
-            part = structures.Weight.from_address(part.next) if part.next else None
-
     def _struct(self, weight: Panels, words: Tensor, bias: Tensor | None) -> structures.Weight:
         self.tensors.append(words)
         if bias is not None:
             self.tensors.append(pad_bias(bias))
         return structures.Weight(
-            *(words.data_ptr(), None if bias is None else self.tensors[-1].data_ptr(), weight.inputs, weight.outputs),
-            *(PANEL_KINDS.index(weight.kind), OPERANDS.index(weight.operand), None),
+            words=words.data_ptr(),
+            bias=None if bias is None else self.tensors[-1].data_ptr(),
+            inputs=weight.inputs,
+            outputs=weight.outputs,
+            kind=PANEL_KINDS.index(weight.kind),
+            operand=OPERANDS.index(weight.operand),
+            next=None,
         )
+
+
+def set_factor(layer: structures.Weight, address: int) -> None:
+    """Let all weights of a layer read their inputs through the factor at an address."""
+    part: structures.Weight | None = layer
+    while part is not None:
+        part.factor = address
+        part = structures.Weight.from_address(part.next) if part.next else None
+
+
+class PartMemory:
+    """Collects the structures and tensors that the structure of a packed part points into."""
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self.structs, self.tensors = list[structures.Memory](), list[Tensor]()
+        self._kernels = kernels
+
+    def keep(self, struct: structures.Memory) -> int:
+        """Keep a structure; returns its address."""
+        self.structs.append(struct)
+        return ctypes.addressof(struct)
+
+    def vector(self, tensor: Tensor | None) -> int | None:
+        """Keep a tensor in float32; returns its address."""
+        if tensor is None:
+            return None
+        self.tensors.append(tensor.detach().float().contiguous())
+        return self.tensors[-1].data_ptr()
+
+    def linears(self, plans: Sequence[LinearPlan]) -> list[structures.Weight]:
+        """Pack linear layers, which are read one after the other; returns their structures, which are not kept."""
+        packed = PackedLinears.pack(plans, self._kernels)
+        self.structs += packed.further
+        self.tensors += packed.tensors
+        return packed.structs
 
 
 def pack_embedding(table: Tensor, scale: float) -> tuple[Tensor, structures.Embedding]:
@@ -144,7 +210,9 @@ def pack_embedding(table: Tensor, scale: float) -> tuple[Tensor, structures.Embe
     table = table.detach().contiguous()
     if table.dtype not in (torch.float32, torch.bfloat16):
         table = table.float()
-    return table, structures.Embedding(table.data_ptr(), len(table), table.dtype == torch.bfloat16, scale)
+    return table, structures.Embedding(
+        table=table.data_ptr(), vocab=len(table), is_bfloat16=table.dtype == torch.bfloat16, scale=scale
+    )
 
 
 def check_tensor(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> None:

@@ -24,7 +24,17 @@ class NativeStage:
         eps: float,
     ) -> None:
         self._kernels, self.layers, self._norm = build.library(), layers, [p.detach().float() for p in norm]
-        self._struct = structures.Stage(*(x.struct for x in layers), *(p.data_ptr() for p in self._norm), eps)
+        project, token, output, head = (layer.struct for layer in layers)
+        self._struct = structures.make(
+            structures.Stage,
+            project=project,
+            token=token,
+            output=output,
+            head=head,
+            norm_weight=self._norm[0].data_ptr(),
+            norm_bias=self._norm[1].data_ptr(),
+            eps=eps,
+        )
 
     @property
     def struct(self) -> structures.Stage:
@@ -39,8 +49,13 @@ class NativeStage:
         next_state = torch.empty(len(state), project.outputs)
         logits = torch.empty(len(state), head.outputs)
         self._kernels.foretell_mlp_speculator_stage(
-            *(self._struct, state.data_ptr(), embedded.data_ptr()),
-            *(next_state.data_ptr(), logits.data_ptr(), len(state), torch.get_num_threads()),
+            self._struct,
+            state.data_ptr(),
+            embedded.data_ptr(),
+            next_state.data_ptr(),
+            logits.data_ptr(),
+            len(state),
+            torch.get_num_threads(),
         )
         return next_state, logits
 
@@ -75,8 +90,11 @@ class NativeStages:
                 f"{list(root)} were asked for"
             )
         self._kernels.foretell_mlp_speculator_trees(
-            *(self._structs, self._embedding),
-            *(None if self._token_of is None else self._token_of.data_ptr(), start.data_ptr()),
-            *((c_int64 * len(root))(*root), b),
+            self._structs,
+            self._embedding,
+            None if self._token_of is None else self._token_of.data_ptr(),
+            start.data_ptr(),
+            (c_int64 * len(root))(*root),
+            b,
             torch.get_num_threads(),
         )

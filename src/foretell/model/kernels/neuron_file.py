@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from foretell.model.block.spec import GatedWeights
 from foretell.model.kernels.rows import row_tensor
 from foretell.model.kernels.sparse import input_rows
 from foretell.model.kernels.structures import PANEL, Precision
 from foretell.model.kernels.uncached_file import PAGE
-from foretell.model.matrices.stored import Matrix
 
 _ROWS = 3
 """Rows of a record: up, down and gate; see `NeuronPlaces` of csrc/interface.h."""
@@ -40,14 +40,13 @@ def layer_bytes(neurons: int, hidden: int, floats: Precision) -> int:
     return -(-neurons * record_bytes(hidden, floats) // PAGE) * PAGE
 
 
-def write_layer(
-    file: BinaryIO, gate: Matrix, up: Matrix, down: Matrix, order: Int[Tensor, " f"], floats: Precision
-) -> None:
-    """Append a layer's neurons in this order.
+def write_layer(file: BinaryIO, network: GatedWeights, order: Int[Tensor, " f"], floats: Precision) -> None:
+    """Append the neurons of a gated network in this order.
 
     Raises:
         OSError: the disk is full or fails.
     """
+    (down,), (gate, up) = network.down.parts, network.gate_up.parts
     words = row_words(down.shape[0], floats)
     records = torch.zeros(len(order), record_bytes(down.shape[0], floats) // 4, dtype=torch.int32)
     for i, rows in enumerate((row_tensor(up, floats), input_rows(down, floats), row_tensor(gate, floats))):

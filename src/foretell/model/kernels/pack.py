@@ -88,8 +88,13 @@ class Panels:
             address[here] = data.data_ptr() + rows * data.stride(0)
         row_type = next(iter(kinds)) if as_stored else "F32"
         kernels.foretell_pack_rows(
-            *(PANEL_KINDS.index(self.kind), _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0),
-            *(self.through_bfloat16, address.ctypes.data, len(order) // PANEL, self.inputs, words.data_ptr()),
+            PANEL_KINDS.index(self.kind),
+            _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0,
+            self.through_bfloat16,
+            address.ctypes.data,
+            len(order) // PANEL,
+            self.inputs,
+            words.data_ptr(),
         )
         return words.nbytes
 
@@ -124,11 +129,9 @@ def plan_inner(gate: Matrix | None, up: Matrix, precision: Precision) -> list[Pa
     return plan_rows([up], precision) if gate is None else [plan_gate_up(gate, up, precision)]
 
 
-def interleave_bias(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
-    """The biases of gate and up in the order of `plan_inner`; None: there are none."""
-    if gate is None or up is None:
-        return up
-    return pad(torch.cat([gate, up]), (0, 1))[torch.from_numpy(interleaved_rows(len(gate)))]  # index -1 is a zero
+def interleave_bias(bias: Tensor) -> Tensor:
+    """The biases of gate and up, one after the other, in the order of `plan_inner`."""
+    return pad(bias, (0, 1))[torch.from_numpy(interleaved_rows(len(bias) // 2))]  # index -1 is a zero
 
 
 def interleaved_rows(width: int) -> Int[np.ndarray, " rows"]:

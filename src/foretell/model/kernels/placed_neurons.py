@@ -13,8 +13,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from foretell.model.block.sparsity import GateThreshold, PredictedNeurons
+from foretell.model.block.spec import BlockWeights
 from foretell.model.kernels import structures
-from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
+from foretell.model.kernels.block_weights import PackedBlock
 from foretell.model.kernels.neuron_file import NeuronFile
 from foretell.model.kernels.pack import allocate
 from foretell.model.kernels.sparse import SparseBlocks, by_input_kind
@@ -48,9 +49,9 @@ class PlacedBlocks:
 
     def without_neurons(self, i: int, weights: BlockWeights, rule: GateThreshold | PredictedNeurons) -> PackedBlock:
         """Block `i` with the rule by which it chooses neurons, and without these."""
-        assert weights.gate is not None
-        attention = self._stack.pack_block(i, replace(weights, gate=None, up=None, down=None))
-        sparse, further, tensors = self._sparse.choosing(i, weights.gate, rule)
+        assert weights.mlp is not None and weights.mlp.gate is not None
+        attention = self._stack.pack_block(i, replace(weights, mlp=None))
+        sparse, further, tensors = self._sparse.choosing(i, weights.mlp.gate, rule)
         struct = structures.Layer.from_buffer_copy(attention.struct)
         struct.sparse = ctypes.addressof(sparse)
         return PackedBlock((struct, *attention.structs[1:], sparse, *further), (*attention.tensors, *tensors))
@@ -78,8 +79,16 @@ class PlacedBlocks:
         sparse = next(part for part in block.structs if isinstance(part, structures.SparseMlp))
         sparse.row_words, sparse.places = file.row_words, ctypes.addressof(places)
         block.struct.down = structures.Weight(
-            *(records.data_ptr(), None, file.neurons, file.hidden, by_input_kind(file.floats)),
-            *(OPERANDS.index("float32"), None, 0.0, 0, ctypes.addressof(places)),
+            words=records.data_ptr(),
+            bias=None,
+            inputs=file.neurons,
+            outputs=file.hidden,
+            kind=by_input_kind(file.floats),
+            operand=OPERANDS.index("float32"),
+            next=None,
+            threshold=0.0,
+            stored_inputs=0,
+            places=ctypes.addressof(places),
         )
         places.kept = file, self._place, self._neuron, self.reads
         return PackedBlock((*block.structs, places), (*block.tensors, records))

@@ -20,8 +20,13 @@ def sample(x: Tensor, place: Sequence[int], sampling: Sequence[Sampling]) -> lis
     count = len(place)
     rows, out = np.array(place, np.int64), np.empty(count, np.int64)
     build.library().foretell_sample(
-        *(x.data_ptr(), rows.ctypes.data, (Sampling * count)(*sampling), out.ctypes.data),
-        *(count, x.shape[1], torch.get_num_threads()),
+        x.data_ptr(),
+        rows.ctypes.data,
+        (Sampling * count)(*sampling),
+        out.ctypes.data,
+        count,
+        x.shape[1],
+        torch.get_num_threads(),
     )
     tokens: list[int] = out.tolist()
     return tokens
@@ -45,7 +50,11 @@ def gumbel_noise(key: UInt64[np.ndarray, " b"], width: int, token_of: Int[np.nda
     keys = np.ascontiguousarray(key, np.uint64)
     tokens = None if token_of is None else np.ascontiguousarray(token_of, np.int64)
     build.library().foretell_gumbel_noise(
-        *(keys.ctypes.data, None if tokens is None else tokens.ctypes.data, out.data_ptr()),
-        *(len(key), width, torch.get_num_threads()),
+        keys.ctypes.data,
+        None if tokens is None else tokens.ctypes.data,
+        out.data_ptr(),
+        len(key),
+        width,
+        torch.get_num_threads(),
     )
     return out

@@ -17,9 +17,10 @@ from foretell.model.block.sparsity import (
     PredictedNeurons,
     Predictor,
 )
+from foretell.model.block.spec import BlockWeights
 from foretell.model.kernels import structures
-from foretell.model.kernels.block_weights import BlockWeights, PackedBlock
-from foretell.model.kernels.linear import PackedLinears
+from foretell.model.kernels.block_weights import PackedBlock
+from foretell.model.kernels.linear import LinearPlan, PackedLinears
 from foretell.model.kernels.pack import interleaved_rows, pad_bias, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.rows import floats, in_huge_pages, row_tensor, widened
@@ -41,8 +42,15 @@ def by_input(
     packed = in_huge_pages(input_rows(matrix, precision))
     memory = [packed] if bias is None else [packed, pad_bias(bias)]
     return structures.Weight(
-        *(packed.data_ptr(), None if bias is None else memory[1].data_ptr(), inputs, outputs),
-        *(by_input_kind(precision), OPERANDS.index("float32"), None, threshold, 0),
+        words=packed.data_ptr(),
+        bias=None if bias is None else memory[1].data_ptr(),
+        inputs=inputs,
+        outputs=outputs,
+        kind=by_input_kind(precision),
+        operand=OPERANDS.index("float32"),
+        next=None,
+        threshold=threshold,
+        stored_inputs=0,
     ), memory
 
 
@@ -112,12 +120,17 @@ class SparseBlocks:
 
     def _choice(self, rule: Predictor, unit: int, counts: Tensor) -> PackedPart:
         """A predictor of units that are read as they are packed."""
-        parts: list[tuple[Matrix, Tensor | None]] = [(rule.inputs, None), (rule.outputs, rule.bias)]
-        packed = PackedLinears.pack(
-            [(plan_rows([part], self._floats), bias) for part, bias in parts], self._stack.kernels
-        )
-        made = structures.UnitChoice(
-            unit, len(rule.outputs), rule.ahead, rule.threshold, *packed.structs, counts.data_ptr()
+        packed = PackedLinears.pack(_plan_predictor(rule, self._floats), self._stack.kernels)
+        predict_in, predict_out = packed.structs
+        made = structures.make(
+            structures.UnitChoice,
+            unit=unit,
+            count=len(rule.outputs),
+            ahead=rule.ahead,
+            threshold=rule.threshold,
+            predict_in=predict_in,
+            predict_out=predict_out,
+            counts=counts.data_ptr(),
         )
         return PackedPart([made, *packed.further], [*packed.tensors, counts])
 
@@ -131,7 +144,6 @@ class SparseBlocks:
         """Block `i` with a second copy of weights, stored by row or by input."""
         assert self._read is not None
         weights = self._read(i)
-        assert weights.up is not None and weights.gate is not None and weights.down is not None
         if isinstance(rule, InputThresholds):
             further, memory = self._by_inputs(struct, weights, rule)
         else:
@@ -142,29 +154,29 @@ class SparseBlocks:
         """The first neurons: a part of the same panels."""
         kind = PANEL_KINDS[struct.down.kind]
         unit = _UNITS.get(kind, PREFIX_UNIT)
-        whole = struct.down.input
+        whole = struct.down.inputs
         if size != whole and size % unit:
             raise ValueError(
                 f"{size} of {whole} neurons were asked for, and the kernels read multiples of {unit} of {kind} weights"
             )
-        struct.gate_up.output = 2 * size
-        struct.down.input, struct.down.stored_input = size, whole
+        struct.gate_up.outputs = 2 * size
+        struct.down.inputs, struct.down.stored_inputs = size, whole
         return PackedBlock((struct, *dense.structs[1:]), dense.tensors)
 
     def _by_inputs(
         self, struct: structures.Layer, weights: BlockWeights, rule: InputThresholds
     ) -> tuple[list[structures.Memory], list[Tensor]]:
-        assert weights.gate is not None and weights.up is not None and weights.down is not None
-        assert weights.output is not None
-        both = torch.cat([widened(weights.gate), widened(weights.up)])
+        mlp, qkv, output = weights.mlp, weights.qkv, weights.output
+        assert mlp is not None and qkv is not None and output is not None
+        both = torch.cat([widened(part) for part in mlp.gate_up.parts])
         order = torch.from_numpy(np.ascontiguousarray(interleaved_rows(len(both) // 2)))
         gate_up = torch.nn.functional.pad(both, (0, 0, 0, 1))[order]
         memory = list[Tensor]()
         for name, matrix, threshold, bias in (
-            ("qkv", torch.cat([widened(part) for part in weights.qkv]), rule.qkv, weights.qkv_bias),
-            ("output", widened(weights.output), rule.output, weights.output_bias),
+            ("qkv", torch.cat([widened(part) for part in qkv.parts]), rule.qkv, qkv.bias),
+            ("output", widened(output.parts[0]), rule.output, output.bias),
             ("gate_up", gate_up, rule.gate_up, None),
-            ("down", widened(weights.down), rule.down, None),
+            ("down", widened(mlp.down.parts[0]), rule.down, None),
         ):
             weight, own = by_input(matrix, self._floats, threshold, bias)
             setattr(struct, name, weight)
@@ -174,14 +186,15 @@ class SparseBlocks:
     def _chosen(
         self, i: int, struct: structures.Layer, weights: BlockWeights, rule: GateThreshold | PredictedNeurons
     ) -> tuple[list[structures.Memory], list[Tensor]]:
-        assert weights.gate is not None and weights.up is not None and weights.down is not None
-        struct.down, memory = by_input(widened(weights.down), self._floats)
-        up = in_huge_pages(row_tensor(weights.up, self._floats))
+        mlp = weights.mlp
+        assert mlp is not None and mlp.gate is not None
+        struct.down, memory = by_input(widened(mlp.down.parts[0]), self._floats)
+        up = in_huge_pages(row_tensor(mlp.up, self._floats))
         memory.append(up)
-        sparse, further, tensors = self.choosing(i, weights.gate, rule)
+        sparse, further, tensors = self.choosing(i, mlp.gate, rule)
         sparse.row_words, sparse.up_rows = up.nbytes // len(up) // 4, up.data_ptr()
         if isinstance(rule, PredictedNeurons):
-            gate_rows = in_huge_pages(row_tensor(weights.gate, self._floats))
+            gate_rows = in_huge_pages(row_tensor(mlp.gate, self._floats))
             sparse.gate_rows = gate_rows.data_ptr()
             memory.append(gate_rows)
         struct.gate_up, struct.sparse = structures.Weight(), ctypes.addressof(sparse)
@@ -197,13 +210,18 @@ class SparseBlocks:
             threshold=rule.threshold,
             counts=self.counts.numbers[i].data_ptr(),
         )
-        parts: list[tuple[Matrix, Tensor | None]] = [(gate, None)]
-        if isinstance(rule, PredictedNeurons):
-            parts = [(rule.inputs, None), (rule.outputs, rule.bias)]
-        precision = self._stack.precision if isinstance(rule, GateThreshold) else self._floats
-        packed = PackedLinears.pack([(plan_rows([part], precision), bias) for part, bias in parts], self._stack.kernels)
+        if isinstance(rule, GateThreshold):
+            plans = [LinearPlan(plan_rows([gate], self._stack.precision))]
+        else:
+            plans = _plan_predictor(rule, self._floats)
+        packed = PackedLinears.pack(plans, self._stack.kernels)
         if isinstance(rule, GateThreshold):
             sparse.gate = packed.structs[0]
         else:
             sparse.predict_in, sparse.predict_out = packed.structs
         return sparse, list(packed.further), [*packed.tensors, self.counts.numbers]
+
+
+def _plan_predictor(rule: Predictor, floats: Precision) -> list[LinearPlan]:
+    """How to pack the two matrices of a predictor."""
+    return [LinearPlan(plan_rows([rule.inputs], floats)), LinearPlan(plan_rows([rule.outputs], floats), rule.bias)]

@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_int32
 from dataclasses import fields
 from functools import cached_property
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretell.model.block.attention import query_factors
 from foretell.model.block.rope import RopeTables
+from foretell.model.block.spec import BlockWeights
 from foretell.model.cache.base import Cache, LayeredCache
 from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.cache.layout import Layout
@@ -23,22 +24,12 @@ from foretell.model.cache.state_store import plan_stores
 from foretell.model.config.attention import AttentionSizes
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.block_weights import (
-    FACTORED,
-    BlockWeights,
-    LatentWeights,
-    PackedBlock,
-    float_precision,
-    input_bias,
-    plan_block,
-)
+from foretell.model.kernels.block_weights import PackedBlock, pack_block
 from foretell.model.kernels.expert_cache import ExpertCache
-from foretell.model.kernels.experts import PackedExperts
+from foretell.model.kernels.experts import supports as supports_experts
 from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
-from foretell.model.kernels.linear import PackedLinears, check_tensor
-from foretell.model.kernels.pack import interleave_bias, plan_rows
-from foretell.model.kernels.packed_file import PackedPart
-from foretell.model.kernels.states import NativePass, NativeStateStore, pack_mixer, projected_width
+from foretell.model.kernels.linear import check_tensor
+from foretell.model.kernels.states import NativePass, NativeStateStore, projected_width
 from foretell.model.kernels.states import supports as supports_states
 from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, UNREADABLE, Precision
 
@@ -46,8 +37,8 @@ from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX
 class NativeStack:
     """The blocks of a decoder, packed once; a call runs a range of them over new tokens and writes to the cache.
 
-    Norm weights are as in the checkpoint: `config.norm_offset` is added here. Rotary tables are float32 (cos, sin),
-    [context, rotary dimensions / 2] each, for full-attention layers and, where they differ, for sliding-window layers.
+    Rotary tables are float32 (cos, sin), [context, rotary dimensions / 2] each, for full-attention layers and, where
+    they differ, for sliding-window layers.
 
     Raises:
         RuntimeError: the kernels are not available here.
@@ -57,7 +48,7 @@ class NativeStack:
     def __init__(
         self,
         config: ModelConfig,
-        blocks: Sequence[BlockWeights],
+        blocks: Iterable[BlockWeights],
         precision: Precision,
         rope: RopeTables,
         local_rope: RopeTables | None = None,
@@ -81,12 +72,24 @@ class NativeStack:
             (config.cache_sizes_of(i), rotary[config.window_of(i) > 0], config.ffn_of(i)) for i in range(config.layers)
         ]
         self._models = {
-            shape: structures.Model(
-                *(config.hidden, config.heads, _groups(shape[0]), shape[0].head_dim, *shape[1:], context),
-                *(shape[0].kv_heads, cache_kind(precision), ACTIVATIONS.index(config.activation)),
-                *(config.norm_eps, config.scale, config.attention_softcap, config.residual_scale),
+            (sizes, rotary_dim, ffn): structures.make(
+                structures.Model,
+                hidden=config.hidden,
+                heads=config.heads,
+                kv_heads=_groups(sizes),
+                head_dim=sizes.head_dim,
+                rotary_dim=rotary_dim,
+                ffn=ffn,
+                context=context,
+                cache_heads=sizes.kv_heads,
+                cache_kind=cache_kind(precision),
+                activation=ACTIVATIONS.index(config.activation),
+                eps=config.norm_eps,
+                scale=config.scale,
+                softcap=config.attention_softcap,
+                residual_scale=config.residual_scale,
             )
-            for shape in shapes
+            for sizes, rotary_dim, ffn in shapes
         }
         self._shapes = shapes
         self.model = self._models[shapes[0]]
@@ -129,7 +132,7 @@ class NativeStack:
         plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
             plain = plain and (config.experts.beside_dense or not config.post_norms)
-            plain = plain and PackedExperts.supports(config.experts)
+            plain = plain and supports_experts(config.experts)
         plain = plain and config.gated == (config.activation != "relu2")
         plain = plain and config.activation in ACTIVATIONS and config.rope is not None
         return plain and all(
@@ -180,7 +183,7 @@ class NativeStack:
         out = torch.empty(len(hidden_layers) + 1, *x.shape)
         out[-1] = x
         if attention_input is not None:
-            check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.input)
+            check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.inputs)
         found = None if routes is None else self.new_routes(last - first, x.shape[0])
         for begin, end in self._segments(first, last):
             recorded = [i for i in hidden_layers if begin <= i < end]
@@ -188,9 +191,17 @@ class NativeStack:
             given = attention_input if begin == first else None
             part = self._model_and_cache(begin, caches)
             invalid = self.kernels.foretell_stack(
-                *(part[0], self.layers, begin, end, out[-1].data_ptr()),
-                *(None if given is None else given.data_ptr(), layout_struct, part[1]),
-                *((c_int32 * len(recorded))(*recorded), len(recorded), states.data_ptr()),
+                part[0],
+                self.layers,
+                begin,
+                end,
+                out[-1].data_ptr(),
+                None if given is None else given.data_ptr(),
+                layout_struct,
+                part[1],
+                (c_int32 * len(recorded))(*recorded),
+                len(recorded),
+                states.data_ptr(),
                 None if found is None else found[begin - first :].data_ptr(),
                 torch.get_num_threads(),
             )
@@ -302,106 +313,12 @@ class NativeStack:
 
     def pack_block(self, i: int, block: BlockWeights) -> "PackedBlock":
         """Pack a block as block `i` of this stack. Its rotary tables live as long as the stack."""
-        norms = (
-            block.attention_norm,
-            block.mlp_norm,
-            block.q_norm,
-            block.k_norm,
-            block.post_attention_norm,
-            block.post_mlp_norm,
-            block.v_norm,
-            None if block.layer_input is None else block.layer_input.norm,
-        )
-        layers = plan_block(block, self.precision)
-        biases = [] if block.output is None else [input_bias(block), block.output_bias]
-        if block.up is not None:
-            biases += [interleave_bias(block.gate_bias, block.up_bias), block.down_bias]
-        if block.attention_gate is not None:
-            biases.append(block.attention_gate_bias)
-        biases += [None] * (2 * (block.layer_input is not None) + len(block.factors) + len(block.shortcuts))
-        packed = PackedLinears.pack(list(zip(layers, biases, strict=True)), self.kernels)
-        structs = list(packed.structs)
-        shortcuts = [structs.pop() for _ in block.shortcuts][::-1] or [structures.Weight(), structures.Weight()]
-        factors = [structs.pop() for _ in block.factors][::-1]
-        for role, factor in zip(block.factors, factors, strict=True):
-            packed.set_factor(FACTORED.index(role), factor)
-        own_input = [structures.Weight(), structures.Weight()]
-        if block.layer_input is not None:
-            structs, own_input = structs[:-2], structs[-2:]
-        gate = structures.Weight() if block.attention_gate is None else structs.pop()
-        offset, window, inputs = self.config.norm_offset, self.config.window_of(i), self.config.layer_inputs
-        scales = [None if n is None else (n.detach().float() + offset).contiguous() for n in norms]
-        if block.v_norm is not None:  # has no weights, and so no offset
-            scales[-2] = block.v_norm.detach().float().contiguous()
-        v_norm, input_norm = (None if scale is None else scale.data_ptr() for scale in scales[-2:])
-        scales.append(None if block.sinks is None else block.sinks.detach().float().contiguous())
-        experts = None
-        if block.experts is not None:
-            assert self.config.experts is not None
-            experts = PackedExperts(self.config.experts, block.experts, self.precision, self.kernels)
-        none = [structures.Weight(), structures.Weight()]
-        structs = [*(none if block.output is None else []), *structs, *none]
-        recurrent = self.config.state_layers
-        mixer, vectors = None, list[Tensor]()
-        if block.mixer is not None:
-            mixer, vectors = pack_mixer(block.mixer, recurrent.index(i))
-        latent = None if block.latent is None else self._pack_latent(block.latent)
-        struct = structures.Layer(
-            *(*structs[: len(FACTORED)], gate),
-            None if mixer is None else ctypes.addressof(mixer),
-            None if latent is None else ctypes.addressof(latent.structs[0]),
-            self._places[i][1] if i in self._places else 0,
-            *(None if scale is None else scale.data_ptr() for scale in (*scales[:-3], scales[-1])),
-            None if experts is None else ctypes.addressof(experts.structs[0]),
-            *(None, None, window, *self._sublayers(i), self.config.chunked, block.reads_keys, v_norm, None),
-            *(
-                *own_input,
-                input_norm,
-                0 if inputs is None else i * inputs.width,
-                0 if block.scale == 1 else block.scale,
-                *(None, *shortcuts),
-            ),
-        )
-        memory = [*packed.tensors, *(scale for scale in scales if scale is not None)]
-        further: list[structures.Memory] = [struct, *packed.further, *factors]
-        if experts is not None:
-            memory += experts.tensors
-            further += experts.structs
-        if mixer is not None:
-            memory += vectors
-            further.append(mixer)
-        if latent is not None:
-            memory += latent.tensors
-            further += latent.structs
-        return self.attach(i, PackedBlock(further, memory))
-
-    def _sublayers(self, i: int) -> tuple[bool, bool]:
-        """Whether a layer has attention, or what takes its place, and a feed-forward network."""
-        return i not in self.config.attention_free_layers, i not in self.config.mlp_free_layers
-
-    def _pack_latent(self, weights: LatentWeights) -> PackedPart:
-        """Latent attention as an argument of the kernels; the matrices of the heads are floats."""
-        sizes, precision = self.config.latent, self.precision
-        assert sizes is not None
-        by_head = [
-            plan_rows([head], float_precision(precision)) for head in (*weights.key.transpose(1, 2), *weights.value)
-        ]
-        queries = [] if weights.query is None else [plan_rows([weights.query], precision)]
-        packed = PackedLinears.pack([(plan, None) for plan in (*by_head, *queries)], self.kernels)
-        heads = self.config.heads
-        key, value = ((structures.Weight * heads)(*packed.structs[at : at + heads]) for at in (0, heads))
-        norms = [n.detach().float().contiguous() for n in (weights.key_norm, weights.query_norm) if n is not None]
-        struct = structures.Latent(
-            packed.structs[-1] if queries else structures.Weight(),
-            *(norms[1].data_ptr() if queries else None, norms[0].data_ptr()),
-            *(ctypes.addressof(key), ctypes.addressof(value), sizes.q_rank, sizes.kv_rank),
-            *(sizes.nope_dim, sizes.rope_dim, sizes.value_dim, weights.eps),
-        )
-        return PackedPart((struct, key, value, *packed.further), (*packed.tensors, *norms))
+        return self.attach(i, pack_block(self.config, i, block, self.precision, self.kernels))
 
     def attach(self, i: int, block: PackedBlock) -> PackedBlock:
-        """Let a packed block, as block `i`, point to the rotary tables of this stack."""
+        """Give a packed block, as block `i`, its place in the cache, and the rotary tables of this stack."""
         unrotated = i in self.config.unrotated_layers
+        block.struct.store = self._places[i][1] if i in self._places else 0
         block.struct.cos, block.struct.sin = self._no_rope if unrotated else self._ropes[self.config.window_of(i) > 0]
         if self.config.query_scaling_of(i) is not None:
             block.struct.query_scale = self._query_scale
@@ -423,8 +340,19 @@ class NativeStack:
         out, routes = x.clone(), self.new_routes(1, len(x))
         model, cache = self._model_and_cache(i, caches)
         invalid = self.kernels.foretell_stack(
-            *(model, layers, i, i + 1, out.data_ptr(), None, layout, cache, None, 0, None),
-            *(None if routes is None else routes.data_ptr(), torch.get_num_threads()),
+            model,
+            layers,
+            i,
+            i + 1,
+            out.data_ptr(),
+            None,
+            layout,
+            cache,
+            None,
+            0,
+            None,
+            None if routes is None else routes.data_ptr(),
+            torch.get_num_threads(),
         )
         self.check_readable(invalid)
         if invalid >= 0:
@@ -448,7 +376,15 @@ class NativeStack:
         for column in columns:
             check_tensor(column, torch.int32, "the layout", t)
         check_tensor(layout.extra_slots, torch.int32, "the layout's extra slots", t, width)
-        struct = structures.Layout(t, width, *(column.data_ptr() for column in columns), layout.extra_slots.data_ptr())
+        struct = structures.Layout(
+            count=t,
+            max_extra_slots=width,
+            row=layout.row.data_ptr(),
+            slot=layout.slot.data_ptr(),
+            position=layout.position.data_ptr(),
+            visible_prefix=layout.visible_prefix.data_ptr(),
+            extra_slots=layout.extra_slots.data_ptr(),
+        )
         if layout.in_pages is not None:
             check_tensor(layout.in_pages, torch.int32, "the layout", t)
             struct.in_pages = layout.in_pages.data_ptr()

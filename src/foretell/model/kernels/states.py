@@ -8,14 +8,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from foretell.model.block.state_layers import GatedDeltaNet, Mamba2, ShortConvolution, StateMixer
+from foretell.model.block.spec import StateWeights
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.state_plan import PassPlan
 from foretell.model.cache.state_store import StateStore
-from foretell.model.config.states import DeltaNetConfig, Mamba2Config, StateConfig
+from foretell.model.config.states import DeltaNetConfig, Mamba2Config, ShortConvConfig, StateConfig
 from foretell.model.kernels import build, structures
+from foretell.model.kernels.linear import PartMemory
 
-_MIXERS: tuple[type[StateMixer], ...] = (GatedDeltaNet, ShortConvolution, Mamba2)
+_KINDS = (DeltaNetConfig, ShortConvConfig, Mamba2Config)
 """In the order of `StateKind` in csrc/interface.h."""
 _MAX_TAPS = 8
 _RECORDS = ("node_inputs", "node_keys", "node_values", "node_decay")
@@ -34,22 +35,22 @@ def projected_width(config: StateConfig) -> int:
     return s.channels + s.heads * s.value_dim + s.heads if isinstance(config, Mamba2Config) else 3 * s.channels
 
 
-def pack_mixer(mixer: StateMixer, index: int) -> tuple[structures.StateLayer, list[Tensor]]:
-    """What takes the place of a layer's attention, as an argument of the kernels, and the tensors that this points
-    into; `index`: the layer's among those with a state.
-    """
-    struct = structures.StateLayer(kind=_MIXERS.index(type(mixer)), index=index, eps=getattr(mixer, "eps", 0.0))
-    parts: dict[str, Tensor | None] = {"convolution": mixer.get_parameter("convolution").T}
-    if isinstance(mixer, (GatedDeltaNet, Mamba2)):
-        parts |= {"rate": mixer.log_decay.exp(), "time_bias": mixer.time_bias, "norm": mixer.norm}
-    if isinstance(mixer, Mamba2):
-        parts |= {"skip": mixer.skip, "convolution_bias": mixer.convolution_bias}
-    if isinstance(mixer, ShortConvolution):
-        parts["convolution_bias"] = mixer.bias
-    tensors = {name: part.detach().float().contiguous() for name, part in parts.items() if part is not None}
-    for name, tensor in tensors.items():
-        setattr(struct, name, tensor.data_ptr())
-    return struct, list(tensors.values())
+def pack_mixer(config: StateConfig, weights: StateWeights, index: int, eps: float, memory: PartMemory) -> int:
+    """The address of what takes the place of a layer's attention; `index`: the layer's among those with a state."""
+    decay = weights.log_decay
+    struct = structures.make(
+        structures.StateLayer,
+        kind=_KINDS.index(type(config)),
+        index=index,
+        convolution=memory.vector(weights.convolution[:, 0].T),
+        convolution_bias=memory.vector(weights.convolution_bias),
+        rate=memory.vector(None if decay is None else decay.float().exp()),
+        time_bias=memory.vector(weights.time_bias),
+        skip=memory.vector(weights.skip),
+        norm=memory.vector(weights.norm),
+        eps=eps,
+    )
+    return memory.keep(struct)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,15 @@ class NativeStateStore(StateStore):
     def _struct(self, width: int) -> structures.States:
         s = self.shape
         struct = structures.States(
-            *(s.channels, s.taps, s.heads, s.groups, s.key_dim, s.value_dim, width, self.rows),
-            self.node_inputs.shape[2],
+            channels=s.channels,
+            taps=s.taps,
+            heads=s.heads,
+            groups=s.groups,
+            key_dim=s.key_dim,
+            value_dim=s.value_dim,
+            width=width,
+            cache_rows=self.rows,
+            nodes=self.node_inputs.shape[2],
         )
         for name in ("inputs", "state", *_RECORDS):
             setattr(struct, name, getattr(self, name).data_ptr())
@@ -109,6 +117,11 @@ class NativeStateStore(StateStore):
 
     def _advance(self, row: int, side: int, nodes: Sequence[int]) -> None:
         build.library().foretell_keep_states(
-            *(self._struct(0), self.state.shape[0], row, side),
-            *((ctypes.c_int32 * len(nodes))(*nodes), len(nodes), torch.get_num_threads()),
+            self._struct(0),
+            self.state.shape[0],
+            row,
+            side,
+            (ctypes.c_int32 * len(nodes))(*nodes),
+            len(nodes),
+            torch.get_num_threads(),
         )

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from foretell.model.kernels import structures
-from foretell.model.kernels.linear import NativeLinear
+from foretell.model.kernels.linear import NativeLinear, set_factor
 from foretell.model.kernels.rows import floats, in_huge_pages, row_tensor
 from foretell.model.kernels.structures import OPERANDS, Precision
 from foretell.model.matrices.stored import Matrix
@@ -27,10 +27,13 @@ class TwoStageHead(NativeLinear):
         row_precision = floats(dtype)
         self._rows = in_huge_pages(row_tensor(exact, row_precision))
         self._exact = structures.ExactRows(
-            self._rows.data_ptr(), self._rows.nbytes // len(self._rows) // 4, OPERANDS.index(row_precision), count
+            rows=self._rows.data_ptr(),
+            row_words=self._rows.nbytes // len(self._rows) // 4,
+            operand=OPERANDS.index(row_precision),
+            count=count,
         )
         self._factor = self._inner.struct
-        self._packed.set_factor(0, self._factor)
+        set_factor(self.struct, ctypes.addressof(self._factor))
         self.struct.exact = ctypes.addressof(self._exact)
 
     @property

@@ -10,12 +10,12 @@ import torch
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.sparsity import NeuronRule, sparse_decoder
+from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.load.block_names import block_names
 from foretell.model.load.build import build_block, build_decoder, build_without_blocks
 from foretell.model.load.mtp import load_mtp
-from foretell.model.load.native import read_block
+from foretell.model.load.native import packable_block
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
 from foretell.model.run.mtp import MTPLayer
@@ -54,7 +54,7 @@ class Checkpoint(ABC):
         """
         if isinstance(network, NativeDecoder):
             return network.with_rules(
-                rules, lambda i: read_block(self.config, i, self._weights, network.precision), label
+                rules, lambda i: packable_block(self.config, i, self._weights, network.precision), label
             )
         if isinstance(network, Decoder):
             return sparse_decoder(network, rules, label)
@@ -94,9 +94,10 @@ def model_fingerprint(config: ModelConfig, weights: Weights) -> str:
     """
     c, h = config, hashlib.sha256()
     h.update(repr((c.architecture, c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.ffn)).encode())
-    names = block_names(c)
-    norms = [f"model.layers.{i}.{n}" for i in range(c.layers) for n in (names.attention_norm, names.mlp_norm)]
-    for name in [f"{norm}.weight" for norm in (*norms, names.final_norm)]:
+    family = family_of(c.architecture)
+    own = [family.name(name) for name in ("input_layernorm", "post_attention_layernorm")]
+    norms = [f"model.layers.{i}.{name}" for i in range(c.layers) for name in own]
+    for name in [f"{norm}.weight" for norm in (*norms, family.final_norm)]:
         h.update(weights.require(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return h.hexdigest()[:16]
 

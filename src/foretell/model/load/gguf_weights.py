@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.load.gguf import GGUF
@@ -17,41 +18,7 @@ _GGUF_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-_GGUF_BLOCK = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-}
-_GGUF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-_GGUF_EXPERTS = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps",
-    "w3": "ffn_up_exps",
-    "w2": "ffn_down_exps",
-}
-_GGUF_NORMS = {"post_attention_layernorm": "ffn_norm"}
-_GGUF_GPT_OSS_NORMS = {"post_attention_layernorm": "post_attention_norm"}
-_GGUF_GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def gguf_config(file: GGUF) -> ModelConfig:
@@ -72,15 +39,9 @@ def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
     if name in _GGUF_NAMES:
         return _GGUF_NAMES[name], None
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    stem, _, kind = rest.rpartition(".")
-    if rest == "self_attn.sinks":
-        return f"blk.{layer}.attn_sinks.weight", None
-    part = _GGUF_EXPERT.fullmatch(stem)
-    if part is not None:
-        return f"blk.{layer}.{_GGUF_EXPERTS.get(part[2])}.{kind}", int(part[1])
-    norms = _GGUF_GPT_OSS_NORMS if config.architecture == "gpt_oss" else _GGUF_NORMS
-    block = _GGUF_BLOCK | (_GGUF_GEMMA_NORMS if config.post_norms else norms)
-    return f"blk.{layer}.{block.get(stem)}.{kind}", None
+    expert = _EXPERT.search(rest)
+    own = family_of(config.architecture).gguf_name(_EXPERT.sub(".experts.{}.", rest))
+    return f"blk.{layer}.{own}", None if expert is None else int(expert[1])
 
 
 class GGUFWeights(Weights):

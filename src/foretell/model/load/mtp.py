@@ -1,19 +1,21 @@
 """Loads the multi-token prediction layer of a checkpoint, which shares embedding and head with the model."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 
 from foretell.model.block.decoder import Decoder, RMSNorm, decoder_rope_tables
 from foretell.model.block.linear import Int8Linear, Linear, quantize_int8
+from foretell.model.config.families import KINDS, family_of
+from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.load.build import build_block
-from foretell.model.load.native import read_block
+from foretell.model.load.native import packable_block
 from foretell.model.load.weights import Storage, Weights
 from foretell.model.matrices.stored import Matrix, StoredMatrix
 from foretell.model.run.mtp import MTPLayer
@@ -21,38 +23,12 @@ from foretell.model.run.network import Network
 
 Tensor = torch.Tensor
 _FIRST_LAYER = "model.layers.0."
-_QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_DEEPSEEK = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Names of the parts of the layer in a checkpoint."""
-
-    layer: str
-    norm: str
-    combine: str
-    embedding_norm: str
-    hidden_norm: str
-    norms_states: bool
-    """See `MTPLayer`."""
-
-
-def _names(config: ModelConfig) -> _Names | None:
-    """None: checkpoints of the architecture have no such layer."""
-    if config.architecture in _QWEN:
-        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
-        return _Names("mtp.layers.0.", "mtp.norm", "mtp.fc", *norms, norms_states=True)
-    if config.architecture in _DEEPSEEK:
-        at = f"model.layers.{config.layers}."
-        return _Names(at, f"{at}shared_head.norm", f"{at}eh_proj", f"{at}enorm", f"{at}hnorm", norms_states=False)
-    return None
 
 
 class _LayerWeights(Weights):
     """The tensors of the layer under the names of a model of one layer."""
 
-    def __init__(self, weights: Weights, names: _Names) -> None:
+    def __init__(self, weights: Weights, names: PredictionNames) -> None:
         self.source, self._weights, self._names = weights.source, weights, names
 
     def _name(self, name: str) -> str:
@@ -94,17 +70,22 @@ class _LayerWeights(Weights):
         self._weights.release_pages()
 
 
+def _known() -> list[str]:
+    """Architectures whose checkpoints have such a layer."""
+    return [kind for kind in KINDS if family_of(kind).prediction(kind, 1) is not None]
+
+
 def load_mtp(config: ModelConfig, weights: Weights, target: Network) -> MTPLayer:
     """The multi-token prediction layer of a checkpoint for its model `target`, whose embedding and head it shares.
 
     Raises:
         ValueError: the architecture or the checkpoint has no such layer, or the model is not in memory as a whole.
     """
-    names = _names(config)
+    names = family_of(config.architecture).prediction(config.architecture, config.layers)
     if names is None:
         raise ValueError(
             f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
-            f"architectures that have one: {', '.join((*_QWEN, *_DEEPSEEK))}"
+            f"architectures that have one: {', '.join(_known())}"
         )
     if not isinstance(target, Decoder | NativeDecoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
@@ -133,7 +114,7 @@ def _native(config: ModelConfig, weights: Weights, target: Network, norm: RMSNor
     assert isinstance(target, NativeDecoder)
     stack = NativeStack(config, [], target.precision, *decoder_rope_tables(config))
     outer = NativeDecoder.of_parts(config, target.embedding, stack, norm.weight.detach(), target.head)
-    block = stack.pack_block(0, read_block(config, 0, weights, target.precision))
+    block = stack.pack_block(0, packable_block(config, 0, weights, target.precision))
     combine = NativeLinear(weights.round_matrix("the input of the layer", matrix), None, target.precision)
     return outer.with_blocks([block]), combine
 

@@ -1,20 +1,22 @@
 """Loads the decoder on the CPU kernels from a checkpoint, one block at a time, or from the cache of packed weights."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 
 from foretell.model.block.decoder import decoder_rope_tables
-from foretell.model.block.expert_matrices import GatedMatrices
+from foretell.model.block.spec import LINEARS, BlockWeights, LinearWeights
+from foretell.model.block.weights import map_linears, map_matrices, read_block
+from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build
-from foretell.model.kernels.block_weights import BlockWeights, LayerInputWeights, PackedBlock, plan_block
-from foretell.model.kernels.decoder import NativeDecoder, block_weights
+from foretell.model.kernels.block_weights import PackedBlock, plan_block
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.experts import planned_bytes
 from foretell.model.kernels.layer_inputs import NativeLayerInputs
@@ -23,16 +25,12 @@ from foretell.model.kernels.pack import plan_rows
 from foretell.model.kernels.packed_file import PackedFileError, PackedPart, PackedReader
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
-from foretell.model.load.block_names import BlockNames, block_names
-from foretell.model.load.build import build_block
-from foretell.model.load.experts import read_expert_layer, read_gated
-from foretell.model.load.layer_parts import (
+from foretell.model.load.build import (
     LAYER_INPUTS_NORM,
     LAYER_INPUTS_PROJECTION,
     LAYER_INPUTS_TABLE,
-    attention_inputs,
     layer_inputs_sizes,
-    layer_scale,
+    require_last_layer,
 )
 from foretell.model.load.packed_cache import PackedWeightsFile, UnfinishedFile, report_not_kept
 from foretell.model.load.streamed import StreamedHead, StreamedParts
@@ -40,6 +38,7 @@ from foretell.model.load.weights import Weights
 from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 _EMBEDDING = "model.embed_tokens.weight"
+_PACKED_AS_FLOATS = ("granitemoehybrid", "llama4_text")
 OUTER_PARTS = 2
 """Parts of a file of packed weights before the blocks: the head, and the final norm."""
 
@@ -72,7 +71,7 @@ def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> 
     blocks_found = []
     with _kept_in(place, outer, config, weights, precision) as keep:
         for i in range(config.layers):
-            blocks_found.append(outer.stack.pack_block(i, read_block(config, i, weights, precision)))
+            blocks_found.append(outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
             keep(blocks_found[-1])
             weights.release_pages()
     return outer.with_blocks(blocks_found)
@@ -105,7 +104,7 @@ def packed_file(config: ModelConfig, weights: Weights, precision: Precision) -> 
     with _kept_in(place, outer, config, weights, precision) as keep:
         if keep.wanted:
             for i in range(config.layers):
-                keep(outer.stack.pack_block(i, read_block(config, i, weights, precision)))
+                keep(outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
                 keep.wait()
                 weights.release_pages()
     keep.wait()
@@ -124,7 +123,7 @@ def native_blocks(
     if kept is not None:
         return _streamed(config, weights, precision, kept, limit)
     outer = pack_outer(config, weights, precision)
-    return StreamedNetwork(outer, lambda i: outer.stack.pack_block(i, read_block(config, i, weights, precision)))
+    return StreamedNetwork(outer, lambda i: outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
 
 
 def _streamed(
@@ -158,14 +157,15 @@ def packed_bytes(config: ModelConfig, weights: Weights, precision: Precision) ->
     """About how many bytes the packed weights take."""
     kernels = build.library()
     blocks = {0, config.layers // 2, config.layers - 1}
-    largest = max(_block_bytes(config, read_block(config, i, weights, precision), precision) for i in blocks)
+    largest = max(_block_bytes(config, packable_block(config, i, weights, precision), precision) for i in blocks)
     head = plan_rows([weights.output_matrix(config)], precision)
     return config.layers * largest + sum(panels.nbytes(kernels) for panels in head)
 
 
 def _block_bytes(config: ModelConfig, block: BlockWeights, precision: Precision) -> int:
     kernels = build.library()
-    own = sum(panels.nbytes(kernels) for layer in plan_block(block, precision) for panels in layer)
+    plans = plan_block(block, precision).values()
+    own = sum(panels.nbytes(kernels) for plan in plans for panels in plan.weights)
     if block.experts is None or config.experts is None:
         return own
     return own + planned_bytes(config.experts, block.experts, precision, kernels)
@@ -256,12 +256,13 @@ def pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> N
     Raises:
         ValueError: a tensor is missing or has another shape.
     """
-    # Fails early on a configuration with too many layers.
-    names = block_names(config)
-    weights.require(f"model.layers.{config.layers - 1}.{names.attention_norm}.weight", config.hidden)
+    require_last_layer(config, weights)
     head = NativeLinear(weights.output_matrix(config), None, precision)
     weights.release_pages()
-    norm = weights.require(f"{names.final_norm}.weight", config.hidden).float() + config.norm_offset
+    norm = (
+        weights.require(f"{family_of(config.architecture).final_norm}.weight", config.hidden).float()
+        + config.norm_offset
+    )
     return _assemble(config, weights, precision, head, norm)
 
 
@@ -305,106 +306,46 @@ def _read_layer_inputs(config: ModelConfig, weights: Weights, precision: Precisi
     )
 
 
-def read_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
-    """The weights of block `i`, its matrices as `weights` rounds them."""
+def packable_block(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
+    """The weights of block `i` as they are packed: with the matrices that `weights` rounds.
 
-    def rounded(name: str, matrix: Matrix) -> Matrix:
-        return weights.round_matrix(f"model.layers.{i}.{name}", matrix)
-
-    def optional(name: str, matrix: Matrix | None) -> Matrix | None:
-        return None if matrix is None else rounded(name, matrix)
-
-    def network(m: GatedMatrices) -> GatedMatrices:
-        return replace(m, gate=optional("gate", m.gate), up=rounded("up", m.up), down=rounded("down", m.down))
-
-    block = _read_unrounded(config, i, weights, precision)
-    experts, latent, own = block.experts, block.latent, block.layer_input
-    factors = {role: rounded(f"{role}_factor", matrix) for role, matrix in block.factors.items()}
-    if experts is not None:
-        shared = None if experts.shared is None else network(experts.shared)
-        experts = replace(experts, experts=map(network, experts.experts), shared=shared)
-    if latent is not None:
-        latent = replace(latent, query=optional("query", latent.query))
-    if own is not None:
-        own = own._replace(gate=rounded("input_gate", own.gate), projection=rounded("projection", own.projection))
-    return replace(
-        block,
-        qkv=[rounded("qkv", matrix) for matrix in block.qkv],
-        output=optional("output", block.output),
-        gate=optional("gate", block.gate),
-        up=optional("up", block.up),
-        down=optional("down", block.down),
-        attention_gate=optional("attention_gate", block.attention_gate),
-        experts=experts,
-        latent=latent,
-        layer_input=own,
-        factors=factors,
-    )
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
+    block, dtype = read_block(config, i, weights), weight_dtype(precision)
+    if packs_floats(config):
+        block = _as_floats(block, dtype)
+    elif block.qkv is not None and block.output is not None:
+        qkv, output = (_with_bias_in(linear, dtype) for linear in (block.qkv, block.output))
+        block = replace(block, qkv=qkv, output=output)
+    return map_matrices(block, lambda path, matrix: weights.round_matrix(f"model.layers.{i}.{path}", matrix))
 
 
-def _read_unrounded(config: ModelConfig, i: int, weights: Weights, precision: Precision) -> BlockWeights:
-    """The weights of block `i`, its matrices as the checkpoint stores them."""
-    c, prefix = config, f"model.layers.{i}."
+def packs_floats(config: ModelConfig) -> bool:
+    """Whether matrices are packed as floats, or rounded from these, whatever the checkpoint stores."""
+    c = config
     beside_dense = c.experts is not None and c.experts.beside_dense
-    by_parts = c.state is not None or c.latent is not None or c.attention_gate or beside_dense
-    by_parts = by_parts or bool(c.low_rank) or c.shortcuts
-    if by_parts or block_names(c) != BlockNames():
-        # The stack adds the offset of the norms.
-        plain = replace(c, norm_offset=0.0)
-        return block_weights(build_block(plain, i, weights, weight_dtype(precision), torch.device("cpu")))
-    head_dim, reads_keys = c.sizes_of(i).head_dim, c.kv_layer_of(i) != i
-
-    def matrix(name: str, outputs: int, inputs: int) -> StoredMatrix:
-        return weights.matrix(f"{prefix}{name}.weight", outputs, inputs)
-
-    def bias(outputs: Sequence[tuple[str, int]], wanted: bool) -> Float[torch.Tensor, " o"] | None:
-        if not wanted:
-            return None
-        return torch.cat([weights.require(f"{prefix}{name}.bias", n) for name, n in outputs]).to(
-            weight_dtype(precision)
-        )
-
-    def norm(name: str, width: int, wanted: bool = True) -> Float[torch.Tensor, " d"] | None:
-        return weights.require(f"{prefix}{name}.weight", width).float() if wanted else None
-
-    def vector(name: str) -> Float[torch.Tensor, " d"]:
-        found = norm(name, c.hidden)
-        assert found is not None
-        return found
-
-    sparse = c.experts is not None and i in c.experts.layers
-    qkv, q = attention_inputs(c, i), c.heads * head_dim
-    return BlockWeights(
-        attention_norm=vector("input_layernorm"),
-        qkv=[matrix(name, outputs, c.hidden) for name, outputs in qkv],
-        qkv_bias=bias(qkv, c.qkv_bias),
-        q_norm=norm("self_attn.q_norm", head_dim, c.qk_norm),
-        k_norm=norm("self_attn.k_norm", head_dim, c.qk_norm and not reads_keys),
-        v_norm=torch.ones(head_dim) if c.value_norm and not reads_keys else None,
-        reads_keys=reads_keys,
-        output=matrix("self_attn.o_proj", c.hidden, q),
-        output_bias=bias([("self_attn.o_proj", c.hidden)], c.output_bias),
-        mlp_norm=vector("pre_feedforward_layernorm" if c.post_norms else "post_attention_layernorm"),
-        **(_expert_weights(c, prefix, weights) if sparse else _gated_weights(c, i, prefix, weights)),
-        sinks=weights.require(f"{prefix}self_attn.sinks", c.heads) if c.sinks else None,
-        post_attention_norm=norm("post_attention_layernorm", c.hidden, c.post_norms),
-        post_mlp_norm=norm("post_feedforward_layernorm", c.hidden, c.post_norms),
-        layer_input=None
-        if c.layer_inputs is None
-        else LayerInputWeights(
-            matrix("per_layer_input_gate", c.layer_inputs.width, c.hidden),
-            matrix("per_layer_projection", c.hidden, c.layer_inputs.width),
-            vector("post_per_layer_input_norm"),
-        ),
-        scale=layer_scale(c, prefix, weights),
-    )
+    in_parts = c.state is not None or c.latent is not None or c.attention_gate or beside_dense
+    return in_parts or bool(c.low_rank) or c.shortcuts or c.architecture in _PACKED_AS_FLOATS
 
 
-def _expert_weights(config: ModelConfig, prefix: str, weights: Weights) -> dict[str, Any]:
-    """The fields of `BlockWeights` for the feed-forward network of a layer with experts."""
-    return {"gate": None, "up": None, "down": None, "experts": read_expert_layer(config, prefix, weights)}
+def _as_floats(block: BlockWeights, dtype: torch.dtype) -> BlockWeights:
+    """A block whose matrices and their biases are floats, those of queries, keys and values one matrix."""
+
+    def change(path: str, linear: LinearWeights) -> LinearWeights:
+        if LINEARS[path].narrowest == "float32":
+            return linear
+        parts = tuple(_floats(part, dtype) for part in linear.parts)
+        whole = (torch.cat(parts),) if path == "qkv" else parts
+        factor = None if linear.factor is None else _floats(linear.factor, dtype)
+        return _with_bias_in(LinearWeights(whole, linear.bias, factor), dtype)
+
+    return map_linears(block, change)
 
 
-def _gated_weights(config: ModelConfig, i: int, prefix: str, weights: Weights) -> dict[str, Any]:
-    """The fields of `BlockWeights` for the feed-forward network of a dense layer."""
-    return vars(read_gated(weights, prefix + "mlp.", config.ffn_of(i), config.hidden, config.mlp_bias))
+def _floats(matrix: Matrix, dtype: torch.dtype) -> Float[torch.Tensor, "o i"]:
+    return (matrix.widen() if isinstance(matrix, StoredMatrix) else matrix).to(dtype)
+
+
+def _with_bias_in(linear: LinearWeights, dtype: torch.dtype) -> LinearWeights:
+    return linear if linear.bias is None else replace(linear, bias=linear.bias.to(dtype))

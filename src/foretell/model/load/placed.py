@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from foretell.model.block.sparsity import GateThreshold, PredictedNeurons
+from foretell.model.block.spec import BlockWeights
 from foretell.model.config.model import ModelConfig
-from foretell.model.kernels.block_weights import BlockWeights
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.placed_neurons import PlacedBlocks
 from foretell.model.kernels.structures import Precision
-from foretell.model.load.native import pack_outer, read_block
+from foretell.model.load.native import pack_outer, packable_block
 from foretell.model.load.network import runs_on_kernels
 from foretell.model.load.weights import Weights
 from foretell.model.offload.block_store import weight_bytes
@@ -108,7 +108,7 @@ def build_placed_network(
 
     def block_weights(i: int) -> BlockWeights:
         weights.release_pages()
-        return read_block(config, i, weights, precision)
+        return packable_block(config, i, weights, precision)
 
     found = place_network(outer, block_weights, sparse, profile, limit)
     weights.release_pages()

@@ -35,7 +35,7 @@ def round_to_blocks(matrix: StoredMatrix, kind: Kind) -> StoredMatrix:
         rows = np.arange(first, min(first + _ROWS, matrix.outputs), dtype=np.uint64)
         address = matrix.data.data_ptr() + rows * np.uint64(matrix.data.stride(0))
         kernels.foretell_round_rows(
-            *(PANEL_KINDS.index(kind), row_type, address.ctypes.data, len(rows), matrix.inputs, out[first:].data_ptr())
+            PANEL_KINDS.index(kind), row_type, address.ctypes.data, len(rows), matrix.inputs, out[first:].data_ptr()
         )
 
     with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:

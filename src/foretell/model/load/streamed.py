@@ -53,7 +53,7 @@ class StreamedHead:
         self._part = reader.description(_HEAD)
         self._weight = _weight_of(self._part)
         ((self._start, size),) = self._part["tensors"]
-        self._panels = -(-self._weight.output // PANEL)
+        self._panels = -(-self._weight.outputs // PANEL)
         self._panel_bytes = size // self._panels
         self._step = max(1, (piece_bytes - 2 * PAGE) // self._panel_bytes)
         self.sizes = [self._range(i)[1] for i in range(-(-self._panels // self._step))]
@@ -91,7 +91,7 @@ class StreamedHead:
         words = self._file.read(offset, size)[begin : begin + (last - first) * self._panel_bytes]
         self._check(i, words)
         weight = _weight_of(self._part)
-        weight.output = min(last * PANEL, weight.output) - first * PANEL
+        weight.outputs = min(last * PANEL, weight.outputs) - first * PANEL
         weight.words = words.data_ptr()
         return NativeLinear.of_packed(PackedPart([weight], [words]), self._precision)
 

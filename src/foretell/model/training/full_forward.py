@@ -56,17 +56,17 @@ class CausalAttention(AttentionBackend):
         q: Float[torch.Tensor, "b s h e"],
         k: Float[torch.Tensor, "b s g e"],
         v: Float[torch.Tensor, "b s g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b s he"]:
         """Every position attends to itself and earlier ones."""
         c, window, s = self._config, self._config.window_of(layer), q.shape[1]
         q = scale_queries(q, torch.arange(s, device=q.device).expand(len(q), s), c.query_scaling_of(layer))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if c.attention_softcap or 0 < window < s or sinks is not None:
+        if c.attention_softcap or 0 < window < s or extra is not None:
             k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
             mask = _causal_mask(s, window, c.chunked, q.device)
-            sinks = None if sinks is None else sinks[:, None].expand(-1, s)
-            out = masked_attention(q, k, v, mask, c.scale, c.attention_softcap, sinks)
+            extra = None if extra is None else extra[:, None].expand(-1, s)
+            out = masked_attention(q, k, v, mask, c.scale, c.attention_softcap, extra)
         else:
             out = causal_attention(q, k, v, c.scale)
         merged: torch.Tensor = out.transpose(1, 2).flatten(2)

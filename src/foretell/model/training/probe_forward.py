@@ -76,7 +76,7 @@ class _SequenceAttention(AttentionBackend):
         q: Float[torch.Tensor, "b n h e"],
         k: Float[torch.Tensor, "b n g e"],
         v: Float[torch.Tensor, "b n g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b n he"]:
         """Attention over the keys that the mask of each position allows."""
         c, earlier = self._config, self._earlier
@@ -87,8 +87,8 @@ class _SequenceAttention(AttentionBackend):
             keys, values = torch.cat((earlier._k, keys), 2), torch.cat((earlier._v, values), 2)
         keys, values = (part.repeat_interleave(q.shape[2] // part.shape[1], 1) for part in (keys, values))
         mask = self._window_mask if c.window_of(layer) else self._mask
-        sinks = None if sinks is None else sinks[:, None].expand(-1, q.shape[1])
-        out = masked_attention(q.transpose(1, 2), keys, values, mask[:, None], c.scale, c.attention_softcap, sinks)
+        extra = None if extra is None else extra[:, None].expand(-1, q.shape[1])
+        out = masked_attention(q.transpose(1, 2), keys, values, mask[:, None], c.scale, c.attention_softcap, extra)
         merged: torch.Tensor = out.transpose(1, 2).flatten(2)
         return merged
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -12,9 +12,16 @@ from foretell.serve.protocol.generation import GenerationBody
 from foretell.serve.protocol.responses import TextFormat
 from foretell.utils.validation import show
 
+B = TypeVar("B", bound=GenerationBody)
+
 
 def to_chat(body: GenerationBody, **fields: Any) -> ChatBody:
-    """A chat completion with the fields that all bodies share, and these.
+    """A chat completion with the fields that all bodies share, and these; see `to_body`."""
+    return to_body(ChatBody, body, fields)
+
+
+def to_body(kind: type[B], body: GenerationBody, fields: dict[str, Any]) -> B:
+    """A body of another kind with the fields that all bodies share, and these.
 
     Raises:
         ApiError: a field is wrong, or several answers are asked for.
@@ -24,11 +31,11 @@ def to_chat(body: GenerationBody, **fields: Any) -> ChatBody:
     shared = {name: getattr(body, name) for name in GenerationBody.model_fields}
     given = shared | fields
     try:
-        chat = ChatBody.model_validate({name: value for name, value in given.items() if value is not None})
+        made = kind.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         raise validation_error(error) from error
-    chat.share_notes(body)
-    return chat
+    made.share_notes(body)
+    return made
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from foretell.serve.choices import Choices, Piece
 from foretell.serve.drafts import DraftWriter
 from foretell.serve.errors import ApiError
 from foretell.serve.logprobs import LogprobWriter
-from foretell.serve.sse import DONE, PING, event
+from foretell.serve.sse import DONE, EVENTS, PING, event
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,19 @@ class AnswerHead:
 
 
 class AnswerFormat(ABC):
-    """Writes an answer of one API: as one object, or as server-sent events."""
+    """Writes an answer of one API: as one object, or as a stream of events."""
+
+    media_type = EVENTS
+    """Of a stream."""
+    filler = PING
+    """What keeps a silent stream open that has not begun."""
 
     def __init__(self, head: AnswerHead) -> None:
         self.head = head
 
-    @abstractmethod
     def begin(self, choices: Choices) -> Iterator[bytes]:
-        """Events before the first token."""
+        """Events before the first token; only some APIs have any."""
+        yield from ()
 
     @abstractmethod
     def piece(self, piece: Piece, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
@@ -72,7 +77,7 @@ class AnswerFormat(ABC):
 
     def ping(self) -> Iterator[bytes]:
         """What keeps a silent stream open."""
-        yield PING
+        yield self.filler
 
     def error(self, error: ApiError) -> Iterator[bytes]:
         """Events of an error after the stream has begun."""

@@ -9,6 +9,7 @@ from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
 from foretell.serve.formats.parts import PartReader
 from foretell.serve.tools.parts import CallPart, Part
+from foretell.utils.validation import parse_object
 
 
 @dataclass
@@ -19,6 +20,14 @@ class Item:
     text: str = ""
     call: CallPart | None = None
     """Where the item began, if it is a call."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call. The model may have written no JSON: it is shown as text then."""
+        try:
+            return parse_object(self.text)
+        except ValueError:
+            return {"text": self.text}
 
     def takes(self, part: Part) -> bool:
         """Whether a part continues this item."""
@@ -79,9 +88,9 @@ class ItemFormat(AnswerFormat):
         self._is_open = False
         yield from self.end_item(self.items[-1])
 
-    @abstractmethod
     def begin_item(self, item: Item) -> Iterator[bytes]:
-        """Events of an item without text."""
+        """Events of an item without text; only some APIs have any."""
+        yield from ()
 
     @abstractmethod
     def delta(self, item: Item, text: str) -> Iterator[bytes]:

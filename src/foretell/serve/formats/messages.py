@@ -7,7 +7,6 @@ from foretell.serve.choices import Choices
 from foretell.serve.errors import ApiError
 from foretell.serve.formats.items import Item, ItemFormat
 from foretell.serve.sse import event
-from foretell.utils.validation import parse_object
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -66,7 +65,7 @@ class MessagesFormat(ItemFormat):
             "type": "message",
             "role": "assistant",
             "model": self.head.model,
-            "content": [_block(item, _input(item.text)) for item in self.items],
+            "content": [_block(item, item.arguments) for item in self.items],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": usage,
@@ -89,14 +88,6 @@ def _block(item: Item, given: Mapping[str, Any] | None) -> dict[str, Any]:
     if item.call is None:
         return {"type": "text", "text": item.text}
     return {"type": "tool_use", "id": item.call.id, "name": item.call.name, "input": given or {}}
-
-
-def _input(text: str) -> dict[str, Any] | None:
-    """The input of a call. The model may have written no JSON: it is shown as text then."""
-    try:
-        return parse_object(text)
-    except ValueError:
-        return {"text": text}
 
 
 def _event(name: str, /, **data: Any) -> bytes:

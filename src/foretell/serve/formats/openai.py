@@ -10,6 +10,7 @@ from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
 from foretell.serve.formats.parts import PartReader, calls_of, text_of
 from foretell.serve.sse import DATA, DONE, END, json_bytes
+from foretell.serve.token_text import TextOffsets
 from foretell.serve.tools.parts import CallPart
 from foretell.serve.usage import timings_so_far
 
@@ -207,23 +208,33 @@ class CompletionFormat(OpenAIFormat):
     def __init__(self, head: AnswerHead, requests: Sequence[Request], echoed: Sequence[str] = ()) -> None:
         super().__init__(head)
         self._requests, self._echoed = requests, dict(enumerate(echoed))
-        self._offsets = dict[int, int]()
-        """Characters written so far, by choice."""
+        self._offsets = dict[int, TextOffsets]()
+        """Where tokens begin in the text, by choice."""
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """A choice of a chunk, and of a whole answer, which is one chunk."""
-        offset, echoed = self._offsets.get(piece.index, 0), self._echoed.pop(piece.index, None)
-        text, prompt = (echoed or "") + piece.text, self._requests[piece.index].prompt
-        self._offsets[piece.index] = offset + len(text)
+        echoed = self._echoed.pop(piece.index, None)
+        prompt = () if echoed is None else self._requests[piece.index].prompt
         return {
             "index": piece.index,
-            "text": text,
-            "logprobs": self.head.logprobs.completion(piece, offset, () if echoed is None else prompt),
+            "text": (echoed or "") + piece.text,
+            "logprobs": self.head.logprobs.completion(piece, self._places(piece, echoed), prompt),
             **self._ending(piece),
         }
 
     def _is_shown(self, delta: Mapping[str, Any]) -> bool:
         return bool(delta["text"])
+
+    def _places(self, piece: Piece, echoed: str | None) -> list[int]:
+        """Where the tokens of a piece begin in the text of its choice, and before them those of an echoed prompt."""
+        if not piece.logprobs:
+            return []
+        request, before = self._requests[piece.index], list[int]()
+        if piece.index not in self._offsets:
+            self._offsets[piece.index] = self.head.logprobs.offsets(request.skip_special_tokens)
+            if echoed is not None:
+                before = self._offsets[piece.index].of_prompt(request.prompt, len(echoed))
+        return [*before, *self._offsets[piece.index].of(piece.tokens)]
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         return self._delta(piece) | self._prompt_logprobs(piece, self._requests[piece.index])

@@ -39,8 +39,8 @@ class Endpoint:
     handler: Handler
     answer: type[BaseModel]
     body: type[Body] | None = None
-    streams: bool = False
-    """Whether `stream: true` makes the answer a stream of events."""
+    streams: str = ""
+    """Media type of the stream that the answer can be; empty: it is none."""
 
 
 class EndpointApp:

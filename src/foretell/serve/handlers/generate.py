@@ -55,7 +55,7 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
         watched = job if generation.progress and isinstance(job, Job) else None
         silence = Silence(generation.format, usual if asked is None else asked or None, watched)
         events = _events(job, choices, generation, silence)
-        return EventStream(events)
+        return EventStream(events, generation.format.media_type)
     try:
         pieces = await _until_disconnect(http, _collect(job, choices))
     finally:

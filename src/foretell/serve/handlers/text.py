@@ -44,15 +44,15 @@ async def chat_completions(service: Service, http: HttpRequest, body: ChatBody) 
 
 
 @dataclass(frozen=True)
-class PreparedChat:
-    """A conversation as requests of the engine, the head of its answer, and the tools that it may call."""
+class Prepared:
+    """A conversation or prompts as requests of the engine, the head of the answer, and the tools that it may call."""
 
     requests: list[Request]
     head: AnswerHead
-    tools: ToolUse | None
+    tools: ToolUse | None = None
 
 
-async def prepare_chat(service: Service, body: ChatBody) -> PreparedChat:
+async def prepare_chat(service: Service, body: ChatBody) -> Prepared:
     """Check and encode a conversation.
 
     Raises:
@@ -64,7 +64,7 @@ async def prepare_chat(service: Service, body: ChatBody) -> PreparedChat:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_top_logprobs(service, logprobs, "top_logprobs")
     requests, tools = await service.in_pool(_chat_requests, service, body, logprobs, seed)
-    return PreparedChat(requests, _head(service, body, name, requests[0], seed), tools)
+    return Prepared(requests, _head(service, body, name, requests[0], seed), tools)
 
 
 def _chat_requests(
@@ -81,11 +81,22 @@ def _chat_requests(
 
 def echoed_message(body: ChatBody) -> str:
     """The text of the last message, if it is continued and the answer shall begin with it."""
-    return (body.messages[-1].content or "") if body.echo and body.continue_final_message else ""
+    return body.messages[-1].text if body.echo and body.continue_final_message else ""
 
 
 async def completions(service: Service, http: HttpRequest, body: CompletionBody) -> ASGIApp:
     """Continue prompts."""
+    prepared = await prepare_completion(service, body)
+    format = CompletionFormat(prepared.head, prepared.requests, _echoed(service, body, prepared.requests))
+    return await respond(service, http, _generation(body, prepared.requests, format))
+
+
+async def prepare_completion(service: Service, body: CompletionBody) -> Prepared:
+    """Check and encode prompts.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
     name, seed = _check(service, body), draw_seed(body)
     if body.suffix:
         raise bad_request("this model has no infill, so that suffix cannot be used; leave it out", "suffix")
@@ -93,8 +104,7 @@ async def completions(service: Service, http: HttpRequest, body: CompletionBody)
         raise bad_request("best_of is not supported by this server; leave it out, and use n", "best_of")
     _check_top_logprobs(service, body.logprobs, "logprobs")
     requests = await service.in_pool(_completion_requests, service, body, seed)
-    format = CompletionFormat(_head(service, body, name, requests[0], seed), requests, _echoed(service, body, requests))
-    return await respond(service, http, _generation(body, requests, format))
+    return Prepared(requests, _head(service, body, name, requests[0], seed))
 
 
 def _completion_requests(service: Service, body: CompletionBody, seed: int) -> list[Request]:

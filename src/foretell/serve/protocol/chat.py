@@ -16,15 +16,15 @@ from foretell.utils.validation import show
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
-def _joined_parts(value: Any) -> Any:
-    """The text of a message's content, whose parts are joined by newlines."""
+def _text_parts(value: Any) -> Any:
+    """The content of a message, whose parts are texts."""
     if not isinstance(value, list):
         return value
     for number, part in enumerate(value):
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ValueError(f"part {number} is no text part, and this model reads text only; found {show(kind)}")
-    return "\n".join(part["text"] for part in value)
+    return value
 
 
 _PART = {
@@ -33,8 +33,8 @@ _PART = {
     "required": ["type", "text"],
 }
 Content = Annotated[
-    str | None,
-    BeforeValidator(_joined_parts),
+    str | list[dict[str, Any]] | None,
+    BeforeValidator(_text_parts),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
 """A text, or a list of text parts."""
@@ -64,7 +64,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A turn of a conversation."""
+    """A turn of a conversation. Unknown fields are given to the chat template."""
 
     role: Role
     content: Content = None
@@ -72,6 +72,15 @@ class ChatMessage(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+
+    @property
+    def text(self) -> str:
+        """The text of the content, whose parts are joined by line ends."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 class ResponseFormat(Body):

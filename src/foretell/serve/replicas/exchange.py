@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 
-from foretell.serve.errors import ANTHROPIC_PATH, ApiError, unavailable
+from foretell.serve.errors import ANTHROPIC_PATH, OLLAMA_PATH, ApiError, unavailable
 from foretell.serve.replicas.messages import ForwardedRequest, Head, Piece, ReplicaLostError, Replicas
-from foretell.serve.sse import DONE, PING, disconnected, event
+from foretell.serve.sse import BLANK, DONE, PING, disconnected, event, line
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 2
@@ -88,7 +88,7 @@ class Exchange:
         raise unavailable(LOST, 1)
 
     async def _put(self, piece: Piece) -> None:
-        self._begun = self._begun or piece.data != PING
+        self._begun = self._begun or piece.data not in (PING, BLANK)
         self._events += piece.data.count(b"\nevent: ") + piece.data.startswith(b"event: ")
         if not self._sent and self._head is not None:
             self._sent = True
@@ -111,4 +111,6 @@ def error_event(path: str, error: ApiError, number: int) -> bytes:
         detail = error.detail
         fields = {"code": detail["code"] or "server_error", "message": detail["message"], "param": None}
         return event({"type": "error", "sequence_number": number} | fields, "error")
+    if path.startswith(OLLAMA_PATH):
+        return line(error.ollama_body)
     return event(error.body) + DONE

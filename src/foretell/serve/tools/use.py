@@ -72,7 +72,7 @@ def tools_of(body: ChatBody, codec: TextCodec) -> ToolUse | None:
     if not functions or choice.mode == "none":
         return None
     parallel = body.parallel_tool_calls is not False and not uses_functions(body)
-    return ToolUse(functions, choice, parallel, syntax_of(codec.chat_template), special_tokens(codec))
+    return ToolUse(functions, choice, parallel, syntax_of(codec.template_for(with_tools=True)), special_tokens(codec))
 
 
 def special_tokens(codec: TextCodec) -> dict[str, int]:

@@ -26,7 +26,7 @@ class BlockAttention(AttentionBackend):
         q: Float[torch.Tensor, "b n h e"],
         k: Float[torch.Tensor, "b n g e"],
         v: Float[torch.Tensor, "b n g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b n he"]:
         """Attention of all slots, block after block."""
         return attend_in_blocks(q, k, v, self._k, self._v, self._anchor)
@@ -47,7 +47,7 @@ class RolloutAttention(AttentionBackend):
         q: Float[torch.Tensor, "b n h e"],
         k: Float[torch.Tensor, "b n g e"],
         v: Float[torch.Tensor, "b n g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b n he"]:
         """Attention of all positions, then of all masks, rollout after rollout."""
         s, scale = self._length, q.shape[-1] ** -0.5

@@ -136,7 +136,7 @@ class TrainingTimeTestAttention(AttentionBackend):
         q: Float[torch.Tensor, "b s h e"],
         k: Float[torch.Tensor, "b s g e"],
         v: Float[torch.Tensor, "b s g e"],
-        sinks: Float[torch.Tensor, " h"] | None = None,
+        extra: Float[torch.Tensor, " h"] | None = None,
     ) -> Float[torch.Tensor, "b s he"]:
         """Causal attention in step 0; later steps add their own diagonal."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))

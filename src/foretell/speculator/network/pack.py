@@ -1,7 +1,7 @@
 """Packs a trained network for drafting on a CPU: its matrices in the format of the native kernels."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -10,10 +10,12 @@ from torch import nn
 
 from foretell.model import kernels as native
 from foretell.model.block.decoder import Decoder, RMSNorm
+from foretell.model.block.modules import to_weights
 from foretell.model.block.rope import rope_tables
+from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights
+from foretell.model.block.weights import map_matrices
 from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
-from foretell.model.kernels.block_weights import BlockWeights
-from foretell.model.kernels.decoder import NativeDecoder, block_weights
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.eagle import EagleWeights, NativeEagle
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.linear import NativeLinear
@@ -51,9 +53,9 @@ class _Format:
         """The format of a precision."""
         return _Format("int8-activations", "Q4_1") if precision == "int4" else _Format(precision)
 
-    def matrix(self, weight: torch.Tensor) -> Matrix:
+    def matrix(self, weight: Matrix) -> Matrix:
         """A weight [outputs, inputs] as it is packed; it is not rounded if its rows are no whole blocks."""
-        if self.kind is None or weight.shape[1] % BLOCKS[self.kind][0]:
+        if isinstance(weight, StoredMatrix) or self.kind is None or weight.shape[1] % BLOCKS[self.kind][0]:
             return weight
         return round_to_blocks(StoredMatrix.of(weight), self.kind)
 
@@ -128,30 +130,12 @@ def pack_decoder(decoder: Decoder, precision: DraftPrecision) -> NativeDecoder:
     form = _Format.of(precision)
     if form.kind is None:
         return NativeDecoder(decoder, form.precision)
-    blocks = [_rounded(block_weights(block), form) for block in decoder.blocks]
-    config, ropes = decoder.config, (decoder.rope_tables, decoder.local_rope_tables)
-    # The decoder's norm weights include the offset already.
-    stack = NativeStack(replace(config, norm_offset=0.0), blocks, form.precision, *ropes)
+    blocks = [map_matrices(to_weights(block), lambda path, matrix: form.matrix(matrix)) for block in decoder.blocks]
+    stack = NativeStack(decoder.config, blocks, form.precision, decoder.rope_tables, decoder.local_rope_tables)
     dtype = torch.bfloat16 if decoder.embedding.dtype == torch.bfloat16 else torch.float32
-    embedding = NativeEmbedding(StoredMatrix.of(decoder.embedding.detach()), dtype, config.embedding_scale)
+    embedding = NativeEmbedding(StoredMatrix.of(decoder.embedding.detach()), dtype, decoder.config.embedding_scale)
     head = form.linear(decoder.head.weight, decoder.head.bias)
-    return NativeDecoder.of_parts(config, embedding, stack, decoder.norm.weight.detach(), head)
-
-
-def _rounded(block: BlockWeights, form: _Format) -> BlockWeights:
-    """A block's weights with its matrices as they are packed."""
-
-    def matrix(weight: Matrix | None) -> Matrix | None:
-        return form.matrix(weight) if isinstance(weight, torch.Tensor) else weight
-
-    return replace(
-        block,
-        qkv=[weight if isinstance(weight, StoredMatrix) else form.matrix(weight) for weight in block.qkv],
-        output=matrix(block.output),
-        gate=matrix(block.gate),
-        up=matrix(block.up),
-        down=matrix(block.down),
-    )
+    return NativeDecoder.of_parts(decoder.config, embedding, stack, decoder.norm.weight.detach(), head)
 
 
 @dataclass(frozen=True)
@@ -208,22 +192,22 @@ def _linear(layer: nn.Module) -> NativeLinear:
 
 
 def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
-    """A layer's weights as the input of the kernels' packer."""
+    """The record of a layer as it is packed."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
-    gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
-    return BlockWeights(
+    weights = BlockWeights(
         # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
-        qkv=[form.matrix(attention.qkv_proj.weight)],
-        qkv_bias=attention.qkv_proj.bias,
+        qkv=LinearWeights((attention.qkv_proj.weight,), attention.qkv_proj.bias),
         q_norm=None if attention.q_norm is None else attention.q_norm.weight,
         k_norm=None if attention.k_norm is None else attention.k_norm.weight,
-        output=form.matrix(attention.o_proj.weight),
+        output=LinearWeights((attention.o_proj.weight,)),
         mlp_norm=norm,
-        gate=form.matrix(gate),
-        up=form.matrix(up),
-        down=form.matrix(layer.mlp.down_proj.weight),
+        mlp=GatedWeights(
+            LinearWeights(tuple(layer.mlp.gate_up_proj.weight.chunk(2))),
+            LinearWeights((layer.mlp.down_proj.weight,)),
+        ),
     )
+    return map_matrices(weights, lambda path, matrix: form.matrix(matrix))
 
 
 def _pack_head(network: Speculator, form: _Format) -> NativeLinear:

@@ -13,7 +13,7 @@ from foretell.model.run.network import Network
 from foretell.train.data.dataset import Document
 
 FIRST_POSITION = 4
-"""Positions before this one are left out: their states are many times as large as others (attention sinks)."""
+"""Positions before this one are left out: their states are many times as large as others (arXiv 2309.17453)."""
 
 
 @dataclass(frozen=True)

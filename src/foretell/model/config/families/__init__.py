@@ -1,20 +1,35 @@
-"""Readers of Hugging Face configurations, one file per family: the values of `ModelConfig` that are its own.
+"""Families of architectures, one file each: how their configurations are read and how their tensors are named."""
 
-The values of mixtures of experts are those of `MoEConfig`, as a mapping.
-"""
+from collections.abc import Mapping
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from foretell.model.config.families.base import Family, Kind
+from foretell.model.config.families.deepseek import DEEPSEEK, GLM
+from foretell.model.config.families.gemma import GEMMA
+from foretell.model.config.families.gemma4 import GEMMA4
+from foretell.model.config.families.gpt_oss import GPT_OSS
+from foretell.model.config.families.granite import GRANITE
+from foretell.model.config.families.lfm2 import LFM2
+from foretell.model.config.families.llama import LLAMA, MISTRAL, SMOLLM3
+from foretell.model.config.families.llama4 import LLAMA4
+from foretell.model.config.families.ministral3 import MINISTRAL3
+from foretell.model.config.families.mixtral import MIXTRAL
+from foretell.model.config.families.nemotron import NEMOTRON
+from foretell.model.config.families.qwen import QWEN, QWEN3_5, QWEN3_NEXT, QWEN_MOE
 
-from foretell.model.config.families.gemma4 import read_gemma4
-from foretell.model.config.families.llama4 import read_llama4
-from foretell.model.config.families.ministral3 import read_ministral3
-from foretell.utils.validation import Fields
+FAMILIES: tuple[Family, ...] = (
+    LLAMA, MISTRAL, QWEN, GEMMA, MIXTRAL, QWEN_MOE, QWEN3_NEXT, QWEN3_5, LFM2, GRANITE, NEMOTRON, SMOLLM3, GPT_OSS,
+    DEEPSEEK, GLM, GEMMA4, LLAMA4, MINISTRAL3,
+)  # fmt: skip
+"""All families."""
+_BY_KIND = {kind: family for family in FAMILIES for kind in family.kinds}
+KINDS: Mapping[str, Kind] = {name: kind for family in FAMILIES for name, kind in family.kinds.items()}
+"""Supported values of `model_type`."""
+TEXT_MODELS = {kind.text_of: name for name, kind in KINDS.items() if kind.text_of is not None}
+"""The language models of multimodal values of `model_type`."""
+GGUF_KINDS = {name: kind for family in FAMILIES for name, kind in family.gguf_kinds.items()}
+"""`model_type` of every supported architecture of GGUF files; `llama` with experts is Mixtral."""
 
-FAMILIES: Mapping[str, Callable[[Fields, int], dict[str, Any]]] = {
-    "gemma4_text": read_gemma4,
-    "gemma4_unified_text": read_gemma4,
-    "llama4_text": read_llama4,
-    "ministral3": read_ministral3,
-}
-"""By `model_type`; the arguments are the configuration and the number of layers."""
+
+def family_of(architecture: str) -> Family:
+    """The family of an architecture; Llama's where it has none of its own."""
+    return _BY_KIND.get(architecture, LLAMA)

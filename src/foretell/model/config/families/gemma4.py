@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretell.model.config.attention import LayerInputConfig
+from foretell.model.config.families.base import Family, Kind
 from foretell.model.config.rope import RopeConfig, read_rope
 from foretell.utils.validation import Fields
 
@@ -16,7 +17,7 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def read_gemma4(read: Fields, layers: int) -> dict[str, Any]:
+def _read(read: Fields, layers: int) -> dict[str, Any]:
     """The values of `ModelConfig` that are Gemma 4's own."""
     if read.raw.get("use_bidirectional_attention") == "all":
         raise read.wrong("use_bidirectional_attention", "vision or left out: the decoder is causal", "all")
@@ -115,3 +116,22 @@ def _experts(read: Fields, layers: int) -> dict[str, Any]:
         "layers": tuple(range(layers)),
         "beside_dense": True,
     }
+
+
+_SETTINGS: Mapping[str, Any] = {
+    "post_norms": True, "qk_norm": True, "value_norm": True, "activation": "gelu_tanh", "layer_scales": True,
+    "tied": True,
+}  # fmt: skip
+_TOKENS = {"bos_token_id": 2, "eos_token_id": 1}
+GEMMA4 = Family(
+    kinds={
+        "gemma4_text": Kind(_SETTINGS, {"max_position_embeddings": 131072, **_TOKENS}, text_of="gemma4"),
+        "gemma4_unified_text": Kind(
+            _SETTINGS,
+            {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0, **_TOKENS},
+            text_of="gemma4_unified",
+        ),
+    },
+    names={"mlp.gate": "router.proj", "mlp.experts": "experts"},
+    read_all=_read,
+)

@@ -1,15 +1,18 @@
 """Llama 4: attention within chunks, layers without rotary positions, experts beside a shared one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from foretell.model.config.attention import QueryScaling
+from foretell.model.config.families.base import Family, Kind, Rows
+from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import read_rope
 from foretell.utils.validation import Fields
 
 _TYPES = ("chunked_attention", "full_attention")
 
 
-def read_llama4(read: Fields, layers: int) -> dict[str, Any]:
+def _read(read: Fields, layers: int) -> dict[str, Any]:
     """The values of `ModelConfig` that are Llama 4's own."""
     interval = read.integer("no_rope_layer_interval", default=4, least=1)
     rotated = read.integers("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(layers))
@@ -71,3 +74,35 @@ def _experts(read: Fields, layers: tuple[int, ...]) -> dict[str, Any]:
         "layers": layers,
         "weighs_inputs": True,
     }
+
+
+def _half_split(config: ModelConfig, layer: int) -> list[Rows]:
+    """Queries and keys, whose rotary pairs lie side by side, in the half-split order; then values."""
+    size, rows = config.head_dim, []
+    for name, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
+        order = [
+            i for first in range(0, heads * size, size) for half in (0, 1) for i in range(first + half, first + size, 2)
+        ]
+        rows.append(Rows(f"self_attn.{name}", heads * size, order))
+    return [*rows, Rows("self_attn.v_proj", config.kv_heads * size)]
+
+
+_LLAMA4: Mapping[str, Any] = {
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA4 = Family(
+    kinds={
+        "llama4_text": Kind(
+            defaults=_LLAMA4,
+            text_of="llama4",
+        )
+    },
+    names={
+        "mlp": "feed_forward",
+        "mlp.gate": "feed_forward.router",
+        "mlp.shared_experts": "feed_forward.shared_expert",
+    },
+    rows={"qkv": _half_split},
+    expert_storage="transposed",
+    read_all=_read,
+)

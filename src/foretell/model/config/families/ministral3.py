@@ -3,6 +3,7 @@
 from typing import Any
 
 from foretell.model.config.attention import QueryScaling
+from foretell.model.config.families.base import Family, Kind
 from foretell.model.config.rope import read_rope
 from foretell.utils.validation import Fields
 
@@ -13,7 +14,7 @@ _ROPE = {
 }  # fmt: skip
 
 
-def read_ministral3(read: Fields, layers: int) -> dict[str, Any]:
+def _read(read: Fields, layers: int) -> dict[str, Any]:
     """The values of `ModelConfig` that are Ministral 3's own."""
     head_dim = read.integer("head_dim", default=128, least=2)
     parameters = read.fields("rope_parameters")
@@ -32,3 +33,13 @@ def read_ministral3(read: Fields, layers: int) -> dict[str, Any]:
         "window": window,
         "window_layers": tuple(range(layers)) if window else (),
     }
+
+
+MINISTRAL3 = Family(
+    kinds={
+        "ministral3": Kind(
+            defaults={"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
+        )
+    },
+    read_all=_read,
+)

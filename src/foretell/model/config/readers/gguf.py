@@ -1,33 +1,30 @@
 """Reads `ModelConfig` from the metadata of a GGUF file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from foretell.model.config.model import ModelConfig, MoEConfig
-from foretell.model.config.readers.architectures import ARCHITECTURES, MAX_CONTEXT, MAX_LAYERS
-from foretell.model.config.readers.values import checked_config, contexts_of, eos_token_ids, read_head_dim
-from foretell.model.config.rope import RopeConfig, read_gguf_rope
+from foretell.model.config.families import GGUF_KINDS, KINDS, family_of
+from foretell.model.config.model import ModelConfig
+from foretell.model.config.readers.values import (
+    GGUF_EOS,
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    checked_config,
+    contexts_of,
+    eos_token_ids,
+    read_head_dim,
+)
+from foretell.model.config.rope import read_gguf_rope
 from foretell.utils.validation import Fields
 
-_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3_text": 62}
-"""Number of layers of Gemma's 27B models, by which llama.cpp recognises them; only their attention scale is
-(hidden / heads) ** -0.5.
-"""
-_GGUF_KINDS = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text",
-    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss",
-}  # fmt: skip
-"""`model_type` of every supported architecture of GGUF files; `llama` with experts is Mixtral."""
-_GGUF_FIXED: Mapping[str, Mapping[str, Any]] = {
-    "gpt_oss": {"qkv_bias": True, "output_bias": True, "activation": "clamped_swiglu"},
-}
-"""Settings that GGUF files do not contain and `config.json` does."""
-_GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
-_END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end a chat turn; llama.cpp uses these names where a file has no `eot_token_id`."""
-_HARMONY_ENDS = ("<|return|>", "<|call|>")
-"""Tokens that end an answer of gpt-oss; `<|end|>` ends only one of its messages."""
+_END_TOKENS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "</s>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "[e~[",
+    "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+))  # fmt: skip
+"""Control tokens that end an answer, by the names that llama.cpp knows."""
+_HARMONY_ENDS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+"""Where a file has both of a pair (gpt-oss, Solar), `<|end|>` ends only a part of an answer."""
 _CONTROL_TOKEN = 3
 """The token type of control tokens in GGUF."""
 
@@ -49,78 +46,41 @@ def from_gguf(
     """
     whole = Fields(meta, source)
     name = whole.text("general.architecture")
-    if name not in _GGUF_KINDS:
+    if name not in GGUF_KINDS:
         raise ValueError(
-            f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(_GGUF_KINDS)}"
+            f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(GGUF_KINDS)}"
         )
-    kind = _GGUF_KINDS[name]
+    kind = GGUF_KINDS[name]
     read = Fields({k.removeprefix(name + "."): v for k, v in meta.items()}, source, f"{name}.")
     if kind == "llama" and read.integer("expert_count", default=0):
         kind = "mixtral"
-    gemma = kind.startswith("gemma")
     hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
     layers = read.integer("block_count", least=1, most=MAX_LAYERS)
     context = read.integer("context_length", least=1, most=MAX_CONTEXT)
     head_dim = read_head_dim(read, ("attention.key_length",), hidden // heads)
-    if kind == "llama" and read.integer("rope.dimension_count", default=head_dim) != head_dim:
-        raise read.wrong("rope.dimension_count", f"{head_dim}, all of a head", read.raw["rope.dimension_count"])
-    rope = read_gguf_rope(read, context, head_dim, rope_factors or {})
-    window = read.integer("attention.sliding_window", default=4096 if kind == "gemma2" else 0)
-    pattern = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(kind, 1)
-    patterned = gemma or kind == "gpt_oss"
-    if patterned:
-        pattern = read.integer("attention.sliding_window_pattern", default=pattern, least=1)
-    windowed = tuple(i for i in range(layers) if not patterned or (i + 1) % pattern) if window else ()
-    caps = (50.0, 30.0) if kind == "gemma2" else (0.0, 0.0)
-    return checked_config(
-        source,
-        architecture=kind,
-        vocab=read.integer("vocab_size", default=0) or len(_require_list(whole, "tokenizer.ggml.tokens")),
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=read.integer("attention.head_count_kv", default=heads, least=1),
-        head_dim=head_dim,
-        ffn=read.integer("feed_forward_length", least=1),
+    rope, window = read_gguf_rope(read, context, head_dim, rope_factors or {}), "attention.sliding_window"
+    values: dict[str, Any] = {
+        "architecture": kind,
+        "vocab": read.integer("vocab_size", default=0) or len(_require_list(whole, "tokenizer.ggml.tokens")),
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": read.integer("attention.head_count_kv", default=heads, least=1),
+        "head_dim": head_dim,
+        "ffn": read.integer("feed_forward_length", least=1),
         **contexts_of(rope, context),
-        norm_eps=read.number("attention.layer_norm_rms_epsilon", default=1e-6, least=0),
-        rope=replace(rope, truncate=False) if kind == "gpt_oss" else rope,
-        local_rope=RopeConfig(theta=read.positive("rope.freq_base_swa", default=10000.0))
-        if kind == "gemma3_text"
-        else None,
-        window=window,
-        window_layers=windowed,
-        attention_scale=(hidden // heads) ** -0.5 if layers == _GEMMA_27B_LAYERS.get(kind) else None,
-        attention_softcap=read.number("attn_logit_softcapping", default=caps[0], least=0),
-        logit_softcap=read.number("final_logit_softcapping", default=caps[1], least=0),
-        embedding_scale=hidden**0.5 if gemma else 1.0,
-        experts=_gguf_experts(read, kind, layers),
-        bos=next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
-        eos=_gguf_eos(whole),
-        # GGUF files hold Gemma's norm weights with the offset of 1 added.
-        **{**ARCHITECTURES[kind], "norm_offset": 0.0, "tied": tied or gemma, **_GGUF_FIXED.get(kind, {})},
-    )
-
-
-def _gguf_experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
-    """The mixture of experts of a GGUF file: in all layers of the architectures that have one."""
-    if kind not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
-        return None
-    count, dense = read.integer("expert_count", least=1), read.integer("feed_forward_length", least=1)
-    active = read.integer("expert_used_count", least=1, most=count)
-    narrow = dense // active if kind == "qwen2_moe" else dense
-    shared = read.integer("expert_shared_feed_forward_length", default=dense) if kind == "qwen2_moe" else 0
-    return MoEConfig(
-        count=count,
-        active=active,
-        ffn=read.integer("expert_feed_forward_length", default=narrow, least=1),
-        shared_ffn=shared,
-        shared_gate=shared > 0,
-        renormalize=kind != "qwen2_moe",
-        layers=tuple(range(layers)),
-        router_bias=kind == "gpt_oss",
-        bias=kind == "gpt_oss",
-    )
+        "norm_eps": read.number("attention.layer_norm_rms_epsilon", default=1e-6, least=0),
+        "rope": rope,
+        "window": read.integer(window, default=0),
+        "window_layers": tuple(range(layers)) if read.integer(window, default=0) else (),
+        "attention_softcap": read.number("attn_logit_softcapping", default=0.0, least=0),
+        "logit_softcap": read.number("final_logit_softcapping", default=0.0, least=0),
+        "bos": next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
+        "eos": _gguf_eos(whole),
+        **KINDS[kind].settings,
+        "tied": tied,
+    }
+    return checked_config(source, **{**values, **family_of(kind).read_gguf(read, kind, values)})
 
 
 def _require_list(read: Fields, name: str) -> list[Any]:
@@ -132,13 +92,17 @@ def _require_list(read: Fields, name: str) -> list[Any]:
 
 def _gguf_eos(read: Fields) -> tuple[int, ...]:
     """End-of-sequence tokens, by the rules of llama.cpp."""
-    eos = eos_token_ids(read, *(f"tokenizer.ggml.{key}" for key in _GGUF_EOS_KEYS))
-    if read.raw.get("general.architecture") == "gpt-oss":
-        names = read.raw.get("tokenizer.ggml.tokens") or ()
-        return tuple(dict.fromkeys((*eos, *(i for i, token in enumerate(names) if token in _HARMONY_ENDS))))
+    eos = eos_token_ids(read, *GGUF_EOS)
     tokens, types = (read.raw.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    if read.has("tokenizer.ggml.eot_token_id") or not isinstance(tokens, list) or not isinstance(types, list):
+    if not isinstance(tokens, list) or not isinstance(types, list):
         return eos
-    pairs = enumerate(zip(tokens, types, strict=False))
-    end_of_turn = (i for i, (t, kind) in pairs if kind == _CONTROL_TOKEN and t in _END_OF_TURN_TOKENS)
-    return tuple(dict.fromkeys((*eos, *end_of_turn)))
+    ends = {
+        t: i
+        for i, (t, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL_TOKEN and t in _END_TOKENS
+    }
+    if any(pair <= ends.keys() for pair in _HARMONY_ENDS):
+        ends.pop("<|end|>", None)
+    if "<|tool_response>" in ends:  # Gemma 4 has a `</s>` that ends nothing.
+        ends.pop("</s>", None)
+    return tuple(dict.fromkeys((*eos, *ends.values())))

@@ -6,6 +6,12 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
+MAX_LAYERS = 10_000
+MAX_CONTEXT = 2**24
+"""Tokens; the longest context of a published model is 10 million."""
+GGUF_EOS = tuple(f"tokenizer.ggml.{key}" for key in ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids"))
+"""Keys of end-of-sequence tokens in GGUF files."""
+
 
 def contexts_of(rope: RopeConfig, trained: int) -> dict[str, int]:
     """The context and the longest context of a model that was trained for so many positions."""
@@ -14,8 +20,10 @@ def contexts_of(rope: RopeConfig, trained: int) -> dict[str, int]:
 
 
 def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
-    """End-of-sequence tokens under these keys (default: `eos_token_id`); each holds a token or a list of tokens."""
-    return tuple(dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name)))
+    """End-of-sequence tokens under these keys (default: `eos_token_id`); each holds one or a list, -1 none."""
+    return tuple(
+        dict.fromkeys(token for name in names or ("eos_token_id",) for token in read.integers(name) if token >= 0)
+    )
 
 
 def checked_config(source: str, **values: Any) -> ModelConfig:

@@ -32,7 +32,7 @@ class BlockScores {
   // [nodes] their requests.
   void top(int level, const std::vector<int>& request, const std::vector<int64_t>& token, const ChildRanking& ranking,
            float* probabilities, int64_t* found, int threads) const {
-    const size_t n = token.size(), width = (size_t)output_.head->out, rank = (size_t)e_.markov_out.in,
+    const size_t n = token.size(), width = (size_t)output_.head->outputs, rank = (size_t)e_.markov_out.inputs,
                  k = (size_t)ranking.count();
     const bool biased = e_.markov.table, weighted = e_.confidence.words;
     const Buffer<float> before = buffer<float>(biased ? n * rank : 1), scores = buffer<float>(n * width);
@@ -120,7 +120,7 @@ Buffer<float> run_blocks(const Model& m, const Layer* layers, int count, const B
 // Dynamic trees from the normed states of the predicting places, [requests, depth, hidden].
 int32_t grow_block_trees(const Model& m, const BlockInput& e, const OutputHead& output, Buffer<float> states,
                          const int64_t* root, const DynamicTree& b, int threads) {
-  const int width = output.head->out, rows = b.requests * e.depth;
+  const int width = output.head->outputs, rows = b.requests * e.depth;
   ChildRanking ranking(b, width, output.token_of, threads);
   Buffer<float> scores = buffer<float>((size_t)rows * (size_t)width);
   linear(*output.head, states.get(), scores.get(), rows, width, threads);

@@ -35,7 +35,7 @@ class ForwardPass {
         inner_width_(std::max({ffn_, model.heads * model.head_dim, input_width(layers, first, last),
                                cache.states ? StatePass::output_width(*cache.states) : 0})),
         operands_(layout.count,
-                  std::max({reader(layers[first].qkv).in, inner_width_, model.hidden, model.heads * model.head_dim,
+                  std::max({reader(layers[first].qkv).inputs, inner_width_, model.hidden, model.heads * model.head_dim,
                             ffn_, experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
                             latent_of_ ? latent_of_->query_rank : 0, widest_predictor(layers, first, last)}),
                   team, largest_rank(layers, first, last)),
@@ -87,7 +87,7 @@ class ForwardPass {
     const bool given = attention_input_ && i == first_;
     const int width = layer.reads_keys ? m_.heads * m_.head_dim : qkv_width_;
     const uint8_t* panels = layer.heads ? heads_->panels(m_.head_dim) : nullptr;
-    operands_.multiply(layer.qkv, given ? attention_input_ : x_, reader(layer.qkv).in,
+    operands_.multiply(layer.qkv, given ? attention_input_ : x_, reader(layer.qkv).inputs,
                        given ? nullptr : layer.attention_norm, m_.eps,
                        {qkv_.get(), qkv_width_, width, Epilogue::kStore, 0, 0, panels}, &reader(layer.output), team);
     team.barrier();
@@ -122,7 +122,7 @@ class ForwardPass {
     int most = 0, rank = 0;
     for (int i = first_; i < last_; ++i)
       if (const UnitChoice* c = layers_[i].*choice)
-        most = std::max(most, c->count), rank = std::max(rank, round_up(c->predict_in.out, kPanel));
+        most = std::max(most, c->count), rank = std::max(rank, round_up(c->predict_in.outputs, kPanel));
     return most ? std::make_unique<Units>(tokens_, most, rank) : nullptr;
   }
 
@@ -157,7 +157,7 @@ class ForwardPass {
   void write_keys(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const int queries = m_.heads * m_.head_dim;
-    const bool apart = layer.qkv.next && layer.qkv.out == queries;
+    const bool apart = layer.qkv.next && layer.qkv.outputs == queries;
     const Weight& keys = apart ? *layer.qkv.next : layer.qkv;
     const int width = apart ? qkv_width_ - queries : qkv_width_;
     operands_.multiply(keys, x_, m_.hidden, layer.attention_norm, m_.eps,
@@ -197,7 +197,7 @@ class ForwardPass {
     team.barrier();
     latent_->expand(*layer.latent, qkv_.get(), inner_.get(), team);
     team.barrier();
-    add_to_residual(layer.output.in, layers_[i].output, layer.post_attention_norm, after_attention(i), team, false);
+    add_to_residual(layer.output.inputs, layers_[i].output, layer.post_attention_norm, after_attention(i), team, false);
   }
 
   // The recurrent state in place of attention.
@@ -206,8 +206,8 @@ class ForwardPass {
     operands_.multiply(layer.qkv, x_, m_.hidden, layer.attention_norm, m_.eps,
                        {qkv_.get(), state_width_, state_width_, Epilogue::kStore, 0, 0}, &layer.output, team);
     team.barrier();
-    states_->run(*layer.state, qkv_.get(), inner_.get(), layer.output.in, team);
-    add_to_residual(layer.output.in, layer.output, layer.post_attention_norm, after_attention(i), team, false);
+    states_->run(*layer.state, qkv_.get(), inner_.get(), layer.output.inputs, team);
+    add_to_residual(layer.output.inputs, layer.output, layer.post_attention_norm, after_attention(i), team, false);
   }
 
   static const Weight* of_network(const Layer& layer) {
@@ -234,9 +234,9 @@ class ForwardPass {
   static int widest_predictor(const Layer* layers, int first, int last) {
     int widest = 0;
     for (int i = first; i < last; ++i) {
-      if (layers[i].sparse) widest = std::max(widest, layers[i].sparse->predict_in.out);
+      if (layers[i].sparse) widest = std::max(widest, layers[i].sparse->predict_in.outputs);
       for (const UnitChoice* c : {layers[i].heads, layers[i].neurons})
-        if (c) widest = std::max(widest, c->predict_in.out);
+        if (c) widest = std::max(widest, c->predict_in.outputs);
     }
     return widest;
   }
@@ -245,7 +245,7 @@ class ForwardPass {
     int rank = 0;
     for (int i = first; i < last; ++i)
       for (const Weight* w : {&layers[i].qkv, &layers[i].output, &layers[i].gate_up, &layers[i].down})
-        if (w->factor) rank = std::max(rank, w->factor->out);
+        if (w->factor) rank = std::max(rank, w->factor->outputs);
     return rank;
   }
 
@@ -317,7 +317,7 @@ class ForwardPass {
   }
 
   void add_layer_input(const Layer& layer, const Team& team) const {
-    const int width = layer.input_gate.out, stride = round_up(width, kLanes);
+    const int width = layer.input_gate.outputs, stride = round_up(width, kLanes);
     operands_.multiply(layer.input_gate, x_, m_.hidden, nullptr, 0,
                        {inner_.get(), stride, width, Epilogue::kStore, 0, 0}, &layer.input_projection, team);
     team.barrier();
@@ -338,8 +338,8 @@ class ForwardPass {
   static int input_width(const Layer* layers, int first, int last) {
     int width = 0;
     for (int i = first; i < last; ++i)
-      width = std::max({width, round_up(layers[i].input_gate.out, kLanes),
-                        layers[i].experts && layers[i].down.words ? layers[i].down.out : 0});
+      width = std::max({width, round_up(layers[i].input_gate.outputs, kLanes),
+                        layers[i].experts && layers[i].down.words ? layers[i].down.outputs : 0});
     return width;
   }
 
@@ -347,7 +347,7 @@ class ForwardPass {
   // each number by itself were written as such.
   Rows inner_operands(int stride, const Weight& w, bool rounded, const Team& team) const {
     if (!rounded || !rounds_each_number(w.operand))
-      return operands_.prepare(w.operand, inner_.get(), w.in, stride, nullptr, 0, team);
+      return operands_.prepare(w.operand, inner_.get(), w.inputs, stride, nullptr, 0, team);
     return {(const uint32_t*)inner_.get(), (size_t)stride};
   }
 

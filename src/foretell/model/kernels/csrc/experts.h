@@ -99,7 +99,7 @@ class ExpertPass {
         row_size_((size_t)round_up(model.hidden, 64)),
         router_(e, team.threads),
         inner_operands_(entries_, ffn_, team),
-        logits_(buffer<float>((size_t)tokens * e.router.out)),
+        logits_(buffer<float>((size_t)tokens * e.router.outputs)),
         weight_(buffer<float>((size_t)entries_ * team.threads)),
         expert_(buffer<int32_t>((size_t)entries_ * team.threads)),
         place_(buffer<int32_t>((size_t)entries_ * team.threads)),
@@ -124,7 +124,7 @@ class ExpertPass {
     const float *router_norm = e.router_norm ? e.router_norm : layer.mlp_norm,
                 *input_norm = e.input_norm ? e.input_norm : layer.mlp_norm;
     operands.multiply(e.router, x, m_.hidden, router_norm, m_.eps,
-                      {logits_.get(), e.router.out, e.router.out, Epilogue::kStore, 0, 0}, nullptr, team);
+                      {logits_.get(), e.router.outputs, e.router.outputs, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     const Routes routes = route(e, team);
     if (e.shared_ffn) {
@@ -147,9 +147,10 @@ class ExpertPass {
     }
     if (e.shared_ffn) {
       const Weight& w = e.shared_down;
+      const float* inner = shared_inner_.get();
       const Rows prepared = rounds_each_number(w.operand)
-                                ? Rows{(const uint32_t*)shared_inner_.get(), (size_t)shared_ffn_}
-                                : operands.prepare(w.operand, shared_inner_.get(), w.in, shared_ffn_, nullptr, 0, team);
+                                ? Rows{(const uint32_t*)inner, (size_t)shared_ffn_}
+                                : operands.prepare(w.operand, inner, w.inputs, shared_ffn_, nullptr, 0, team);
       multiply(w, prepared, tokens_, {shared_.get(), m_.hidden, m_.hidden, Epilogue::kStore, 0, 0}, following, team);
     }
     team.barrier();
@@ -185,7 +186,7 @@ class ExpertPass {
     float* weight = weight_.get() + chosen;
     const auto [from, to] = every_thread_routes_all_ ? std::pair(0, tokens_) : team.share(tokens_);
     for (int t = from; t < to; ++t)
-      router_.route(e, logits_.get() + (size_t)t * e.router.out, expert + t * e.active, weight + t * e.active,
+      router_.route(e, logits_.get() + (size_t)t * e.router.outputs, expert + t * e.active, weight + t * e.active,
                     team.thread);
     if (!every_thread_routes_all_) team.barrier();
     std::fill(first, first + count_ + 1, 0);
@@ -286,7 +287,7 @@ class ExpertPass {
         total = fma(part(parts_.get(), routes.place[j]), splat(e.weighs_inputs ? 1.0f : routes.weight[j]), total);
       if (e.shared_ffn) {
         const Float gate =
-            e.shared_gate ? sigmoid(splat(logits_[(size_t)t * e.router.out + e.count])) : splat(1.0f);
+            e.shared_gate ? sigmoid(splat(logits_[(size_t)t * e.router.outputs + e.count])) : splat(1.0f);
         total = fma(part(shared_.get(), t), gate, total);
       }
       float* row = (out ? out : x) + (size_t)t * m_.hidden + first;

@@ -1,4 +1,5 @@
-// Structures that Python passes in. structures.py declares the same fields; `foretell_abi` lets Python compare the two.
+// Structures that Python passes in. structures.py reads their fields here; `foretell_abi` lets it compare their sizes.
+// A field is declared as `type name, ...;` or `type* name, ...;`; a function pointer as `type (*name)(...);`.
 
 #pragma once
 
@@ -10,8 +11,6 @@ constexpr int kMaxHeadDim = 576;
 constexpr int kMaxGroup = 16;  // query heads per key-value head
 
 constexpr int32_t kUnreadable = -3;  // what a pass returns where weights could not be read from their file
-
-constexpr int kAbiVersion = 3;  // raised when the meaning of a field changes but its layout does not
 
 // How weights are stored: float32, bfloat16, int8 (rotated, groups of 192 inputs), as blocks of a GGUF file, as
 // bfloat16 of which two in four inputs may not be zero, or by input; see by_input.h.
@@ -62,11 +61,11 @@ struct ExactRows {
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
   const float* bias;      // padded to whole panels, or null
-  int32_t in, out;        // out counts gate and up outputs, each padded to 16, when the two are interleaved
+  int32_t inputs, outputs;  // `outputs` counts those of gate and up, each padded to 16, when they are interleaved
   int32_t kind, operand;
   const Weight* next;  // further outputs of the same inputs, of another kind; or null
   float threshold;     // stored by input: inputs of at most this magnitude count as zero
-  int32_t stored_in;   // inputs of the panels, of which the first `in` are read; 0: all
+  int32_t stored_inputs;  // inputs of the panels, of which the first `inputs` are read; 0: all
   const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
   const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
   const ExactRows* exact;  // of an output head in two stages; or null
@@ -233,8 +232,8 @@ struct BlockInput {  // what DFlash's layers read, and its heads beside the outp
   const float *mask, *feature_norm;  // [hidden]: what fills the slots after the anchor; the norm of the features
   int32_t slots, depth;              // slots of a block; the last `depth` of them predict a token
   Fusion fusion;
-  // The bias that a token gives to the scores of the next one: its row of `markov`, [vocab, in of markov_out], through
-  // `markov_out`; table null: none.
+  // The bias that a token gives to the scores of the next one: its row of `markov`, [vocab, inputs of markov_out],
+  // through `markov_out`; table null: none.
   Embedding markov;
   Weight markov_out;
   Weight confidence;  // from a slot's normed state and the token's row of `markov` to a number; words null: none

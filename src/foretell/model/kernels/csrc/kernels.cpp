@@ -112,7 +112,7 @@ int32_t foretell_mlp_speculator_trees(const Stage* stages, const Embedding* e,
                                       const DynamicTree* b, int32_t threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b->requests; ++i) trees.emplace_back(*b, i, root[i]);
-  const int inner = stages[0].project.out, d = stages[0].token.in, width = stages[0].head.out;
+  const int inner = stages[0].project.outputs, d = stages[0].token.inputs, width = stages[0].head.outputs;
   ChildRanking ranking(*b, width, token_of, threads);
   const size_t k = (size_t)ranking.count();
   const Buffer<float> states = buffer<float>((size_t)b->requests * (1 + (size_t)b->width * b->depth) * inner);
@@ -316,122 +316,20 @@ void foretell_cache_copy(int32_t kind, const Cache* from, int32_t from_row, cons
 // Vector instructions that the kernels were compiled for.
 const char* foretell_instructions() { return kInstructions; }
 
-// The interface as text, a line per constant, structure and function; `structures.interface()` writes the same.
+// The interface as text, a line per constant and per structure with its size; `structures.interface()` writes the same.
 const char* foretell_abi() {
   static const std::string text = [] {
     std::string out;
-    describe_constant(out, "version", kAbiVersion);
-    describe_constant(out, "panel", kPanel);
-    describe_constant(out, "lanes", kLanes);
-    describe_constant(out, "max_head_dim", kMaxHeadDim);
-    describe_constant(out, "max_group", kMaxGroup);
-    describe_constant(out, "int8_block", Int8::kBlock);
-    describe_constant(out, "int8_group", Int8::kGroup);
-#define F FORETELL_FIELD
-#define S(Struct, ...) describe_struct(out, #Struct, sizeof(Struct), {__VA_ARGS__})
-    S(NeuronPlaces, F(NeuronPlaces, place), F(NeuronPlaces, neuron), F(NeuronPlaces, hot_records),
-      F(NeuronPlaces, file_records), F(NeuronPlaces, hot), F(NeuronPlaces, record_words), F(NeuronPlaces, file),
-      F(NeuronPlaces, offset), F(NeuronPlaces, counts));
-    S(Weight, F(Weight, words), F(Weight, bias), F(Weight, in), F(Weight, out), F(Weight, kind),
-      F(Weight, operand), F(Weight, next), F(Weight, threshold), F(Weight, stored_in), F(Weight, places),
-      F(Weight, factor), F(Weight, exact));
-    S(ExactRows, F(ExactRows, rows), F(ExactRows, row_words), F(ExactRows, operand), F(ExactRows, count));
-    S(UnitChoice, F(UnitChoice, unit), F(UnitChoice, count), F(UnitChoice, ahead), F(UnitChoice, threshold),
-      F(UnitChoice, predict_in), F(UnitChoice, predict_out), F(UnitChoice, counts));
-    S(Experts, F(Experts, router), F(Experts, selection_bias), F(Experts, gate_up), F(Experts, down),
-      F(Experts, shared_gate_up), F(Experts, shared_down), F(Experts, count), F(Experts, active), F(Experts, ffn),
-      F(Experts, shared_ffn), F(Experts, shared_gate), F(Experts, scoring), F(Experts, renormalize),
-      F(Experts, groups), F(Experts, active_groups), F(Experts, ranked_by), F(Experts, scale),
-      F(Experts, weighs_inputs), F(Experts, expert_scale), F(Experts, router_norm), F(Experts, input_norm),
-      F(Experts, output_norm), F(Experts, dense_norm), F(Experts, load), F(Experts, layer));
-    S(StateLayer, F(StateLayer, kind), F(StateLayer, index), F(StateLayer, convolution),
-      F(StateLayer, convolution_bias), F(StateLayer, rate), F(StateLayer, time_bias), F(StateLayer, skip),
-      F(StateLayer, norm), F(StateLayer, eps));
-    S(States, F(States, channels), F(States, taps), F(States, heads), F(States, groups), F(States, key_dim),
-      F(States, value_dim), F(States, width), F(States, cache_rows), F(States, nodes), F(States, inputs),
-      F(States, state), F(States, node_inputs), F(States, node_keys), F(States, node_values), F(States, node_decay),
-      F(States, rows), F(States, depth), F(States, recorded_count), F(States, row), F(States, start),
-      F(States, chain_begin), F(States, chain), F(States, walk_begin), F(States, walk_token), F(States, walk_node),
-      F(States, walk_depth), F(States, windows), F(States, tails), F(States, recorded), F(States, node));
-    S(Latent, F(Latent, query), F(Latent, query_norm), F(Latent, key_norm), F(Latent, key), F(Latent, value),
-      F(Latent, query_rank), F(Latent, kv_rank), F(Latent, nope_dim), F(Latent, rope_dim), F(Latent, value_dim),
-      F(Latent, eps));
-    S(SparseMlp, F(SparseMlp, rule), F(SparseMlp, operand), F(SparseMlp, threshold), F(SparseMlp, row_words),
-      F(SparseMlp, gate), F(SparseMlp, gate_rows), F(SparseMlp, up_rows), F(SparseMlp, predict_in),
-      F(SparseMlp, predict_out), F(SparseMlp, counts), F(SparseMlp, places));
-    S(Layer, F(Layer, qkv), F(Layer, output), F(Layer, gate_up), F(Layer, down), F(Layer, attention_gate),
-      F(Layer, state), F(Layer, latent), F(Layer, store), F(Layer, attention_norm),
-      F(Layer, mlp_norm), F(Layer, q_norm), F(Layer, k_norm), F(Layer, post_attention_norm), F(Layer, post_mlp_norm),
-      F(Layer, sinks), F(Layer, experts), F(Layer, cos), F(Layer, sin), F(Layer, window), F(Layer, attention),
-      F(Layer, mlp), F(Layer, chunked), F(Layer, reads_keys), F(Layer, v_norm), F(Layer, query_scale),
-      F(Layer, input_gate), F(Layer, input_projection), F(Layer, input_norm), F(Layer, input_first),
-      F(Layer, scale), F(Layer, sparse), F(Layer, attention_shortcut), F(Layer, mlp_shortcut),
-      F(Layer, heads), F(Layer, neurons));
-    S(Model, F(Model, hidden), F(Model, heads), F(Model, kv_heads), F(Model, head_dim), F(Model, rotary_dim),
-      F(Model, ffn), F(Model, context), F(Model, cache_heads), F(Model, cache_kind), F(Model, activation),
-      F(Model, eps), F(Model, scale), F(Model, softcap), F(Model, residual_scale));
-    S(Stage, F(Stage, project), F(Stage, token), F(Stage, output), F(Stage, head), F(Stage, norm_weight),
-      F(Stage, norm_bias), F(Stage, eps));
-    S(Embedding, F(Embedding, table), F(Embedding, vocab), F(Embedding, is_bfloat16), F(Embedding, scale));
-    S(Fusion, F(Fusion, count), F(Fusion, norms), F(Fusion, fuse));
-    S(EagleInput, F(EagleInput, embedding), F(EagleInput, embedding_norm), F(EagleInput, feature_norm),
-      F(EagleInput, norm_before_residual), F(EagleInput, output_norm), F(EagleInput, fusion), F(EagleInput, mask),
-      F(EagleInput, mask_feature));
-    S(BlockInput, F(BlockInput, embedding), F(BlockInput, mask), F(BlockInput, feature_norm), F(BlockInput, slots),
-      F(BlockInput, depth), F(BlockInput, fusion), F(BlockInput, markov), F(BlockInput, markov_out),
-      F(BlockInput, confidence));
-    S(DynamicTree, F(DynamicTree, requests), F(DynamicTree, depth), F(DynamicTree, width), F(DynamicTree, budget),
-      F(DynamicTree, min_score), F(DynamicTree, min_expand_score), F(DynamicTree, max_depth), F(DynamicTree, row),
-      F(DynamicTree, length), F(DynamicTree, sampling), F(DynamicTree, noise),
-      F(DynamicTree, min_confidence), F(DynamicTree, min_expand_confidence), F(DynamicTree, margin),
-      F(DynamicTree, outputs), F(DynamicTree, output_row), F(DynamicTree, confidence), F(DynamicTree, token),
-      F(DynamicTree, parent), F(DynamicTree, sizes), F(DynamicTree, score));
-    S(StatesRead, F(StatesRead, states), F(StatesRead, state_rows), F(StatesRead, token), F(StatesRead, place),
-      F(StatesRead, count));
-    S(TreePass, F(TreePass, requests), F(TreePass, nodes), F(TreePass, parent), F(TreePass, active),
-      F(TreePass, scored), F(TreePass, prefix_length), F(TreePass, row), F(TreePass, length), F(TreePass, hidden_index),
-      F(TreePass, logit_index), F(TreePass, argmax));
-    S(Layout, F(Layout, count), F(Layout, max_extra_slots), F(Layout, row), F(Layout, slot), F(Layout, position),
-      F(Layout, visible_prefix), F(Layout, extra_slots), F(Layout, layer_inputs), F(Layout, input_width),
-      F(Layout, queries), F(Layout, in_pages));
-    S(Sampling, F(Sampling, inverse_temperature), F(Sampling, top_p), F(Sampling, min_p), F(Sampling, noise),
-      F(Sampling, top_k));
-    S(Cache, F(Cache, k), F(Cache, v), F(Cache, k_low), F(Cache, v_low), F(Cache, k_scale), F(Cache, v_scale),
-      F(Cache, table), F(Cache, blocks), F(Cache, rows), F(Cache, row_blocks), F(Cache, bits), F(Cache, coarse),
-      F(Cache, k_packed), F(Cache, v_packed), F(Cache, k_range), F(Cache, v_range), F(Cache, packed_table),
-      F(Cache, packed_slots), F(Cache, packed_blocks), F(Cache, packed_row_blocks), F(Cache, packed_bits),
-      F(Cache, packed_residual), F(Cache, states), F(Cache, k_least), F(Cache, k_most), F(Cache, page_slots),
-      F(Cache, page_budget));
-#undef S
-#undef F
-#define S(function) describe_function(out, #function, function)
-    S(foretell_stack);
-    S(foretell_eagle_forward);
-    S(foretell_eagle_forward_from_target);
-    S(foretell_eagle_trees);
-    S(foretell_block_trees);
-    S(foretell_mask_trees);
-    S(foretell_decoder_trees);
-    S(foretell_mlp_speculator_trees);
-    S(foretell_tree_pass);
-    S(foretell_keep_states);
-    S(foretell_linear);
-    S(foretell_mlp_speculator_stage);
-    S(foretell_linear_topk_softmax);
-    S(foretell_rms_norm);
-    S(foretell_argmax);
-    S(foretell_topk);
-    S(foretell_topk_softmax);
-    S(foretell_pack_rows);
-    S(foretell_widen_rows);
-    S(foretell_round_rows);
-    S(foretell_panel_words);
-    S(foretell_sample);
-    S(foretell_gumbel_noise);
-    S(foretell_kept_tokens);
-    S(foretell_cache_move);
-    S(foretell_cache_copy);
-    S(foretell_instructions);
+    describe(out, "panel", kPanel);
+    describe(out, "lanes", kLanes);
+    describe(out, "max_head_dim", kMaxHeadDim);
+    describe(out, "max_group", kMaxGroup);
+    describe(out, "int8_block", Int8::kBlock);
+    describe(out, "int8_group", Int8::kGroup);
+#define S(Struct) describe(out, #Struct, sizeof(Struct))
+    S(NeuronPlaces), S(ExactRows), S(Weight), S(SparseMlp), S(UnitChoice), S(Experts), S(StateLayer), S(States);
+    S(Latent), S(Layer), S(Model), S(Stage), S(Embedding), S(Fusion), S(EagleInput), S(BlockInput), S(Sampling);
+    S(DynamicTree), S(StatesRead), S(Layout), S(TreePass), S(Cache);
 #undef S
     return out;
   }();

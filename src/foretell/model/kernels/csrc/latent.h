@@ -77,14 +77,14 @@ class LatentPass {
 
   // The product of one head for all tokens, by this thread alone.
   void multiply_head(const Weight& w, const float* x, int x_stride, const Output& output, const Team& team) const {
-    const size_t stride = row_words(w.operand, w.in);
+    const size_t stride = row_words(w.operand, w.inputs);
     uint32_t* words = words_.get() + (size_t)team.thread * tokens_ * row_size_;
     float* row = rows_.get() + team.thread * row_size_;
-    for (int i = w.in; i < round_up(w.in, 64); ++i) row[i] = 0;
+    for (int i = w.inputs; i < round_up(w.inputs, 64); ++i) row[i] = 0;
     with_operand(w.operand, [&](auto o) {
       for (int t = 0; t < tokens_; ++t) {
-        std::memcpy(row, x + (size_t)t * x_stride, 4 * (size_t)w.in);
-        decltype(o)::Type::quantize(row, w.in, words + t * stride);
+        std::memcpy(row, x + (size_t)t * x_stride, 4 * (size_t)w.inputs);
+        decltype(o)::Type::quantize(row, w.inputs, words + t * stride);
       }
     });
     multiply(w, {words, stride}, tokens_, output, nullptr, Team());

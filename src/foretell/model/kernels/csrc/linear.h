@@ -91,7 +91,7 @@ inline size_t panel_words(int32_t kind, int in) {
   return kind == kFloat32 ? FloatProduct<Float32>::panel_words(in) : FloatProduct<Bfloat16>::panel_words(in);
 }
 
-inline size_t panel_words(const Weight& w) { return panel_words(w.kind, w.stored_in ? w.stored_in : w.in); }
+inline size_t panel_words(const Weight& w) { return panel_words(w.kind, w.stored_inputs ? w.stored_inputs : w.inputs); }
 
 // What is done with a product: it is stored, added to what is there, or becomes an operand of the next product: gated,
 // activation(gate) * up, or squared, relu(up)^2.
@@ -166,7 +166,7 @@ Tile pick_tile(int tokens) {
 
 const uint32_t* first_panel(const Weight& w, const Team& team) {
   if (is_by_input(w)) return w.words;
-  return w.words + team.share((w.out + kPanel - 1) / kPanel).first * panel_words(w);
+  return w.words + team.share((w.outputs + kPanel - 1) / kPanel).first * panel_words(w);
 }
 
 // Rows of words.
@@ -211,7 +211,7 @@ template <class P>
 void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
                     const Team& team) {
   const size_t size = panel_words(w);
-  const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
+  const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
   // Quantised panels are fetched sooner by two small blocks than by one large block.
   const bool halves = P::kSplitsTokens && tokens > 3 && tokens <= P::kMaxTokens;
   const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
@@ -236,7 +236,7 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
       if (runs)
         multiply_runs(w, *runs, panel, {x.words + t * x.stride, x.stride}, pick(count), out);
       else
-        pick(count)(panel, x.words + t * x.stride, x.stride, w.in, soon, out);
+        pick(count)(panel, x.words + t * x.stride, x.stride, w.inputs, soon, out);
       for (int i = 0; i < count; ++i) apply_epilogue(output, w, out + 2 * i, p, t + i);
       t += count;
     }
@@ -252,8 +252,8 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
   alignas(64) uint32_t words[kChunk * kGroupInputs / kDepth * kPanel];
   Float out[2 * kMostTokens];
   const size_t size = panel_words(w);
-  const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
-  const int groups = w.in / kGroupInputs;
+  const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
+  const int groups = w.inputs / kGroupInputs;
   for (int p = from; p < to; ++p)
     for (int start = 0; start < tokens && !output.skips(p); start += kMostTokens) {
       const Blocks blocks(std::min(kMostTokens, tokens - start), FloatProduct<P>::kMaxTokens);
@@ -286,7 +286,7 @@ inline bool uses_tiles(const Weight& w, int tokens) {
 // y = x W^T for this thread's panels, with AMX's tiles.
 inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
   const size_t size = panel_words(w);
-  const auto [from, to] = team.share((w.out + kPanel - 1) / kPanel);
+  const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
   const TileRows tiles(tokens);
   const TileScope scope(tiles.rows, w.operand == kInt8BlocksOperand ? kGroupWords : kTileWords);
   alignas(64) float sums[kTilesAtOnce * kTileSums];
@@ -296,16 +296,16 @@ inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const 
     const uint32_t* panel = w.words + p * size;
     const auto finish = [&](int token, const Float* out) { apply_epilogue(output, w, out, p, token); };
     if (w.operand == kInt8Operand) {
-      multiply_panel_int8(panel, w.in, x.words, x.stride, tiles, sums, finish);
+      multiply_panel_int8(panel, w.inputs, x.words, x.stride, tiles, sums, finish);
     } else if (!has_blocks(w)) {
       const auto words = [&](int first, int) { return panel + kPanel * first; };
-      multiply_panel_bfloat16(w.in, x.words, x.stride, tiles, sums, words, finish);
+      multiply_panel_bfloat16(w.inputs, x.words, x.stride, tiles, sums, words, finish);
     } else {
       with_blocks(w.kind, [&](auto k) {
         using K = typename decltype(k)::Type;
         if constexpr (!std::is_same_v<K, TwoOfFour>)
           if (w.operand == kInt8BlocksOperand)
-            return multiply_panel_quantized<K>(panel, w.in, x.words, x.stride, tiles, sums, finish);
+            return multiply_panel_quantized<K>(panel, w.inputs, x.words, x.stride, tiles, sums, finish);
         constexpr int kWords = kGroupInputs / Bfloat16::kDepth, kGroups = K::kInputs / kGroupInputs;
         const auto words = [&](int first, int count) {
           for (int group = first / kWords; group < (first + count) / kWords; ++group)
@@ -313,7 +313,7 @@ inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const 
                                      widened + (group * kWords - first) * kPanel);
           return (const uint32_t*)widened;
         };
-        multiply_panel_bfloat16(w.in, x.words, x.stride, tiles, sums, words, finish);
+        multiply_panel_bfloat16(w.inputs, x.words, x.stride, tiles, sums, words, finish);
       });
     }
   }
@@ -323,9 +323,9 @@ inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const 
 // not read.
 template <class R>
 void multiply_by_input(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
-  const int panels = (w.out + kPanel - 1) / kPanel;
+  const int panels = (w.outputs + kPanel - 1) / kPanel;
   const auto [from, to] = team.share(panels);
-  InputSums<R> sums(w.words, w.places, (size_t)panels * R::kPanelWords, w.in, tokens);
+  InputSums<R> sums(w.words, w.places, (size_t)panels * R::kPanelWords, w.inputs, tokens);
   for (int start = 0; start < tokens; start += sums.block) {
     const int some = std::min(sums.block, tokens - start);
     sums.choose((const float*)x.words + (size_t)start * x.stride, x.stride, some, w.threshold);
@@ -403,7 +403,7 @@ class Operands {
   // The activations of w, where it has a factor, from those of the factor.
   Rows through_factor(const Weight& w, const Rows& x, const Team& team) const {
     multiply_factor(w, x, team);
-    return prepare(w.operand, latent_.get(), w.in, w.in, nullptr, 0, team);
+    return prepare(w.operand, latent_.get(), w.inputs, w.inputs, nullptr, 0, team);
   }
 
   // Products with all parts of w, which write their outputs side by side. A part with another operand than the one
@@ -413,25 +413,25 @@ class Operands {
     Rows rows = {};
     int32_t prepared = -1;
     if (const Weight* f = w.factor) {
-      multiply_factor(w, prepare(f->operand, x, f->in, x_stride, norm, eps, team), team);
-      x = latent_.get(), x_stride = w.in, norm = nullptr;
+      multiply_factor(w, prepare(f->operand, x, f->inputs, x_stride, norm, eps, team), team);
+      x = latent_.get(), x_stride = w.inputs, norm = nullptr;
     }
     for (const Weight* part = &w; part; part = part->next) {
       if (part->operand != prepared) {
         if (prepared >= 0) team.barrier();
-        rows = prepare(part->operand, x, part->in, x_stride, norm, eps, team);
+        rows = prepare(part->operand, x, part->inputs, x_stride, norm, eps, team);
         prepared = part->operand;
       }
-      if (w.next) output.width = part->out;
+      if (w.next) output.width = part->outputs;
       ::multiply(*part, rows, tokens_, output, part->next ? part->next : following, team);
-      output.y += part->out;
-      if (output.panels) output.panels += (part->out + kPanel - 1) / kPanel;
+      output.y += part->outputs;
+      if (output.panels) output.panels += (part->outputs + kPanel - 1) / kPanel;
     }
   }
 
  private:
   void multiply_factor(const Weight& w, const Rows& x, const Team& team) const {
-    const int rank = w.factor->out;
+    const int rank = w.factor->outputs;
     ::multiply(*w.factor, x, tokens_, {latent_.get(), rank, rank, Epilogue::kStore, 0, 0}, &w, team);
     team.barrier();
   }
@@ -445,12 +445,12 @@ class Operands {
 };
 
 inline void linear(const Weight& w, const float* x, float* y, int tokens, int width, int threads) {
-  const Operands operands(tokens, w.in, {0, threads});
+  const Operands operands(tokens, w.inputs, {0, threads});
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(barrier);
-    operands.multiply(w, x, w.in, nullptr, 0, {y, width, width, Epilogue::kStore, 0, 0}, nullptr, team);
+    operands.multiply(w, x, w.inputs, nullptr, 0, {y, width, width, Epilogue::kStore, 0, 0}, nullptr, team);
   }
 }
 

@@ -54,29 +54,29 @@ void rescore_best(const ExactRows& exact, const Rows& x, int token, float* score
   }
 }
 
-// Scores [tokens, w.out] of all outputs for x, which is normed first unless `norm` is null. Then calls take(t), by one
-// thread, for every token t.
+// Scores [tokens, w.outputs] of all outputs for x, which is normed first unless `norm` is null. Then calls take(t), by
+// one thread, for every token t.
 template <class Take>
 void score_outputs(const Weight& w, const float* x, const float* norm, float eps, float* scores, int tokens,
                    int threads, const Take& take) {
-  const int in = reader(w).in;
-  const Operands operands(tokens, std::max(w.in, in), {0, threads}, w.factor ? w.factor->out : 0);
+  const int in = reader(w).inputs;
+  const Operands operands(tokens, std::max(w.inputs, in), {0, threads}, w.factor ? w.factor->outputs : 0);
   Barrier barrier;
 #pragma omp parallel num_threads(threads)
   {
     const Team team = Team::current(barrier);
-    operands.multiply(w, x, in, norm, eps, {scores, w.out, w.out, Epilogue::kStore, 0, 0}, nullptr, team);
+    operands.multiply(w, x, in, norm, eps, {scores, w.outputs, w.outputs, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     Rows rows = {};
     if (w.exact) rows = operands.prepare(w.exact->operand, x, in, in, norm, eps, team);
     std::vector<float> maxima;
     const auto [from, to] = team.share(tokens);
     for (int t = from; t < to; ++t) {
-      float* own = scores + (size_t)t * (size_t)w.out;
+      float* own = scores + (size_t)t * (size_t)w.outputs;
       if (w.exact && w.exact->operand == kFloat32Operand)
-        rescore_best<Float32>(*w.exact, rows, t, own, w.out, maxima);
+        rescore_best<Float32>(*w.exact, rows, t, own, w.outputs, maxima);
       else if (w.exact)
-        rescore_best<Bfloat16>(*w.exact, rows, t, own, w.out, maxima);
+        rescore_best<Bfloat16>(*w.exact, rows, t, own, w.outputs, maxima);
       take(t);
     }
   }
@@ -85,9 +85,9 @@ void score_outputs(const Weight& w, const float* x, const float* norm, float eps
 // The k largest outputs of a linear layer for each row of x [tokens, in], as probabilities under their softmax.
 void linear_topk_softmax(const Weight& w, const float* x, float* probabilities, int64_t* indices, int tokens, int k,
                          int threads) {
-  const Buffer<float> scores = buffer<float>((size_t)tokens * w.out);
+  const Buffer<float> scores = buffer<float>((size_t)tokens * w.outputs);
   score_outputs(w, x, nullptr, 0, scores.get(), tokens, threads, [&](int t) {
-    topk_softmax_row(scores.get() + (size_t)t * w.out, w.out, k, probabilities + (size_t)t * k,
+    topk_softmax_row(scores.get() + (size_t)t * w.outputs, w.outputs, k, probabilities + (size_t)t * k,
                      indices + (size_t)t * k);
   });
 }

@@ -31,7 +31,7 @@ class SparsePass {
     const SparseMlp& s = *layer.sparse;
     const auto product = [&](const Weight& w, const float* from, int from_stride, const float* norm, float* to,
                              int to_stride) {
-      operands.multiply(w, from, from_stride, norm, m_.eps, {to, to_stride, w.out, Epilogue::kStore, 0, 0}, nullptr,
+      operands.multiply(w, from, from_stride, norm, m_.eps, {to, to_stride, w.outputs, Epilogue::kStore, 0, 0}, nullptr,
                         team);
       team.barrier();
     };

@@ -17,9 +17,9 @@ namespace {
 // width] = head(output next).
 void run_stage(const Stage& s, const float* state, const float* embedded, float* next, float* logits, int tokens,
                int threads) {
-  const int inner = s.project.out, head_width = s.output.out;
+  const int inner = s.project.outputs, head_width = s.output.outputs;
   const Team all = {0, threads};
-  const Operands first(tokens, s.project.in, all), second(tokens, s.token.in, all), third(tokens, inner, all),
+  const Operands first(tokens, s.project.inputs, all), second(tokens, s.token.inputs, all), third(tokens, inner, all),
       last(tokens, head_width, all);
   const Buffer<float> head_input = buffer<float>((size_t)tokens * head_width);
   Barrier barrier;
@@ -28,7 +28,7 @@ void run_stage(const Stage& s, const float* state, const float* embedded, float*
     const Team team = Team::current(barrier);
     const auto product = [&](const Operands& operands, const float* x, const Weight& w, float* y, Epilogue epilogue,
                              const Weight* following) {
-      operands.multiply(w, x, w.in, nullptr, 0, {y, w.out, w.out, epilogue, 0, 0}, following, team);
+      operands.multiply(w, x, w.inputs, nullptr, 0, {y, w.outputs, w.outputs, epilogue, 0, 0}, following, team);
     };
     product(first, state, s.project, next, Epilogue::kStore, &s.token);
     // No barrier is needed: both products have the same panels, so every thread adds to what it stored itself.
@@ -341,8 +341,8 @@ int32_t grow_trees_with_cache(const Model& m, const OutputHead& output, const fl
                               const Layers& layers, int threads) {
   std::vector<TreeBuilder> trees;
   for (int i = 0; i < b.requests; ++i) trees.emplace_back(b, i, 0);
-  ChildRanking ranking(b, output.head->out, output.token_of, threads);
-  const size_t k = (size_t)ranking.count(), width = (size_t)output.head->out;
+  ChildRanking ranking(b, output.head->outputs, output.token_of, threads);
+  const size_t k = (size_t)ranking.count(), width = (size_t)output.head->outputs;
   const size_t rows = (size_t)b.requests * (1 + (size_t)b.width * b.depth);
   const Buffer<float> own = buffer<float>(b.outputs ? 0 : rows * m.hidden);
   float* outputs = b.outputs ? b.outputs : own.get();

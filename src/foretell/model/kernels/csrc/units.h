@@ -27,7 +27,7 @@ class Units {
              const Team& team) {
     const int stride = round_up(c.count, kPanel);
     operands.multiply(c.predict_in, x, hidden, norm, eps,
-                      {latent_.get(), rank_, c.predict_in.out, Epilogue::kStore, 0, 0}, nullptr, team);
+                      {latent_.get(), rank_, c.predict_in.outputs, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     operands.multiply(c.predict_out, latent_.get(), rank_, nullptr, 0,
                       {scores_.get(), stride, c.count, Epilogue::kStore, 0, 0}, nullptr, team);

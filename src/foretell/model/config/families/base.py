@@ -1,0 +1,207 @@
+"""What a family of architectures is: everything that distinguishes it from Llama, in one value per family.
+
+Names of tensors are those of Llama's checkpoints (`foretell.model.block.spec` has them) unless a family gives others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from foretell.model.config.model import ModelConfig, MoEConfig
+from foretell.model.config.readers.values import read_head_dim
+from foretell.model.config.states import StateConfig
+from foretell.utils.validation import Fields
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a matrix in a checkpoint, and of its bias."""
+
+    name: str
+    """Of the matrix in its block, without `.weight`."""
+    outputs: int
+    """Rows that the checkpoint has."""
+    chosen: Sequence[int] | None = None
+    """Those that are read, in this order; None: all."""
+
+    def __len__(self) -> int:
+        """Rows that are read."""
+        return self.outputs if self.chosen is None else len(self.chosen)
+
+
+RowsOf = Callable[[ModelConfig, int], list[Rows] | None]
+"""`(config, layer)` to the rows of a linear layer, one below the other; None: as in Llama."""
+ExpertStorage = Literal["each", "stacked", "transposed", "alternating"]
+"""How a checkpoint of safetensors stores the experts of a layer: one tensor for each matrix; all experts in one tensor,
+the rows of gate before those of up; the same with inputs as rows; or rows of gate and up in turns.
+"""
+
+
+@dataclass(frozen=True)
+class PredictionNames:
+    """Names in a checkpoint of the parts of its layer of multi-token prediction."""
+
+    layer: str
+    """What the names of its block begin with."""
+    norm: str
+    combine: str
+    embedding_norm: str
+    hidden_norm: str
+    norms_states: bool
+    """See `foretell.model.run.mtp.MTPLayer`."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A `model_type` of a family."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `ModelConfig` that its `config.json` does not contain."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The defaults of transformers for keys missing in `config.json`, where they differ from ours."""
+    optional_bias: bool = False
+    """Whether its attention has biases on request."""
+    local_rope: bool = False
+    """Whether its sliding-window layers have a rotary embedding of their own."""
+    text_of: str | None = None
+    """The multimodal `model_type` whose language model it is; vision parts are not read."""
+
+
+def read_layer_types(read: Fields, layers: int) -> tuple[int, ...] | None:
+    """The layers with a sliding window by `layer_types`; None: the configuration has none."""
+    types = read.texts("layer_types")
+    if not types:
+        return None
+    if len(types) != layers or not set(types) <= set(_LAYER_TYPES):
+        raise read.wrong("layer_types", f"{layers} of sliding_attention or full_attention", list(types))
+    return tuple(i for i, kind in enumerate(types) if kind == _LAYER_TYPES[1])
+
+
+def windowed(
+    read: Fields, layers: int, default: Callable[[], tuple[int, ...]], types: bool = True
+) -> tuple[int, tuple[int, ...]]:
+    """Sliding window and its layers; `default`: where `layer_types` does not say which, or is not looked at."""
+    window = read.integer("sliding_window", default=0)
+    if not window:
+        return 0, ()
+    found = read_layer_types(read, layers) if types else None
+    return window, default() if found is None else found
+
+
+def no_windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
+    """Of architectures without sliding windows."""
+    return 0, ()
+
+
+def gguf_windows(read: Fields, layers: int, pattern: int, default: int = 0) -> dict[str, Any]:
+    """Sliding window and its layers in GGUF: all but every `pattern`-th; `default`: the window where none is given."""
+    window = read.integer("attention.sliding_window", default=default)
+    pattern = read.integer("attention.sliding_window_pattern", default=pattern, least=1)
+    chosen = tuple(i for i in range(layers) if (i + 1) % pattern) if window else ()
+    return {"window": window, "window_layers": chosen}
+
+
+def gguf_experts(read: Fields, layers: int) -> MoEConfig:
+    """The mixture of experts of a GGUF file: in all layers."""
+    count, dense = read.integer("expert_count", least=1), read.integer("feed_forward_length", least=1)
+    return MoEConfig(
+        count=count,
+        active=read.integer("expert_used_count", least=1, most=count),
+        ffn=read.integer("expert_feed_forward_length", default=dense, least=1),
+        layers=tuple(range(layers)),
+    )
+
+
+def _dense_ffn(read: Fields, kind: str) -> int:
+    return read.integer("intermediate_size", default=0) or read.integer("moe_intermediate_size", least=1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is peculiar to a family of architectures. The readers read a Hugging Face configuration; their arguments are
+    its fields, the `model_type`, and the number of layers.
+    """
+
+    kinds: Mapping[str, Kind]
+    """By `model_type`."""
+
+    # Tensors.
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of modules of a block that differ from Llama's, or what names begin with; `{}` is the number of an expert.
+    """
+    rows: Mapping[str, RowsOf] = field(default_factory=dict)
+    """Linear layers whose rows the checkpoint stores otherwise, by their field of `BlockWeights`: as `mlp.gate_up`."""
+    expert_storage: ExpertStorage = "each"
+    stacked_names: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    """Names of the tensors of all experts of a layer."""
+    final_norm: str = "model.norm"
+    prediction: Callable[[str, int], PredictionNames | None] = lambda kind, layers: None
+    """The layer of multi-token prediction of a `model_type` with so many layers; None: it has none."""
+
+    # GGUF.
+    gguf_kinds: Mapping[str, str] = field(default_factory=dict)
+    """The `model_type` of architectures in GGUF files."""
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of modules of a block in GGUF, by their names in safetensors, where Llama has others."""
+    read_gguf: Callable[[Fields, str, Mapping[str, Any]], Mapping[str, Any]] = lambda read, kind, values: {}
+    """Further values of `ModelConfig` from the metadata of a GGUF file, or others than Llama's reader found."""
+
+    # Readers of config.json.
+    prepare: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda raw, source: raw
+    """The configuration in the form that the other readers expect; the second argument names the source."""
+    activation_keys: tuple[str, ...] = ("hidden_act", "hidden_activation")
+    """Keys of the activation, the first that is there."""
+    read_head_dim: Callable[[Fields, int], int] = lambda read, default: read_head_dim(read, ("head_dim",), default)
+    """Width of a head; the second argument is its default."""
+    read_ffn: Callable[[Fields, str], int] = _dense_ffn
+    """Width of the dense feed-forward networks, or of the experts where all are experts."""
+    read_windows: Callable[[Fields, str, int], tuple[int, tuple[int, ...]]] = lambda read, kind, layers: windowed(
+        read, layers, lambda: tuple(range(layers))
+    )
+    """Sliding window and its layers, by the rules of the classes of transformers."""
+    read_experts: Callable[[Fields, str, int], MoEConfig | None] = lambda read, kind, layers: None
+    read_state: Callable[[Fields, str, int], StateConfig | None] = lambda read, kind, layers: None
+    """The layers with a recurrent state."""
+    read_further: Callable[[Fields, str, Mapping[str, Any]], Mapping[str, Any]] = lambda read, kind, values: {}
+    """Further values of `ModelConfig`, or others than Llama's reader found; the last argument is what it found."""
+    read_all: Callable[[Fields, int], dict[str, Any]] | None = None
+    """Reads what is not the same for all decoders, in place of Llama's reader; values of experts are a mapping."""
+
+    def name(self, name: str) -> str:
+        """The name in a block of the tensor that Llama calls `name`."""
+        return _renamed(name, self.names)
+
+    def gguf_name(self, name: str) -> str:
+        """The name in GGUF of a tensor of a block in safetensors; experts have one name without their number."""
+        return _renamed(name, {**GGUF_NAMES, **self.gguf_names})
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        own = names.get(".".join(parts[:count]))
+        if own is not None:
+            return ".".join([own, *parts[count:]])
+    return name
+
+
+GGUF_NAMES: Mapping[str, str] = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{}.gate_proj": "ffn_gate_exps",
+    "mlp.experts.{}.up_proj": "ffn_up_exps",
+    "mlp.experts.{}.down_proj": "ffn_down_exps",
+}
+"""Names of modules of a block in GGUF, by Llama's names in safetensors."""

@@ -1,0 +1,61 @@
+"""LFM2 (arXiv 2511.23404): short convolutions in most layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretell.model.config.families.base import Family, Kind, no_windows
+from foretell.model.config.states import ShortConvConfig, layers_of_type
+from foretell.utils.validation import Fields
+
+
+def _ffn(read: Fields, kind: str) -> int:
+    width = read.integer("block_ff_dim", "intermediate_size", least=1)
+    if not read.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    multiple = read.integer("block_multiple_of", default=256, least=1)
+    scaled = int(read.positive("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
+    return -(-scaled // multiple) * multiple
+
+
+def _state(read: Fields, kind: str, layers: int) -> ShortConvConfig:
+    full = read.integers("full_attn_idxs") if read.has("full_attn_idxs") else tuple(range(layers))
+    default = ["full_attention" if i in full else "conv" for i in range(layers)]
+    return ShortConvConfig(
+        layers=layers_of_type(read, layers, "conv", default),
+        channels=read.integer("hidden_size", least=1),
+        taps=read.integer("conv_L_cache", default=3, least=1),
+        bias=read.flag("conv_bias", default=False),
+    )
+
+
+def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"tied": read.flag("tie_embedding", "tie_word_embeddings", default=True)}
+
+
+_LFM2: Mapping[str, Any] = {
+    "max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2,
+    "norm_eps": 1e-5,
+}  # fmt: skip
+LFM2 = Family(
+    kinds={
+        "lfm2": Kind(
+            settings={"qk_norm": True, "tied": True},
+            defaults=_LFM2,
+        )
+    },
+    names={
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    },
+    final_norm="model.embedding_norm",
+    read_ffn=_ffn,
+    read_windows=no_windows,
+    read_state=_state,
+    read_further=_further,
+)
