@@ -10,7 +10,7 @@ import pytest
 
 from command import expect_error, run_foretell, tiny_draft, tiny_target
 from foretell.lab.frontier.predict import Predictor
-from foretell.lab.frontier.ways import FAMILIES, ModelOptions, WayInputs, all_ways
+from foretell.lab.frontier.variants import FAMILIES, ModelOptions, VariantInputs, all_variants
 from foretell.model.config.compressed import LowRank
 from foretell.roofline.graph_builder import build_graph
 from foretell.roofline.hardware import known_hardware
@@ -71,8 +71,10 @@ def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str, tm
 
 
 def test_names_of_ways_are_unique_and_families_are_listed() -> None:
-    inputs = WayInputs(ModelOptions(str(tiny_target()), "float32"), ("int8", "float32"), (64, 128), methods=("ngram",))
-    names = [way.competitor for way in all_ways(inputs)]
+    inputs = VariantInputs(
+        ModelOptions(str(tiny_target()), "float32"), ("int8", "float32"), (64, 128), methods=("ngram",)
+    )
+    names = [variant.competitor for variant in all_variants(inputs)]
     assert len(set(names)) == len(names) and "float32/weights" not in names
     assert {name.split("/")[1] for name in names} == set(FAMILIES) - {"checkpoint", "exits", "sparsity"}
 

@@ -122,7 +122,7 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """Measurements with these results."""
     told = iter(values)
-    monkeypatch.setattr(loop, "measure", lambda *_: Measurement(next(told), (0.5,), 3, 36))
+    monkeypatch.setattr(loop, "measure", lambda *_, **__: Measurement(next(told), (0.5,), 3, 36))
 
 
 def test_training_stops_by_what_is_measured_and_not_by_the_loss(

@@ -44,13 +44,13 @@ class Baseline(FileModel):
         out = []
         for method, questions in self.counts.items():
             for question, (tokens, passes) in questions.items():
-                found = now.counts.get(method, {}).get(question)
-                if found is None:
+                measured = now.counts.get(method, {}).get(question)
+                if measured is None:
                     out.append(f"{method}, question {question}: pinned, but not measured now")
-                elif found != (tokens, passes):
-                    more = "fewer" if found[1] * tokens < passes * found[0] else "more"
+                elif measured != (tokens, passes):
+                    more = "fewer" if measured[1] * tokens < passes * measured[0] else "more"
                     out.append(
-                        f"{method}, question {question}: {found[0]} tokens in {found[1]} passes, pinned {tokens} in "
-                        f"{passes} ({more} per token)"
+                        f"{method}, question {question}: {measured[0]} tokens in {measured[1]} passes, pinned "
+                        f"{tokens} in {passes} ({more} per token)"
                     )
         return out

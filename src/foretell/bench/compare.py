@@ -67,8 +67,8 @@ def compare(a: BenchResults, b: BenchResults, confidence: float = 0.95, seed: in
         for category in ("all", *categories) if len(categories) > 1 else ("all",):
             here = [p for p in pairs if category in ("all", p[0].category)]
             for metric in _METRICS:
-                found = _compare_metric(mine.name, category, metric, here, confidence, np.random.default_rng(seed))
-                out += [found] if found else []
+                comparison = _compare_metric(mine.name, category, metric, here, confidence, np.random.default_rng(seed))
+                out += [comparison] if comparison else []
     if not out:
         raise ValueError("the two results share no question: do they come from different question files?")
     return out
@@ -77,10 +77,10 @@ def compare(a: BenchResults, b: BenchResults, confidence: float = 0.95, seed: in
 def _common_competitors(a: BenchResults, b: BenchResults) -> list[tuple[CompetitorResult, CompetitorResult]]:
     """Competitors of the same name; if there are none, those of the same method in different precisions."""
     theirs = {c.name: c for c in b.competitors}
-    found = [(c, theirs[c.name]) for c in a.competitors if c.name in theirs]
+    same_name = [(c, theirs[c.name]) for c in a.competitors if c.name in theirs]
     by_method = {c.name.split("/")[0]: c for c in b.competitors if not c.peer}
     mine = {c.name.split("/")[0]: c for c in a.competitors if not c.peer}
-    return found or [(c, by_method[name]) for name, c in mine.items() if name in by_method]
+    return same_name or [(c, by_method[name]) for name, c in mine.items() if name in by_method]
 
 
 def _compare_metric(

@@ -219,7 +219,7 @@ class MethodCompetitor(Competitor):
         # Numbers increase in the order of submission.
         ordered = [traces[number] for number in sorted(traces)]
         begun = max(t.timer.seconds[0] for t in ordered)
-        found = list[Answer]()
+        answers = list[Answer]()
         for request, completion, trace in zip(requests, completions, ordered, strict=True):
             statistics = completion.statistics
             tested, accepted = runner.count_acceptance(trace.row) if trace.row is not None else ((), ())
@@ -236,8 +236,8 @@ class MethodCompetitor(Competitor):
                 "fidelity": None if self.lossless else _mean_fidelity_loss(statistics),
             }
             timestamps = trace.timer.timestamps().from_time(begun)
-            found.append(timed_answer(self._model, request.prompt, timestamps).model_copy(update=counts))
-        return found
+            answers.append(timed_answer(self._model, request.prompt, timestamps).model_copy(update=counts))
+        return answers
 
 
 class _RequestTrace:

@@ -37,9 +37,9 @@ def _table(title: str, text_columns: Sequence[str], number_columns: Sequence[str
 def print_sections(sections: Mapping[str, TextTable]) -> None:
     """Print titled tables; their first column is text."""
     console = Console()
-    for title, found in sections.items():
-        table = _table(title, found.header[:1], found.header[1:])
-        for row in found.texts():
+    for title, section in sections.items():
+        table = _table(title, section.header[:1], section.header[1:])
+        for row in section.texts():
             table.add_row(*row)
         console.print(table)
 

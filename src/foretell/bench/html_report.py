@@ -55,12 +55,12 @@ def render_page(
     )
     parts = "".join(f"<h2>{escape(name)}</h2>{table.html()}" for name, table in tables.items())
     terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(t)}</dd>" for n, t in definitions.items())
-    found = ", ".join(f"{k} {v}" for k, v in machine.items())
+    machine_text = ", ".join(f"{k} {v}" for k, v in machine.items())
     further = " · ".join(f'<a href="{escape(a)}">{escape(t)}</a>' for t, a in (links or {}).items())
     return html_document(
         title,
         f"<p>{escape(conditions)}</p>{figures}{parts}<h2>Definitions</h2><dl>{terms}</dl>"
-        f"<p><small>{escape(found)}</small></p>" + (f"<p>{further}</p>" if further else ""),
+        f"<p><small>{escape(machine_text)}</small></p>" + (f"<p>{further}</p>" if further else ""),
     )
 
 

@@ -113,7 +113,7 @@ def check_identity(
     Raises:
         ValueError: a request failed.
     """
-    found = list[IdentityResult]()
+    results = list[IdentityResult]()
     cases = identity_cases(concurrencies)
     for cold, warm in zip(cases[::2], cases[1::2], strict=True):
         run = uuid4().hex
@@ -125,10 +125,10 @@ def check_identity(
         with ThreadPoolExecutor(cold.concurrency) as pool:
             answers = list(pool.map(twice, enumerate(requests)))
         for time, case in enumerate((cold, warm)):
-            found.append(_compare(server.name, case, requests, [pair[time] for pair in answers], expected))
+            results.append(_compare(server.name, case, requests, [pair[time] for pair in answers], expected))
             if on_result is not None:
-                on_result(found[-1])
-    return found
+                on_result(results[-1])
+    return results
 
 
 def _compare(

@@ -169,11 +169,11 @@ def load_table(results: Sequence[LoadResult]) -> TextTable:
     for r in results:
         expected.setdefault(r.server, r.answers)
     rows = list[tuple[Cell, ...]]()
-    for (concurrency, name), found in groups.items():
-        speed = median(r.tokens_per_second for r in found)
-        first = [a.first * 1e3 for r in found for a in r.answers]
-        per_token = [s * 1e3 for r in found for s in r.seconds_per_token]
-        same = [a.text == b.text for r in found for a, b in zip(r.answers, expected[name], strict=True)]
+    for (concurrency, name), group in groups.items():
+        speed = median(r.tokens_per_second for r in group)
+        first = [a.first * 1e3 for r in group for a in r.answers]
+        per_token = [s * 1e3 for r in group for s in r.seconds_per_token]
+        same = [a.text == b.text for r in group for a, b in zip(r.answers, expected[name], strict=True)]
         of_base = median(r.tokens_per_second for r in groups[concurrency, base])
         ratio = None if name == base else of_base / speed
         speeds = speed, ratio, median(first), float(np.percentile(first, 99)), median(per_token)

@@ -15,7 +15,7 @@ _STREAM_REPEATS = 8
 
 def describe_machine(device: str = "cpu") -> dict[str, str]:
     """Processor, cores, threads, GPU and versions."""
-    found = {
+    facts = {
         "python": platform.python_version(),
         "system": platform.platform(),
         "cores": str(os.cpu_count()),
@@ -23,17 +23,17 @@ def describe_machine(device: str = "cpu") -> dict[str, str]:
     }
     try:
         with open("/proc/cpuinfo") as file:
-            found["processor"] = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+            facts["processor"] = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
-        found["processor"] = platform.processor() or platform.machine()
+        facts["processor"] = platform.processor() or platform.machine()
     if device.startswith("cuda"):
-        found["gpu"] = torch.cuda.get_device_name(device)
+        facts["gpu"] = torch.cuda.get_device_name(device)
     for package in ("foretell", "torch", "transformers", "llama-cpp-python"):
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return facts
 
 
 def synchronize(device: torch.device) -> None:

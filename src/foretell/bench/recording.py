@@ -89,11 +89,11 @@ def load_recording(folder: Path) -> tuple[RecordingSettings, list[RecordedQuesti
     Raises:
         ValueError: there is none here, it is damaged, or it was interrupted.
     """
-    found = read_settings(folder, RecordingSettings)
+    settings = read_settings(folder, RecordingSettings)
     questions = list(read_records(folder, RecordedQuestion))
-    if len(questions) < found.questions:
+    if len(questions) < settings.questions:
         raise ValueError(
-            f"{folder}: the recording was interrupted, it holds {len(questions)} of {found.questions} questions; "
+            f"{folder}: the recording was interrupted, it holds {len(questions)} of {settings.questions} questions; "
             "run `foretell bench record` with the same settings and --out to finish it"
         )
-    return found, questions
+    return settings, questions

@@ -152,15 +152,15 @@ def spec_bench_table(results: BenchResults) -> TextTable:
 
 def divergence_table(results: BenchResults) -> TextTable:
     """First tokens in which our answers differ from those of plain decoding."""
-    found = [(c.name, d) for c in results.competitors if not c.peer for d in c.divergences]
-    rows: list[list[Cell]] = [[name, d.question, d.turn + 1, d.position, d.margin] for name, d in found]
+    divergences = [(c.name, d) for c in results.competitors if not c.peer for d in c.divergences]
+    rows: list[list[Cell]] = [[name, d.question, d.turn + 1, d.position, d.margin] for name, d in divergences]
     return TextTable(["competitor", "question", "turn", "at token", "margin, logits"], rows, digits=4)
 
 
 def fidelity_table(results: BenchResults) -> TextTable:
     """Fidelity loss of lossy methods."""
-    found = [(c.name, c.fidelity) for c in results.competitors if c.fidelity is not None]
-    rows: list[list[Cell]] = [[name, f.kl, f.total_variation, f.changed] for name, f in found]
+    losses = [(c.name, c.fidelity) for c in results.competitors if c.fidelity is not None]
+    rows: list[list[Cell]] = [[name, f.kl, f.total_variation, f.changed] for name, f in losses]
     return TextTable(["competitor", "KL, nats", "total variation", "changed"], rows, digits=4)
 
 

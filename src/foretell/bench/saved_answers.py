@@ -34,20 +34,20 @@ def read_answers(path: Path, requests: Sequence[IdentityRequest], max_tokens: in
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: no answers can be read: {getattr(error, 'strerror', None) or error}") from error
-    found = dict[str, str]()
+    texts = dict[str, str]()
     for number, line in enumerate(lines, 1):
         entry = parse_json(line, f"{path}, line {number}")
         text = entry.pop("text", None) if isinstance(entry, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"{path}, line {number}: an object with a text was expected, found {line!r:.80}")
-        found[json.dumps(entry, sort_keys=True)] = text
+        texts[json.dumps(entry, sort_keys=True)] = text
     keys = [json.dumps(_key(request, max_tokens), sort_keys=True) for request in requests]
-    if missing := sum(key not in found for key in keys):
+    if missing := sum(key not in texts for key in keys):
         raise ValueError(
             f"{path} lacks {missing} of the {len(keys)} requests: give the --tasks, --requests and --max-new-tokens "
             "with which it was saved"
         )
-    return [found[key] for key in keys]
+    return [texts[key] for key in keys]
 
 
 def _key(request: IdentityRequest, max_tokens: int) -> dict[str, object]:

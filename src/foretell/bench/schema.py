@@ -25,8 +25,10 @@ class FileModel(FrozenModel):
     @classmethod
     def _check_format(cls, values: object) -> object:
         wanted = cls.model_fields["format"].default
-        if isinstance(values, dict) and (found := values.get("format", wanted)) != wanted:
-            raise ValueError(f"the file has the format {found!r}, this version of foretell reads {wanted!r}; run again")
+        if isinstance(values, dict) and (file_format := values.get("format", wanted)) != wanted:
+            raise ValueError(
+                f"the file has the format {file_format!r}, this version of foretell reads {wanted!r}; run again"
+            )
         return values
 
 

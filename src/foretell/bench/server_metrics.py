@@ -33,7 +33,7 @@ class Snapshot:
         Raises:
             ValueError: no metric of a known prefix is in it.
         """
-        found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         prefix = next((p for p in PREFIXES if f"\n{p}" in f"\n{text}"), None)
         if prefix is None:
             raise ValueError("the address has no metrics of Foretell; give the address of a `foretell serve`")
@@ -41,20 +41,22 @@ class Snapshot:
             match = _SAMPLE.fullmatch(line.strip()) if line.startswith(prefix) else None
             if match is not None:
                 name, labels, value = match.groups()
-                found[name.removeprefix(prefix), frozenset(_LABEL.findall(labels or ""))] = float(value)
-        return Snapshot(at, found)
+                samples[name.removeprefix(prefix), frozenset(_LABEL.findall(labels or ""))] = float(value)
+        return Snapshot(at, samples)
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of all samples of a name with these labels."""
         wanted = labels.items()
-        return sum(v for (n, found), v in self.values.items() if n == name and wanted <= dict(found).items())
+        return sum(
+            v for (n, sample_labels), v in self.values.items() if n == name and wanted <= dict(sample_labels).items()
+        )
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Sums of a name by the value of a label."""
         out = defaultdict[str, float](float)
-        for (n, found), value in self.values.items():
-            if n == name and label in dict(found):
-                out[dict(found)[label]] += value
+        for (n, sample_labels), value in self.values.items():
+            if n == name and label in dict(sample_labels):
+                out[dict(sample_labels)[label]] += value
         return out
 
 

@@ -52,17 +52,17 @@ class SoakSample:
         return self.resident - self.cache
 
     @staticmethod
-    def of(found: Snapshot, seconds: float, requests: int) -> "SoakSample":
+    def of(metrics: Snapshot, seconds: float, requests: int) -> "SoakSample":
         """From the server's metrics."""
         return SoakSample(
             seconds,
             requests,
-            found.total("process_resident_memory_bytes"),
-            found.total("kv_cache_bytes"),
-            found.total("process_open_fds"),
-            found.total("num_requests_running"),
-            found.total("num_requests_waiting"),
-            found.total("kv_cache_unowned_rows"),
+            metrics.total("process_resident_memory_bytes"),
+            metrics.total("kv_cache_bytes"),
+            metrics.total("process_open_fds"),
+            metrics.total("num_requests_running"),
+            metrics.total("num_requests_waiting"),
+            metrics.total("kv_cache_unowned_rows"),
         )
 
 
@@ -98,30 +98,30 @@ class SoakReport:
 
     def problems(self) -> list[str]:
         """Why the server has failed; empty: it has not."""
-        last, found = self.last, list[str]()
+        last, reasons = self.last, list[str]()
         if self.errors:
             kinds = Counter(error.partition(":")[0] for error in self.errors)
             counts = ", ".join(f"{n} in {kind}" for kind, n in kinds.items())
-            found.append(f"{len(self.errors)} errors ({counts}); the first: {self.errors[0]}")
+            reasons.append(f"{len(self.errors)} errors ({counts}); the first: {self.errors[0]}")
         if self.differences:
-            found.append(
+            reasons.append(
                 f"{len(self.differences)} answers differ from the first one to the same request; "
                 + "; ".join(self.differences[:3])
             )
         if self.restarts:
-            found.append(f"the engine crashed {self.restarts:.0f} times")
+            reasons.append(f"the engine crashed {self.restarts:.0f} times")
         if self.engine_errors:
-            found.append(f"{self.engine_errors:.0f} requests ended with an error of the engine")
+            reasons.append(f"{self.engine_errors:.0f} requests ended with an error of the engine")
         if last is None or last.running or last.waiting:
             left = "unknown" if last is None else f"{last.running:.0f} running, {last.waiting:.0f} waiting"
-            found.append(f"requests are left after the load: {left}")
+            reasons.append(f"requests are left after the load: {left}")
         if last is not None and last.unowned_rows:
-            found.append(f"{last.unowned_rows:.0f} rows of the cache hold tokens of no request")
+            reasons.append(f"{last.unowned_rows:.0f} rows of the cache hold tokens of no request")
         if last is not None and self.samples and last.files > self.samples[0].files + FILES_SLACK:
-            found.append(f"open files: {self.samples[0].files:.0f} at the start, {last.files:.0f} at the end")
+            reasons.append(f"open files: {self.samples[0].files:.0f} at the start, {last.files:.0f} at the end")
         if self.growth > self.plan.max_growth:
-            found.append(f"memory without the cache grew by {self.growth:.1%} after the first third")
-        return found
+            reasons.append(f"memory without the cache grew by {self.growth:.1%} after the first third")
+        return reasons
 
     def table(self) -> TextTable:
         """The curve of the memory."""
@@ -211,10 +211,10 @@ class Soak:
         """The state when nothing runs or waits, or after the clients' time-out."""
         end = time.monotonic() + self._target.timeout
         while True:
-            found = self._sample()
-            leaves = found.files > self._report.samples[0].files + FILES_SLACK if self._report.samples else False
-            if not (found.running or found.waiting or leaves) or time.monotonic() > end:
-                return found
+            sample = self._sample()
+            leaves = sample.files > self._report.samples[0].files + FILES_SLACK if self._report.samples else False
+            if not (sample.running or sample.waiting or leaves) or time.monotonic() > end:
+                return sample
             time.sleep(0.2)
 
 

@@ -127,8 +127,8 @@ class SoakClient:
         """The answer to a request that must succeed."""
         status, data = self.exchange(path, json.dumps(body).encode())
         _check_status(status, data)
-        found: Json = json.loads(data)
-        return found
+        answer: Json = json.loads(data)
+        return answer
 
     def stream(self, body: Json) -> str:
         """The text of a streamed answer, which must be complete."""

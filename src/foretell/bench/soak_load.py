@@ -41,8 +41,8 @@ def _stream_greedy(client: SoakClient) -> None:
 
 def _sample_with_a_seed(client: SoakClient) -> None:
     prompt, seed = client.rng.choice(_FIXED), client.rng.randrange(3)
-    found = client.post(CHAT, client.chat(prompt, temperature=1, seed=seed))
-    client.known.check(f"{prompt} {seed}", found["choices"][0]["message"]["content"])
+    answer = client.post(CHAT, client.chat(prompt, temperature=1, seed=seed))
+    client.known.check(f"{prompt} {seed}", answer["choices"][0]["message"]["content"])
 
 
 def _several_choices(client: SoakClient) -> None:
@@ -53,15 +53,15 @@ def _several_choices(client: SoakClient) -> None:
         "logprobs": 3,
         "stop": [" the", "."],
     }
-    found = client.post(_COMPLETIONS, body)
-    expect(len(found["choices"]) == 4, f"4 choices, found {len(found['choices'])}")
+    answer = client.post(_COMPLETIONS, body)
+    expect(len(answer["choices"]) == 4, f"4 choices, found {len(answer['choices'])}")
 
 
 def _structured_output(client: SoakClient) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}
-    found = client.post(CHAT, client.chat(client.text(5), response_format=schema))["choices"][0]
-    if found["finish_reason"] == "stop":
-        expect(set(json.loads(found["message"]["content"])) == {"name", "count"}, "an answer that fits the schema")
+    choice = client.post(CHAT, client.chat(client.text(5), response_format=schema))["choices"][0]
+    if choice["finish_reason"] == "stop":
+        expect(set(json.loads(choice["message"]["content"])) == {"name", "count"}, "an answer that fits the schema")
 
 
 def _long_prompt(client: SoakClient) -> None:
@@ -112,11 +112,13 @@ def _leave_in_the_body(client: SoakClient) -> None:
 
 def _read_slowly(client: SoakClient) -> None:
     with client.send(client.chat(client.text(20), stream=True, logprobs=True, top_logprobs=5)) as connection:
-        found = b""
+        received = b""
         while new := connection.recv(1 << 11):
-            found = (found + new)[-1000:]
+            received = (received + new)[-1000:]
             time.sleep(0.01)
-        expect(b"[DONE]" in found or b" 429 " in found or b" 503 " in found, f"[DONE], found {found[-60:]!r}")
+        expect(
+            b"[DONE]" in received or b" 429 " in received or b" 503 " in received, f"[DONE], found {received[-60:]!r}"
+        )
 
 
 def _stay_idle(client: SoakClient) -> None:

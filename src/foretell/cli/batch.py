@@ -80,12 +80,12 @@ class Batch:
 
     def inputs(self, prompts: Iterable[PromptSpec]) -> dict[str, frozenset[str]]:
         """What the methods of these prompts are built from, by their names; those that cannot be built are left out."""
-        found = {self._engine.method.name: self._engine.method.inputs}
+        inputs_by_method = {self._engine.method.name: self._engine.method.inputs}
         for prompt in prompts:
             with suppress(ValueError):
                 method = self._method(prompt)
-                found[method.name] = method.inputs
-        return found
+                inputs_by_method[method.name] = method.inputs
+        return inputs_by_method
 
     def _submit(self, line: int, prompt: PromptSpec) -> None:
         model, asked = self._setup.model, dict(prompt.options)

@@ -50,9 +50,9 @@ def _list(as_json: bool) -> None:
     folder, entries, kernels = cache_folder(), cache_entries(), kernel_entries()
     limit = cache_limit(folder)
     if as_json:
-        found: dict[str, object] = {"folder": str(folder), "limit_bytes": limit, "entries": _records(entries)}
-        found |= {"kernels_folder": str(cache_directory()), "kernels": _records(kernels)}
-        typer.echo(json.dumps(found, indent=1))
+        listing: dict[str, object] = {"folder": str(folder), "limit_bytes": limit, "entries": _records(entries)}
+        listing |= {"kernels_folder": str(cache_directory()), "kernels": _records(kernels)}
+        typer.echo(json.dumps(listing, indent=1))
         return
     for entry in (*entries, *kernels):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
@@ -83,10 +83,10 @@ def _clear(names: Sequence[str], all_files: bool, as_json: bool) -> None:
 
 def _named(name: str, entries: Sequence["CacheEntry"]) -> list["CacheEntry"]:
     known = ((e, (e.name, e.path.name, e.dtype, e.model, Path(e.model).name, Path(e.model).stem)) for e in entries)
-    found = [entry for entry, its_names in known if name in its_names]
-    if not found:
+    matching = [entry for entry, its_names in known if name in its_names]
+    if not matching:
         raise unknown("file of the cache", name, [entry.name for entry in entries])
-    return found
+    return matching
 
 
 def _records(entries: Sequence["CacheEntry"]) -> list[dict[str, object]]:

@@ -94,8 +94,8 @@ def exits(
     dataset = Dataset.open(data_folder)
     check_data(dataset, target)
     with console.status("reading the data set") as status:
-        found = calibrate(target, network, dataset, settings, status.update)
-    c, file = found.calibration, out or folder / "calibration.json"
+        result = calibrate(target, network, dataset, settings, status.update)
+    c, file = result.calibration, out or folder / "calibration.json"
     c.save(file)
     what = "tokens change" if of == "tokens" else "answers change"
     typer.echo(
@@ -103,9 +103,9 @@ def exits(
         f"{', '.join(f'{t:.4f}' for t in c.thresholds)} ({measure})\n"
         f"at most {disagreement:.1%} of {what}, at a confidence of {confidence:.0%}: {c.found:.2%} of those of "
         f"{c.answers} answers; {c.depth:.1%} of the layers run\n"
-        f"on {found.check_answers} fresh answers: {found.check_loss:.2%} change; {found.check_depth:.1%} of the layers "
-        f"run\n{file}"
+        f"on {result.check_answers} fresh answers: {result.check_loss:.2%} change; {result.check_depth:.1%} of the "
+        f"layers run\n{file}"
     )
     if curve:
-        rows = [f"| {level:g} | {loss:.2%} | {depth:.1%} |" for level, loss, depth in found.curve]
+        rows = [f"| {level:g} | {loss:.2%} | {depth:.1%} |" for level, loss, depth in result.curve]
         typer.echo("\n".join([f"\n| agreement of those that leave | {what} | layers run |", "|---:|---:|---:|", *rows]))

@@ -48,11 +48,11 @@ def temperature(
     """
 
     def fit(target: Model, loaded: Speculator, documents: list[Document]) -> str:
-        found = fit_temperature(target.network, temperature_network(loaded), documents, tokens)
-        before, after = found.before, found.after
+        fitted = fit_temperature(target.network, temperature_network(loaded), documents, tokens)
+        before, after = fitted.before, fitted.after
         return (
-            f"temperature {found.temperature:.3f}\n"
-            f"on {found.states} states that it was not fitted on: the most probable token is right in "
+            f"temperature {fitted.temperature:.3f}\n"
+            f"on {fitted.states} states that it was not fitted on: the most probable token is right in "
             f"{before.right:.1%}; its mean probability was {before.confidence:.1%} and is {after.confidence:.1%}; "
             f"the loss was {before.loss:.3f} and is {after.loss:.3f} nats"
         )
@@ -79,8 +79,8 @@ def fit_speculator(
     dataset = Dataset.open(data_folder)
     check_data(dataset, target)
     with console.status("reading the data set"):
-        found = fit(target, network, list(dataset))
+        summary = fit(target, network, list(dataset))
     save(out, network, network.config)
     if Path(speculator, CARD).is_file():
         shutil.copyfile(Path(speculator, CARD), out / CARD)
-    typer.echo(f"{found}\n{out}")
+    typer.echo(f"{summary}\n{out}")

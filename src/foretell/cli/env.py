@@ -55,8 +55,8 @@ def _guarded(section: Callable[[], Section]) -> Section:
 def _machine() -> Section:
     from foretell.bench.machine import describe_machine
 
-    found = describe_machine()
-    return {**{key: found[key] for key in ("system", "processor", "cores") if key in found}, **_memory()}
+    machine = describe_machine()
+    return {**{key: machine[key] for key in ("system", "processor", "cores") if key in machine}, **_memory()}
 
 
 def _memory() -> Section:
@@ -81,24 +81,24 @@ def _threads() -> Section:
 def _instruction_sets() -> Section:
     from foretell.model.kernels import instruction_sets
 
-    found: dict[str, object] = {
+    usability: dict[str, object] = {
         entry.name: instruction_sets.why_not(entry) or "usable" for entry in instruction_sets.of_machine()
     }
-    return found | {"AMX permission": "granted" if instruction_sets.amx_permitted() else "none"}
+    return usability | {"AMX permission": "granted" if instruction_sets.amx_permitted() else "none"}
 
 
 def _kernels() -> Section:
     from foretell.model.kernels import build, packaged
 
     packages = sorted(path.name for path in packaged.DIRECTORY.glob("*.so"))
-    found = build.build_result()
-    if found.library is None:
-        chosen: dict[str, object] = {"chosen": "none", "reason": found.reason}
+    built = build.build_result()
+    if built.library is None:
+        chosen: dict[str, object] = {"chosen": "none", "reason": built.reason}
     else:
         chosen = {
-            "chosen": found.library.foretell_instructions().decode(),
-            "origin": found.origin,
-            "path": str(found.path),
+            "chosen": built.library.foretell_instructions().decode(),
+            "origin": built.origin,
+            "path": str(built.path),
         }
     return chosen | {"packaged": packages, "compiler": build.find_compiler() or "none"}
 
@@ -110,13 +110,13 @@ def _gpus() -> Section:
 
 
 def _versions() -> Section:
-    found: dict[str, object] = {"python": sys.version.split()[0]}
+    versions: dict[str, object] = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def _paths() -> Section:
@@ -124,12 +124,13 @@ def _paths() -> Section:
     from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
     from foretell.speculator.installed import find_all_installed
 
-    found = find_all_installed()
+    installed = find_all_installed()
     return {
         "foretell": str(Path(__file__).parent.parent),
         "cache": str(cache_directory()),
         "embedded model": str(_or_error(lambda: resolve_reference(DEFAULT_MODEL))),
-        "speculators": [f"{s.kind} for {s.target}: {s.folder}" for s in found.speculators] + list(found.problems),
+        "speculators": [f"{s.kind} for {s.target}: {s.folder}" for s in installed.speculators]
+        + list(installed.problems),
     }
 
 

@@ -209,11 +209,11 @@ def _read_prompts_file(
 
     if prompt is not None:
         raise ValueError("a prompt and --prompts were given; leave out one of them")
-    found = list(read_prompts(path, defaults))
-    bad = [line for _, line in found if isinstance(line, LineError)]
+    lines = list(read_prompts(path, defaults))
+    bad = [line for _, line in lines if isinstance(line, LineError)]
     for line in bad:
         print_error(f"{path}, line {line.number}: {line.reason}")
-    good = [(number, line) for number, line in found if not isinstance(line, LineError)]
+    good = [(number, line) for number, line in lines if not isinstance(line, LineError)]
     if not good:
         raise ValueError(f"{path}: no prompt in it can be answered")
     return good, bad

@@ -149,10 +149,10 @@ def read_all_prompts(path: Path) -> list[PromptSpec]:
         ValueError: an invalid line, or a file without prompts.
     """
     prompts = list[PromptSpec]()
-    for number, found in read_prompts(path, PromptDefaults({}, False, None)):
-        if isinstance(found, LineError):
-            raise ValueError(f"{path}, line {number}: {found.reason}")
-        prompts.append(found)
+    for number, line in read_prompts(path, PromptDefaults({}, False, None)):
+        if isinstance(line, LineError):
+            raise ValueError(f"{path}, line {number}: {line.reason}")
+        prompts.append(line)
     if not prompts:
         raise ValueError(f"{path}: no prompts here; write one JSON object with 'prompt' per line")
     return prompts

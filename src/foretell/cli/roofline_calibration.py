@@ -68,7 +68,7 @@ def calibrate_command(
             raise ValueError(
                 f"{disturbed}, so nothing was written; calibrate while the machine is idle, or add --force"
             )
-    fits = {name: calibrate.fit_costs(found) for name, found in timings.items()}
+    fits = {name: calibrate.fit_costs(passes) for name, passes in timings.items()}
     file, title = out or user_hardware_file(), machine.device_title(where)
     source = f"{machine.calibration_source()}, spread of {calibrate.ROUNDS} rounds {spread:.1%}"
     if disturbed:

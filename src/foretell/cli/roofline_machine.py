@@ -139,7 +139,7 @@ def calibrate_drafting(
     """
     if not methods:
         return {}
-    found = dict[str, dict[str, tuple[float, ...]]]()
+    figures = dict[str, dict[str, tuple[float, ...]]]()
     for precision, form in forms.items():
         model = load(DEFAULT_MODEL, dtype=precision)
         model.cache_checkpoint()
@@ -156,8 +156,8 @@ def calibrate_drafting(
         fits = {
             m.label: fit_drafting_time(at_predicted_pace(list(drafting_samples(model, m)), predicted)) for m in methods
         }
-        found[f"{model.name} {precision}"] = {name: astuple(fit) for name, fit in fits.items()}
-    return found
+        figures[f"{model.name} {precision}"] = {name: astuple(fit) for name, fit in fits.items()}
+    return figures
 
 
 def pass_timer(network: Network, repeat: int) -> PassTimer:

@@ -17,7 +17,7 @@ def read_measured(path: Path) -> tuple[BenchResults, list[MeasuredMethod]]:
         ValueError: no results, or none of a drafting method.
     """
     results = read_results(path)
-    found = list[MeasuredMethod]()
+    methods = list[MeasuredMethod]()
     plain = {c.name: c.pooled for c in results.competitors}
     for competitor in results.competitors:
         variant, _, dtype = competitor.name.partition("/")
@@ -27,7 +27,7 @@ def read_measured(path: Path) -> tuple[BenchResults, list[MeasuredMethod]]:
         source = f"{path}, {pooled.questions} questions, {results.created[:10]}"
         base = plain.get(f"{PLAIN}/{dtype}", pooled)
         if (method := measured_method(variant, dtype, model, pooled, base, source)) is not None:
-            found.append(method)
-    if not found:
+            methods.append(method)
+    if not methods:
         raise ValueError(f"{path} has no results of a drafting method; run `foretell bench run --method NAME`")
-    return results, found
+    return results, methods

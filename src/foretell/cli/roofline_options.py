@@ -95,8 +95,8 @@ _PIPED_WIDTH = 160
 
 def console() -> Console:
     """The console for tables, as wide as the terminal or COLUMNS."""
-    found = Console()
-    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPED_WIDTH)
+    terminal = Console()
+    return terminal if terminal.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPED_WIDTH)
 
 
 def exit_with_error(sentence: str | None) -> None:

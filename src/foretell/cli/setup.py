@@ -121,7 +121,7 @@ def load_models(
     model: str,
     dtype: str,
     device: str,
-    wish: MethodSelection,
+    selection: MethodSelection,
     references: Sequence[Path] | None,
     memory_limit: int | None = None,
     target_options: TargetOptions = PLAIN_TARGET,
@@ -138,8 +138,8 @@ def load_models(
     with spinner(f"loading {model}"):
         target = target_options.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
         target.expected_pass = expected_pass(target) if device == "cpu" else None
-        drafts = tuple(load_draft(d, dtype, device) for d in wish.drafts)
-    return ModelSetup(target, wish.config, drafts, texts)
+        drafts = tuple(load_draft(d, dtype, device) for d in selection.drafts)
+    return ModelSetup(target, selection.config, drafts, texts)
 
 
 def read_text(path: Path) -> str:

@@ -31,42 +31,42 @@ class View:
     speeds: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     """Tokens per second of the last intervals."""
 
-    def render(self, found: Interval) -> "RenderableType":
+    def render(self, interval: Interval) -> "RenderableType":
         """All of it."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
-        self.speeds.append(found.rate("generation_tokens_total"))
+        self.speeds.append(interval.rate("generation_tokens_total"))
         table = Table(box=None, show_header=False, padding=(0, 2))
         table.add_column(style="dim")
-        for name, value in self._lines(found):
+        for name, value in self._lines(interval):
             table.add_row(name, value)
         title = Text.assemble((f"foretell top {self.url}", "bold"), f"  {time.strftime('%H:%M:%S')}")
         return Group(title, table, Text(_sparkline(self.speeds), style="cyan"))
 
-    def _lines(self, found: Interval) -> Iterator[tuple[str, str]]:
-        after = found.after
+    def _lines(self, interval: Interval) -> Iterator[tuple[str, str]]:
+        after = interval.after
         running, waiting = after.total("num_requests_running"), after.total("num_requests_waiting")
         usage = after.total("kv_cache_usage_perc")
-        hits = found.ratio("prefix_cache_hits_total", "prefix_cache_queries_total")
-        finished = found.rate("request_success_total")
+        hits = interval.ratio("prefix_cache_hits_total", "prefix_cache_queries_total")
+        finished = interval.rate("request_success_total")
         yield "requests", f"{running:.0f} running, {waiting:.0f} waiting, {finished:.2f} finished/s"
-        new, prompt = found.rate("generation_tokens_total"), found.rate("prompt_tokens_total")
+        new, prompt = interval.rate("generation_tokens_total"), interval.rate("prompt_tokens_total")
         yield "tokens/s", f"{new:.1f} new, {prompt:.1f} of prompts"
         yield "cache", f"{usage:.1%} in use, {_percent(hits)} of prompts found"
-        yield "first token", _times(found, "time_to_first_token_seconds")
-        yield "between passes", _times(found, "inter_token_latency_seconds")
+        yield "first token", _times(interval, "time_to_first_token_seconds")
+        yield "between passes", _times(interval, "inter_token_latency_seconds")
         drafts, accepted = "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total"
-        accepted_share = found.ratio(accepted, "spec_decode_num_draft_tokens_total")
-        length = found.ratio(accepted, drafts) + 1
+        accepted_share = interval.ratio(accepted, "spec_decode_num_draft_tokens_total")
+        length = interval.ratio(accepted, drafts) + 1
         yield "speculation", f"{_number(length)} tokens per drafted pass, {_percent(accepted_share)} of drafts accepted"
-        wasted = found.ratio("spec_nodes_wasted_total", "spec_nodes_verified_total")
+        wasted = interval.ratio("spec_nodes_wasted_total", "spec_nodes_verified_total")
         yield "wasted", f"{_percent(wasted)} of the verified drafts"
-        gain = found.ratio("spec_plain_seconds_total", "spec_decode_seconds_total")
+        gain = interval.ratio("spec_plain_seconds_total", "spec_decode_seconds_total")
         predicted = after.total("spec_predicted_speedup")
         yield "speed-up", f"{_number(gain)} over plain decoding, {_number(predicted)} predicted lately"
-        means = [f"{phase} {_ms(found.mean('step_seconds', phase=phase))}" for phase in PHASES]
+        means = [f"{phase} {_ms(interval.mean('step_seconds', phase=phase))}" for phase in PHASES]
         yield "step", ", ".join(means)
         checks = after.by_label("shadow_checks_total", "result")
         if any(checks.values()):
@@ -124,6 +124,6 @@ def _ms(seconds: float) -> str:
     return "–" if math.isnan(seconds) else f"{MILLISECONDS * seconds:.2f} ms"
 
 
-def _times(found: Interval, histogram: str) -> str:
-    bounds = [f"p{100 * share:.0f} ≤ {_ms(found.percentile(histogram, share))}" for share in PERCENTILES]
-    return ", ".join([f"mean {_ms(found.mean(histogram))}", *bounds])
+def _times(interval: Interval, histogram: str) -> str:
+    bounds = [f"p{100 * share:.0f} ≤ {_ms(interval.percentile(histogram, share))}" for share in PERCENTILES]
+    return ", ".join([f"mean {_ms(interval.mean(histogram))}", *bounds])

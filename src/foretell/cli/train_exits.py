@@ -146,11 +146,18 @@ def exits(
     check_data(dataset, target)
     which = chosen or default_layers(target.config.layers)
     settings = ExitSettings(
-        *(which, kind, steps, lr, inner, draft_vocab, tokens, seed),
-        JointSettings(parse_weights(exit_weights, which), weight_warmup) if joint else None,
-        blocks,
-        None if blocks_from is None else _draft_model(target, blocks_from),
-        HaltingSettings(halting, oracle, depth_penalty, oracle_width),
+        which,
+        kind,
+        steps=steps,
+        rate=lr,
+        inner=inner,
+        draft_vocab=draft_vocab,
+        tokens=tokens,
+        seed=seed,
+        joint=JointSettings(parse_weights(exit_weights, which), weight_warmup) if joint else None,
+        blocks=blocks,
+        draft_model=None if blocks_from is None else _draft_model(target, blocks_from),
+        halting=HaltingSettings(halting, oracle, depth_penalty, oracle_width),
     )
     with console.status("reading the data set") as status:
         fitted = fit_exits(target, dataset, settings, status.update)
@@ -168,9 +175,9 @@ def _draft_model(target: Model, folder: Path) -> DraftNetwork:
     Raises:
         ValueError: it is another kind of speculator.
     """
-    found = target.speculator(folder)
-    if not isinstance(found, DraftNetwork):
+    speculator = target.speculator(folder)
+    if not isinstance(speculator, DraftNetwork):
         raise ValueError(
-            f"--from {folder}: a speculator of kind {found.kind}; give one of `foretell train draft_model`"
+            f"--from {folder}: a speculator of kind {speculator.kind}; give one of `foretell train draft_model`"
         )
-    return found
+    return speculator

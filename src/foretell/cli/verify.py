@@ -68,14 +68,14 @@ def verify(
     from foretell.verify import Verifier, VerifySettings, buildable_methods
     from foretell.verify.prompts import PROMPTS
 
-    wish = parse_method(None, speculative_config, draft_model, methods or ())
-    chosen = methods or ([wish.name] if wish.config.method else [])
+    selection = parse_method(None, speculative_config, draft_model, methods or ())
+    chosen = methods or ([selection.name] if selection.config.method else [])
     texts = PROMPTS if prompts is None else read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
     target_options = TargetOptions(
         max_model_len, rope_scaling, kv_cache_dtype, pre_tokenizer=pre_tokenizer, chat_template_date=chat_template_date
     )
-    ready = load_models(model, dtype, device, wish, reference, target_options=target_options)
+    ready = load_models(model, dtype, device, selection, reference, target_options=target_options)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
     inputs = {m.name: m.inputs for m in map(ready.shared_method, chosen)} or buildable_methods(
         ready.model, ready.drafts, ready.references

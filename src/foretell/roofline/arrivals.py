@@ -54,11 +54,11 @@ def poisson_requests(rate: float, count: int, prompt: int, output: int, seed: in
     for name, value in (("rate", rate), ("number of requests", count), ("prompt", prompt), ("output", output)):
         if not value > 0 or not math.isfinite(value):
             raise ValueError(f"the {name} must be a positive number, found {value:g}")
-    draw, at, found = random.Random(seed), 0.0, list[Request]()
+    draw, at, requests = random.Random(seed), 0.0, list[Request]()
     for _ in range(count):
         at += draw.expovariate(rate)
-        found.append(Request(at, prompt, 1 + int(draw.expovariate(1 / output))))
-    return found
+        requests.append(Request(at, prompt, 1 + int(draw.expovariate(1 / output))))
+    return requests
 
 
 def read_trace(path: Path) -> list[Request]:
@@ -76,15 +76,15 @@ def read_trace(path: Path) -> list[Request]:
     missing = [name for name in TRACE_COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
         raise ValueError(f"{path}, line 1: a trace has the columns {', '.join(TRACE_COLUMNS)}; {missing[0]} is missing")
-    found = list[Request]()
+    requests = list[Request]()
     for row in rows:
         place = f"{path}, line {rows.line_num}"
         arrival, prompt, output = (_trace_number(row, name, place) for name in TRACE_COLUMNS)
         tpot = _trace_number(row, "tpot", place) if "tpot" in row else None
-        found.append(Request(arrival, int(prompt), int(output), tpot))
-    if not found:
+        requests.append(Request(arrival, int(prompt), int(output), tpot))
+    if not requests:
         raise ValueError(f"{path} holds no request")
-    return sorted(found, key=lambda r: r.arrival)
+    return sorted(requests, key=lambda r: r.arrival)
 
 
 def _trace_number(row: Mapping[str, str | None], name: str, place: str) -> float:

@@ -66,13 +66,13 @@ class PassTiming:
 
 def time_probes(timers: Iterable[tuple[ModelConfig, PassTimer]]) -> list[PassTiming]:
     """Time every probe model at all ROWS and CONTEXTS, in several rounds, so that a change of the machine is seen."""
-    found = list[PassTiming]()
+    timings = list[PassTiming]()
     for config, timed in timers:
         sizes = [(n, s) for s in CONTEXTS for n in ROWS]
         rounds = [[timed(n, s) for n, s in sizes] for _ in range(ROUNDS)]
         for (n, s), times in zip(sizes, zip(*rounds, strict=True), strict=True):
-            found.append(PassTiming(config, n, s, min(times), max(times) / min(times) - 1))
-    return found
+            timings.append(PassTiming(config, n, s, min(times), max(times) / min(times) - 1))
+    return timings
 
 
 def timing_spread(timings: Sequence[PassTiming]) -> float:
@@ -156,10 +156,10 @@ def fit_costs(timings: Sequence[PassTiming], cache_bytes: float = 2.0) -> Calibr
         table[i] /= s.seconds
     scale = table.max(0)
     scale[scale == 0] = 1.0
-    found = robust_nnls(table / scale) / scale
-    misfit = float(np.median(np.abs(table @ found - 1)))
-    per_weight, per_attention_op = found[4 : 4 + len(ROWS)], found[4 + len(ROWS) :]
-    per_pass, per_op, per_byte, per_logit = map(float, found[:4])
+    coefficients = robust_nnls(table / scale) / scale
+    misfit = float(np.median(np.abs(table @ coefficients - 1)))
+    per_weight, per_attention_op = coefficients[4 : 4 + len(ROWS)], coefficients[4 + len(ROWS) :]
+    per_pass, per_op, per_byte, per_logit = map(float, coefficients[:4])
     return CalibrationFit(per_pass, per_op, per_byte, per_logit, tuple(per_weight), tuple(per_attention_op), misfit)
 
 
@@ -169,11 +169,11 @@ def robust_nnls(table: Array) -> Array:
     from scipy.optimize import nnls
 
     weights = np.ones(len(table))
-    found: Array = np.zeros(table.shape[1])
+    coefficients: Array = np.zeros(table.shape[1])
     for _ in range(ITERATIONS):
-        found = np.asarray(nnls(table * weights[:, None], weights)[0])
-        weights = 1 / np.sqrt(np.maximum(1.0, np.abs(table @ found - 1) / OUTLIER))
-    return found
+        coefficients = np.asarray(nnls(table * weights[:, None], weights)[0])
+        weights = 1 / np.sqrt(np.maximum(1.0, np.abs(table @ coefficients - 1) / OUTLIER))
+    return coefficients
 
 
 def calibrated_hardware(

@@ -135,13 +135,13 @@ def parse_offload(text: str) -> tuple[float, float]:
     Raises:
         ValueError: not of this form.
     """
-    found = {"weights": 0.0, "kv": 0.0}
+    parts = {"weights": 0.0, "kv": 0.0}
     for piece in text.split(","):
         name, number = split_assignment(piece, "--offload", "weights=1,kv=0.5")
         if not number.replace(".", "", 1).isdigit():
             raise ValueError(f"--offload looks like weights=1,kv=0.5, found {text!r}")
-        found[look_up({k: k for k in found}, name, "offloaded part")] = float(number)
-    return found["weights"], found["kv"]
+        parts[look_up({k: k for k in parts}, name, "offloaded part")] = float(number)
+    return parts["weights"], parts["kv"]
 
 
 def select_offload(
@@ -194,12 +194,12 @@ def select_methods(
     )
     for name in profiles.raw:
         method, entry = find_method(name), profiles.fields(name)
-        found = AcceptanceByRank(
+        acceptance = AcceptanceByRank(
             entry.numbers("ranks"), entry.text("source", default=str(file)), entry.number("decay", default=1.0),
             entry.numbers("by_depth") if "by_depth" in entry.raw else (),
         )  # fmt: skip
         if method.name in chosen:
-            chosen[method.name] = with_acceptance(method, found, "measured")
+            chosen[method.name] = with_acceptance(method, acceptance, "measured")
     return chosen
 
 

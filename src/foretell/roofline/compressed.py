@@ -33,26 +33,26 @@ def _inputs(config: ModelConfig) -> Mapping[str, int]:
 
 def _factored(ops: tuple[Op, ...], names: tuple[str, ...], rank: int, inputs: int, factor: str) -> tuple[Op, ...]:
     """The products of these names after a shared factor."""
-    found, share = list[Op](), rank / inputs
+    factored, share = list[Op](), rank / inputs
     for op in ops:
         if op.name not in names:
-            found.append(op)
+            factored.append(op)
             continue
-        if not any(other.name == factor for other in found):
-            found.append(linear(factor, inputs, rank, op.inputs[0], "replicated"))
+        if not any(other.name == factor for other in factored):
+            factored.append(linear(factor, inputs, rank, op.inputs[0], "replicated"))
         shape = op.shape.replace(f"{inputs} ×", f"{rank} ×", 1)
         cost = {name: getattr(op, name).scaled(share) for name in ("work", "weights", "read")}
-        found.append(replace(op, shape=shape, inputs=(factor,), stored=op.stored * share, **cost))
-    return tuple(found)
+        factored.append(replace(op, shape=shape, inputs=(factor,), stored=op.stored * share, **cost))
+    return tuple(factored)
 
 
 def _with_shortcuts(config: ModelConfig, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    found, stream = list[Op](), "x"
+    extended, stream = list[Op](), "x"
     for op in ops:
         if op.name in _SHORTCUTS:
             name = _SHORTCUTS[op.name]
-            found.append(linear(name, config.hidden, config.hidden, stream, "replicated"))
+            extended.append(linear(name, config.hidden, config.hidden, stream, "replicated"))
             op = replace(op, inputs=tuple(name if source == stream else source for source in op.inputs))
             stream = op.name
-        found.append(op)
-    return tuple(found)
+        extended.append(op)
+    return tuple(extended)

@@ -193,13 +193,13 @@ def scalar(number: Number) -> float:
 
 def op_costs(graph: OpGraph, phase: Phase, rates: DeviceRates) -> list[OpCost]:
     """Every operation of a graph in order, with its cost summed over the passes of one phase."""
-    found: list[OpCost] = []
+    costs: list[OpCost] = []
     for group in graph.groups:
         extents = phase_extents(graph, group, phase)
         for op in group.ops:
             cost = op_cost(op, extents, rates, group.kv_heads).sum_passes(phase.repeats)
-            found.append(OpCost(group.name, group.count, op, cost))
-    return found
+            costs.append(OpCost(group.name, group.count, op, cost))
+    return costs
 
 
 def total_cost(costs: list[OpCost]) -> CostBreakdown:

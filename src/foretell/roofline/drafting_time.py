@@ -72,12 +72,12 @@ def fit_drafting_time(samples: Sequence[DraftingSample]) -> DraftingTime:
 
 
 def _blocks(samples: Sequence[DraftingSample]) -> list[list[DraftingSample]]:
-    found = list[list[DraftingSample]]()
+    blocks = list[list[DraftingSample]]()
     for sample in samples:
-        if not found or len(found[-1]) == _BLOCK or found[-1][0].requests != sample.requests:
-            found.append([])
-        found[-1].append(sample)
-    return found
+        if not blocks or len(blocks[-1]) == _BLOCK or blocks[-1][0].requests != sample.requests:
+            blocks.append([])
+        blocks[-1].append(sample)
+    return blocks
 
 
 def _mean_terms(block: Sequence[DraftingSample]) -> list[float]:

@@ -64,13 +64,13 @@ def profile_for_target(profile: MethodProfile, target: str, draft_model: str) ->
     """
     if profile != method_profiles().get(profile.name):
         return profile
-    found = measured_tokens(profile, target, draft_model)
-    if found is None:
+    published = measured_tokens(profile, target, draft_model)
+    if published is None:
         return profile
-    spread = profile.spread if found.spread is None else found.spread
+    spread = profile.spread if published.spread is None else published.spread
     chosen = replace(profile, basis="published", spread=spread)
     if profile.shape == "fixed":
-        return replace(chosen, tokens=found.tokens, acceptance=AcceptanceByRank((0.0,), found.source))
+        return replace(chosen, tokens=published.tokens, acceptance=AcceptanceByRank((0.0,), published.source))
     nodes, depth = profile.largest or (profile.nodes, profile.depth)
-    fitted = fit_acceptance(found.tokens, nodes, depth, found.source, profile.shape == "chain")
+    fitted = fit_acceptance(published.tokens, nodes, depth, published.source, profile.shape == "chain")
     return replace(chosen, acceptance=fitted)

@@ -60,8 +60,8 @@ def fit_runtime(start: Runtime, figures: Sequence[str]) -> Runtime:
     low, high = (np.array([_BOUNDS[name][side] for name in figures]) for side in (0, 1))
 
     def with_figures(point: Array) -> Runtime:
-        found: dict[str, Any] = dict(zip(figures, (float(x) for x in low + point * (high - low)), strict=True))
-        return replace(start, **found)
+        fitted: dict[str, Any] = dict(zip(figures, (float(x) for x in low + point * (high - low)), strict=True))
+        return replace(start, **fitted)
 
     def misfit(point: Array) -> Array:
         runtime = with_figures(point)

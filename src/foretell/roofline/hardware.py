@@ -153,11 +153,11 @@ def hardware_from_table(name: str, raw: Mapping[str, Any], where: str) -> Hardwa
 
 def _drafting(methods: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
     """Four figures in microseconds by method."""
-    found = {method: tuple(float(x) * 1e-6 for x in figures) for method, figures in methods.items()}
-    for method, figures in found.items():
+    seconds = {method: tuple(float(x) * 1e-6 for x in figures) for method, figures in methods.items()}
+    for method, figures in seconds.items():
         if len(figures) != 4:
             raise ValueError(f"drafting of {method} has 4 figures, found {len(figures)}")
-    return found
+    return seconds
 
 
 def _peaks(number: Mapping[str, float]) -> dict[str, float]:

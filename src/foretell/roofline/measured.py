@@ -160,8 +160,8 @@ def compare_measured(
         try:
             if method.speedup is None:
                 raise ValueError("the run has no plain decoding of the same weights")
-            if (found := calibrated_speedup(method, target, hardware, workload)) is not None:
-                rows.append(MeasuredRow(method, method.speedup, found, True))
+            if (speedup := calibrated_speedup(method, target, hardware, workload)) is not None:
+                rows.append(MeasuredRow(method, method.speedup, speedup, True))
                 continue
             profile = with_draft_vocab(method.profile(), draft_vocab)
             drafter = cost_of_profile(profile, target, draft_model)

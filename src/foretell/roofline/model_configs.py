@@ -130,8 +130,8 @@ def _counted(config: ModelConfig, source: str) -> ModelConfig:
         "inputs to every layer": config.layer_inputs is not None,
         "other heads in sliding-window layers": bool(config.local_head_dim or config.local_kv_heads),
     }
-    if found := [kind for kind, present in kinds.items() if present]:
-        raise ValueError(f"{source} has {' and '.join(found)}, which the roofline does not count")
+    if uncounted := [kind for kind, present in kinds.items() if present]:
+        raise ValueError(f"{source} has {' and '.join(uncounted)}, which the roofline does not count")
     return config
 
 
@@ -187,9 +187,9 @@ def _glm_keys(read: Fields) -> dict[str, Any]:
         "max_position_embeddings": "seq_length",
     }  # fmt: skip
     read.require(*sizes.values())
-    found = {name: read.integer(key, least=1) for name, key in sizes.items()}
+    counts = {name: read.integer(key, least=1) for name, key in sizes.items()}
     rotation = {"rope_theta": _GLM_THETA * read.number("rope_ratio", default=1.0, least=0.0), "hidden_act": "silu"}
-    return found | rotation | {"num_attention_heads": heads, "num_key_value_heads": groups}
+    return counts | rotation | {"num_attention_heads": heads, "num_key_value_heads": groups}
 
 
 _GLM_THETA = 10000.0

@@ -88,13 +88,13 @@ def compare_published(rows: Sequence[PublishedRow] | None = None) -> list[Compar
 
 def group_errors(compared: Sequence[ComparedRow]) -> list[GroupErrors]:
     """The errors by group; rows that were fitted to are only counted."""
-    found = []
+    by_group = []
     for group in published_groups():
         errors = [c.error for c in compared if c.row.group == group and not c.row.fit]
         fitted = sum(c.row.group == group and c.row.fit for c in compared)
         sizes = [abs(e) for e in errors]
         if errors:
-            found.append(
+            by_group.append(
                 GroupErrors(group, len(errors), fitted, statistics.median(sizes), max(sizes), statistics.median(errors))
             )
-    return found
+    return by_group

@@ -101,14 +101,14 @@ def _setting(name: str, raw: Mapping[str, Any]) -> LoadSetting:
 
 def mixed_requests(kinds: Sequence[RequestKind], rate: float, count: int, seed: int) -> list[Request]:
     """`count` requests with exponential gaps, `rate` a second on average, of kinds drawn by their shares."""
-    draw, at, found = random.Random(seed), 0.0, list[Request]()
+    draw, at, requests = random.Random(seed), 0.0, list[Request]()
     shares = [kind.share for kind in kinds]
     for _ in range(count):
         at += draw.expovariate(rate)
         (kind,) = draw.choices(kinds, shares)
         output = kind.output if kind.fixed else 1 + int(draw.expovariate(1 / kind.output))
-        found.append(Request(at, kind.prompt, output, kind.tpot or None))
-    return found
+        requests.append(Request(at, kind.prompt, output, kind.tpot or None))
+    return requests
 
 
 def _costs(setting: LoadSetting, runtime: Runtime) -> tuple[StepCosts, StepCosts]:
@@ -129,7 +129,7 @@ def compare_loads(
     settings: Sequence[LoadSetting], runtime: Runtime | None = None, seeds: Sequence[int] = SEEDS
 ) -> list[ComparedLoad]:
     """Every point of the settings beside its simulation; `runtime`: in place of their own. seeds: of the arrivals."""
-    found = list[ComparedLoad]()
+    compared = list[ComparedLoad]()
     for setting in settings:
         ran = runtime or find_runtime(setting.runtime)
         if setting.request_overhead is not None:
@@ -137,8 +137,8 @@ def compare_loads(
         costs = _costs(setting, ran)
         for rate, published, fit in setting.points:
             ratios = [_ratio(setting, costs, rate, seed) for seed in seeds]
-            found.append(ComparedLoad(setting, rate, published, sum(ratios) / len(ratios), fit))
-    return found
+            compared.append(ComparedLoad(setting, rate, published, sum(ratios) / len(ratios), fit))
+    return compared
 
 
 def _ratio(setting: LoadSetting, costs: tuple[StepCosts, StepCosts], rate: float, seed: int) -> float:

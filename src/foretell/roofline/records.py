@@ -135,15 +135,15 @@ def hardware_record(h: Hardware) -> dict[str, Any]:
     }
 
 
-def sweep_records(found: SweepResult, capacity: float | None) -> list[dict[str, Any]]:
+def sweep_records(swept: SweepResult, capacity: float | None) -> list[dict[str, Any]]:
     """One record per workload of a sweep."""
     records = []
-    for at, values in enumerate(found.points()):
-        row: dict[str, Any] = dict(zip(found.axes, values, strict=True))
+    for at, values in enumerate(swept.points()):
+        row: dict[str, Any] = dict(zip(swept.axes, values, strict=True))
         row |= {
-            "seconds": float(found.seconds[at]), "tokens_per_second": float(found.tokens[at] / found.seconds[at]),
-            "ops": float(found.ops[at]), "bytes": float(found.bytes[at]), "memory": float(found.memory[at]),
-            "fits": None if capacity is None else bool(found.memory[at] <= capacity),
+            "seconds": float(swept.seconds[at]), "tokens_per_second": float(swept.tokens[at] / swept.seconds[at]),
+            "ops": float(swept.ops[at]), "bytes": float(swept.bytes[at]), "memory": float(swept.memory[at]),
+            "fits": None if capacity is None else bool(swept.memory[at] <= capacity),
         }  # fmt: skip
         records.append(row)
     return records

@@ -154,8 +154,8 @@ def estimate_method(
     elif profile.shape == "fixed":
         candidates = [(1, 0, 1.0, 0.0), (profile.nodes, 1, profile.tokens, step)]
     else:
-        found = _candidates(profile, drafter, max_nodes, np.asarray(draft_costs.seconds), pass_seconds, step)
-        candidates = [(1, 0, 1.0, 0.0), *found]
+        speculative = _candidates(profile, drafter, max_nodes, np.asarray(draft_costs.seconds), pass_seconds, step)
+        candidates = [(1, 0, 1.0, 0.0), *speculative]
     n, depth, tokens, seconds = max(candidates, key=lambda c: c[2] / (pass_seconds[c[0] - 1] + c[3]))
     draft_bytes, draft_ops = _draft_bytes_and_ops(profile, drafter, n, depth, draft_costs)
     return MethodEstimate(
@@ -231,7 +231,7 @@ def _candidates(
     step: float,
 ) -> list[tuple[int, int, float, float]]:
     """The best size for every depth: (nodes, depth, tokens, draft seconds)."""
-    found = []
+    candidates = []
     deepest = min(max_nodes, MAX_CHAIN) if profile.shape == "chain" else MAX_DEPTH
     if profile.largest is not None:
         max_nodes, deepest = min(max_nodes, profile.largest[0]), min(deepest, profile.largest[1])
@@ -241,8 +241,8 @@ def _candidates(
         seconds = _draft_seconds(drafter, trees, draft_pass_seconds) + step
         at = int(np.argmax(tokens / (pass_seconds[: len(tokens)] + seconds)))
         if at:
-            found.append((at + 1, depth, float(tokens[at]), float(seconds[at])))
-    return found
+            candidates.append((at + 1, depth, float(tokens[at]), float(seconds[at])))
+    return candidates
 
 
 def _draft_seconds(drafter: DrafterCost | None, trees: BestTrees, pass_seconds: Array) -> Array:

@@ -57,11 +57,11 @@ class RunStore(Generic[R]):
             part.write_text(json.dumps(wanted, indent=1))
             os.replace(part, path)
             return
-        found = read_json(path, _DAMAGED)
-        for key in {**wanted, **found}:
-            if found.get(key) != wanted.get(key):
+        saved = read_json(path, _DAMAGED)
+        for key in {**wanted, **saved}:
+            if saved.get(key) != wanted.get(key):
                 raise ValueError(
-                    f"{self.folder}: this folder holds a run with another {key} ({found.get(key)!r}, now "
+                    f"{self.folder}: this folder holds a run with another {key} ({saved.get(key)!r}, now "
                     f"{wanted.get(key)!r}); "
                     "choose another folder with --out, or repeat the settings to go on with it"
                 )

@@ -194,9 +194,9 @@ class Fields:
             raise self.wrong(name, "an object", value)
         return Fields(value, self.source, f"{self._prefix}{name}.")
 
-    def wrong(self, name: str, wanted: str, found: object) -> ValueError:
+    def wrong(self, name: str, wanted: str, value: object) -> ValueError:
         """The error for a key with an invalid value."""
-        return ValueError(f"{self.source}: {self._prefix}{name} should be {wanted}, found {show(found)}")
+        return ValueError(f"{self.source}: {self._prefix}{name} should be {wanted}, found {show(value)}")
 
     def objects(self, *names: str) -> tuple["Fields", ...]:
         """A list of objects; empty where it is missing."""

@@ -48,12 +48,12 @@ def parse_counts(text: str, option: str) -> list[int]:
         ValueError: something else is among them.
     """
     try:
-        found = [int(w) for w in split_commas(text)]
+        counts = [int(w) for w in split_commas(text)]
     except ValueError as error:
         raise ValueError(f"{option}: comma-separated whole numbers were expected, found {text!r}") from error
-    if not found or min(found) < 1:
+    if not counts or min(counts) < 1:
         raise ValueError(f"{option}: at least one number, each 1 or more, was expected, found {text!r}")
-    return found
+    return counts
 
 
 def load_selected_questions(source: str, per_category: int | None, categories: str) -> tuple[QuestionSet, QuestionSet]:

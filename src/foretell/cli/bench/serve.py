@@ -119,14 +119,14 @@ def _check_identity(
         for difference in result.differences[:_SHOWN_DIFFERENCES]:
             typer.echo(f"  {difference}", err=True)
 
-    found = list[IdentityResult]()
+    results = list[IdentityResult]()
     saved = read_answers(options.against, requests, most) if options.against is not None else None
     for server in servers:
         if saved is None or (server is servers[0] and options.save is not None):
             own = expected_answers(server, requests, most)
             if server is servers[0] and options.save is not None:
                 save_answers(options.save, requests, own, most)
-        found += check_identity(server, requests, most, own if saved is None else saved, concurrencies, report)
-    typer.echo(identity_table(found).markdown(), nl=False)
-    if any(result.differences for result in found if result.server == servers[0].name):
+        results += check_identity(server, requests, most, own if saved is None else saved, concurrencies, report)
+    typer.echo(identity_table(results).markdown(), nl=False)
+    if any(result.differences for result in results if result.server == servers[0].name):
         raise typer.Exit(1)

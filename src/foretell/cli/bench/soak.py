@@ -51,10 +51,10 @@ def soak(
         memory = f"{sample.resident / 1e6:.0f} MB, {sample.rest / 1e6:.0f} without the cache"
         typer.echo(f"{sample.seconds / 60:.1f} min: {sample.requests} requests, {memory}", err=True)
 
-    found = Soak(find_target(url, key, max_new_tokens, timeout), plan).run(report)
-    text = f"{found.table().markdown()}\n{kinds_table(found).markdown()}\n{verdict(found)}\n"
+    soak_report = Soak(find_target(url, key, max_new_tokens, timeout), plan).run(report)
+    text = f"{soak_report.table().markdown()}\n{kinds_table(soak_report).markdown()}\n{verdict(soak_report)}\n"
     if output is not None:
         output.write_text(text)
     typer.echo(text, nl=False)
-    if found.problems():
+    if soak_report.problems():
         raise typer.Exit(1)

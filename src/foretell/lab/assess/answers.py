@@ -49,9 +49,9 @@ def assess_answers(
     return AnswerAssessment(len(mine), repeated, ended, *agreement(theirs, texts))
 
 
-def agreement(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> tuple[float, float, float | None]:
+def agreement(expected: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> tuple[float, float, float | None]:
     """Share of equal answers, share of the expected tokens before the first difference, and its median place."""
-    places = [first_difference(a, b) for a, b in zip(expected, found, strict=True)]
+    places = [first_difference(a, b) for a, b in zip(expected, answers, strict=True)]
     kept = sum(len(a) if at is None else at for a, at in zip(expected, places, strict=True))
     different = [at for at in places if at is not None]
     total = sum(map(len, expected))

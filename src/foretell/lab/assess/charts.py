@@ -6,27 +6,27 @@ from foretell.bench.charts import canvas, png
 from foretell.lab.assess.report import Assessment, label
 
 
-def draw_charts(found: Assessment) -> dict[str, bytes]:
+def draw_charts(assessment: Assessment) -> dict[str, bytes]:
     """Reliability diagram, right answers by kind of prompt, and where there is another model KL by text.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     drawn = {"Reliability of the next token": _reliability, "Right answers by prompt": _conditions}
-    if found.texts.compared:
+    if assessment.texts.compared:
         drawn["KL divergence by text"] = _divergence
     out = {}
     for caption, draw in drawn.items():
         figure, axes = canvas()
-        draw(found, axes)
+        draw(assessment, axes)
         out[caption] = png(figure)
     return out
 
 
-def _reliability(found: Assessment, axes: Any) -> None:
-    curves = [(label(found.model), found.texts.overall)]
-    if found.against is not None and found.texts.other is not None:
-        curves.append((label(found.against), found.texts.other))
+def _reliability(assessment: Assessment, axes: Any) -> None:
+    curves = [(label(assessment.model), assessment.texts.overall)]
+    if assessment.against is not None and assessment.texts.other is not None:
+        curves.append((label(assessment.against), assessment.texts.other))
     axes.plot([0, 1], [0, 1], linestyle=":", color="#888888", label="perfect")
     for name, c in curves:
         axes.plot(
@@ -37,9 +37,9 @@ def _reliability(found: Assessment, axes: Any) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _conditions(found: Assessment, axes: Any) -> None:
-    subjects = [found.model] + ([found.against] if found.against is not None else [])
-    names = list(found.model.answers_by_condition)
+def _conditions(assessment: Assessment, axes: Any) -> None:
+    subjects = [assessment.model] + ([assessment.against] if assessment.against is not None else [])
+    names = list(assessment.model.answers_by_condition)
     height = 0.8 / len(subjects)
     for i, subject in enumerate(subjects):
         places = [k + (i - (len(subjects) - 1) / 2) * height for k in range(len(names))]
@@ -50,7 +50,7 @@ def _conditions(found: Assessment, axes: Any) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _divergence(found: Assessment, axes: Any) -> None:
-    names = list(found.texts.compared)
-    axes.bar(names, [found.texts.compared[n].kl for n in names])
+def _divergence(assessment: Assessment, axes: Any) -> None:
+    names = list(assessment.texts.compared)
+    axes.bar(names, [assessment.texts.compared[n].kl for n in names])
     axes.set_ylabel("KL, nats")

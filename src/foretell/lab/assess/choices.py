@@ -43,13 +43,13 @@ def score_choices(runner: Runner, choices: Sequence[Choice], context: int) -> li
     longest = max((len(c.prompt) + sum(map(len, c.candidates)) for c in choices), default=0)
     if longest > context:
         raise ValueError(f"a prompt with its candidates has {longest} tokens, and the model reads {context}")
-    found = list[Float[np.ndarray, " c"]]()
+    scores = list[Float[np.ndarray, " c"]]()
     for at in range(0, len(choices), _ROWS):
         part = choices[at : at + _ROWS]
         for row in range(len(part)):
             runner.truncate(row, 0)
-        found += score_unread(runner, part)
-    return found
+        scores += score_unread(runner, part)
+    return scores
 
 
 @torch.inference_mode()
@@ -64,14 +64,14 @@ def score_unread(runner: Runner, choices: Sequence[Choice]) -> list[Float[np.nda
         scored[row, [tree.root(row), *range(first, first + len(trie.tokens))]] = True
     output = runner.forward(list(range(len(choices))), tree, scored=scored)
     log_p = torch.log_softmax(output.logits.float(), -1).cpu()
-    found = []
+    scores = []
     for row, (choice, trie) in enumerate(zip(choices, tries, strict=True)):
         steps = [
             [float(log_p[output.logit_index[row, parent], token]) for parent, token in zip(path, tokens, strict=True)]
             for path, tokens in zip(trie.paths, choice.candidates, strict=True)
         ]
-        found.append(np.array([sum(s) for s in steps]))
-    return found
+        scores.append(np.array([sum(s) for s in steps]))
+    return scores
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,12 @@ def read_probes(path: Path | None = None) -> tuple[Probe, ...]:
     """
     source = files("foretell.lab.assess").joinpath("probes.jsonl") if path is None else path
     lines = source.read_bytes().splitlines()
-    found = tuple(
+    probes = tuple(
         validate_json(Probe, line, f"{source}, line {i}: no probe") for i, line in enumerate(lines, 1) if line.strip()
     )
-    if not found:
+    if not probes:
         raise ValueError(f"{source}: no probes in this file; write one JSON object per line")
-    return found
+    return probes
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ def ask(
     """A model's answers by condition: the first prompt as written and with every kind of noise, behind a sentence that
     names a wrong candidate, and the second prompt. `on_read` is called with the tokens of every condition.
     """
-    runner, found = model.runner(), {}
+    runner, answers = model.runner(), {}
     for condition, prompts in conditions(probes, seed):
         choices = [Choice.of(model.codec, text, p.candidates) for text, p in zip(prompts, probes, strict=True)]
         scores = score_choices(runner, choices, model.config.context)
-        found[condition] = ProbeAnswers(tuple(_softmax(s) for s in scores))
+        answers[condition] = ProbeAnswers(tuple(_softmax(s) for s in scores))
         on_read(sum(len(c.prompt) for c in choices))
-    return found
+    return answers
 
 
 def conditions(probes: Sequence[Probe], seed: int = 0) -> Iterator[tuple[str, list[str]]]:

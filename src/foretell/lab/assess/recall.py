@@ -36,7 +36,7 @@ def recall(
     for place, question in questions(model, texts, facts, seed):
         right[place].append(_finds(runner, question))
         on_read(len(question.choice.prompt))
-    return {place: float(np.mean(found)) for place, found in right.items()}
+    return {place: float(np.mean(hits)) for place, hits in right.items()}
 
 
 @dataclass(frozen=True)

@@ -159,34 +159,34 @@ def broken_budgets(measures: Mapping[str, float], budgets: Mapping[str, float]) 
     ]
 
 
-def sections(found: Assessment) -> dict[str, TextTable]:
+def sections(assessment: Assessment) -> dict[str, TextTable]:
     """Tables by title."""
-    tables = {"Changes, with 95 % intervals": _changes(found)} if found.against is not None else {}
+    tables = {"Changes, with 95 % intervals": _changes(assessment)} if assessment.against is not None else {}
     return tables | {
-        "Texts": _texts(found),
-        "Calibration of the next token": _calibration(found),
-        "Knowledge probes": _probes(found),
-        "Right answers by relation": _relations(found),
-        "Noise in the prompt": _noise(found),
-        "Recall from a text": _recall(found),
-        "Greedy answers": _answers(found),
+        "Texts": _texts(assessment),
+        "Calibration of the next token": _calibration(assessment),
+        "Knowledge probes": _probes(assessment),
+        "Right answers by relation": _relations(assessment),
+        "Noise in the prompt": _noise(assessment),
+        "Recall from a text": _recall(assessment),
+        "Greedy answers": _answers(assessment),
     }
 
 
-def _changes(found: Assessment) -> TextTable:
-    values = found.measures()
-    rows = [[n, f"{values[n]:.4f}", f"{low:.4f}", f"{high:.4f}"] for n, (low, high) in found.intervals().items()]
+def _changes(assessment: Assessment) -> TextTable:
+    values = assessment.measures()
+    rows = [[n, f"{values[n]:.4f}", f"{low:.4f}", f"{high:.4f}"] for n, (low, high) in assessment.intervals().items()]
     return TextTable(["measure", "value", "from", "to"], rows)
 
 
-def title(found: Assessment) -> str:
+def title(assessment: Assessment) -> str:
     """What was assessed, in a line."""
-    of = f"Assessment of {label(found.model)}"
-    return of if found.against is None else f"{of} (model) beside {label(found.against)} (other)"
+    of = f"Assessment of {label(assessment.model)}"
+    return of if assessment.against is None else f"{of} (model) beside {label(assessment.against)} (other)"
 
 
-def _names(found: Assessment) -> list[str]:
-    if found.against is None:
+def _names(assessment: Assessment) -> list[str]:
+    if assessment.against is None:
         return ["model"]
     return ["model", "other"]
 
@@ -196,29 +196,29 @@ def label(subject: Subject) -> str:
     return f"{subject.name.rstrip('/').rsplit('/', 1)[-1]} {subject.dtype}"
 
 
-def _subjects(found: Assessment) -> list[Subject]:
-    return [found.model] if found.against is None else [found.model, found.against]
+def _subjects(assessment: Assessment) -> list[Subject]:
+    return [assessment.model] if assessment.against is None else [assessment.model, assessment.against]
 
 
 def _percent(share: float | None) -> str | None:
     return None if share is None else f"{share:.1%}"
 
 
-def _texts(found: Assessment) -> TextTable:
+def _texts(assessment: Assessment) -> TextTable:
     rows: list[list[Cell]] = []
-    for name, c in found.texts.domains.items():
+    for name, c in assessment.texts.domains.items():
         row: list[Cell] = [name, c.tokens, c.perplexity, f"{c.ece:.3f}"]
-        if name in found.texts.compared:
-            other = found.texts.compared[name]
+        if name in assessment.texts.compared:
+            other = assessment.texts.compared[name]
             row += [other.perplexity, f"{c.perplexity / other.perplexity:.4f}", f"{other.kl:.4f}"]
             row += [f"{other.total_variation:.4f}", _percent(other.same_top)]
         rows.append(row)
-    more = ["other's", "ratio", "KL", "TV", "same top"] if found.texts.compared else []
+    more = ["other's", "ratio", "KL", "TV", "same top"] if assessment.texts.compared else []
     return TextTable(["text", "positions", "perplexity", "ECE", *more], rows)
 
 
-def _calibration(found: Assessment) -> TextTable:
-    each = [found.texts.overall] + ([found.texts.other] if found.texts.other is not None else [])
+def _calibration(assessment: Assessment) -> TextTable:
+    each = [assessment.texts.overall] + ([assessment.texts.other] if assessment.texts.other is not None else [])
     rows: list[list[Cell]] = [
         ["perplexity", *(f"{c.perplexity:.3f}" for c in each)],
         ["most probable token is right", *(_percent(c.accuracy) for c in each)],
@@ -226,21 +226,21 @@ def _calibration(found: Assessment) -> TextTable:
         ["ECE", *(f"{c.ece:.4f}" for c in each)],
         ["Brier", *(f"{c.brier:.4f}" for c in each)],
     ]
-    return TextTable(["measure", *_names(found)], rows)
+    return TextTable(["measure", *_names(assessment)], rows)
 
 
-def _probes(found: Assessment) -> TextTable:
-    each = _subjects(found)
-    chance = sum(1 / len(p.candidates) for p in found.probes) / len(found.probes)
+def _probes(assessment: Assessment) -> TextTable:
+    each = _subjects(assessment)
+    chance = sum(1 / len(p.candidates) for p in assessment.probes) / len(assessment.probes)
     rows: list[list[Cell]] = [
-        [f"right of {len(found.probes)} (chance {chance:.0%})", *(_percent(s.clean.accuracy) for s in each)],
+        [f"right of {len(assessment.probes)} (chance {chance:.0%})", *(_percent(s.clean.accuracy) for s in each)],
         ["mean confidence", *(_percent(s.clean.confidence) for s in each)],
         ["ECE", *(f"{s.clean.ece:.3f}" for s in each)],
         ["margin, nats", *(f"{s.clean.margin:.2f}" for s in each)],
         ["consistency", *(_percent(s.consistency) for s in each)],
     ]
-    if found.against is not None:
-        before, after = found.against.clean, found.model.clean
+    if assessment.against is not None:
+        before, after = assessment.against.clean, assessment.model.clean
         pairs = list(zip(before.chosen, after.chosen, strict=True))
         wrong, right = (sum(bool(a) != bool(b) and bool(b) is w for a, b in pairs) for w in (True, False))
         errors = before.new_errors(after)
@@ -250,35 +250,37 @@ def _probes(found: Assessment) -> TextTable:
             ["wrong before, right now", right, None],
             ["confidence of these new errors", _percent(sum(errors) / len(errors)) if errors else None, None],
         ]
-    return TextTable(["measure", *_names(found)], rows)
+    return TextTable(["measure", *_names(assessment)], rows)
 
 
-def _relations(found: Assessment) -> TextTable:
-    each = [accuracy_by_relation(found.probes, s.clean) for s in _subjects(found)]
-    return TextTable(["relation", *_names(found)], [[r, *(_percent(a[r]) for a in each)] for r in each[0]])
+def _relations(assessment: Assessment) -> TextTable:
+    each = [accuracy_by_relation(assessment.probes, s.clean) for s in _subjects(assessment)]
+    return TextTable(["relation", *_names(assessment)], [[r, *(_percent(a[r]) for a in each)] for r in each[0]])
 
 
-def _noise(found: Assessment) -> TextTable:
-    each = _subjects(found)
+def _noise(assessment: Assessment) -> TextTable:
+    each = _subjects(assessment)
     rows: list[list[Cell]] = []
-    for condition, answers in found.model.answers_by_condition.items():
-        row: list[Cell] = [condition, _percent(answers.accuracy), _percent(found.model.noise_flips(condition))]
-        if found.against is not None:
-            theirs = found.against.answers_by_condition[condition]
-            row += [_percent(theirs.accuracy), _percent(found.against.noise_flips(condition))]
+    for condition, answers in assessment.model.answers_by_condition.items():
+        row: list[Cell] = [condition, _percent(answers.accuracy), _percent(assessment.model.noise_flips(condition))]
+        if assessment.against is not None:
+            theirs = assessment.against.answers_by_condition[condition]
+            row += [_percent(theirs.accuracy), _percent(assessment.against.noise_flips(condition))]
         rows.append(row)
     rows.append(["copied from it", *(c for s in each for c in (_percent(s.copied), None))])
     names = ["right", "flips", "other: right", "other: flips"][: 2 * len(each)]
     return TextTable(["prompt", *names], rows)
 
 
-def _recall(found: Assessment) -> TextTable:
-    each = _subjects(found)
-    return TextTable(["place", *_names(found)], [[p, *(_percent(s.recall[p]) for s in each)] for p in each[0].recall])
+def _recall(assessment: Assessment) -> TextTable:
+    each = _subjects(assessment)
+    return TextTable(
+        ["place", *_names(assessment)], [[p, *(_percent(s.recall[p]) for s in each)] for p in each[0].recall]
+    )
 
 
-def _answers(found: Assessment) -> TextTable:
-    a = found.answers
+def _answers(assessment: Assessment) -> TextTable:
+    a = assessment.answers
     rows: Sequence[tuple[str, Cell]] = [
         ("answers", a.answers),
         ("ended before the limit", _percent(a.ended)),

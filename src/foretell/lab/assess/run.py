@@ -128,11 +128,11 @@ def _subject(model: Model, probes: Sequence[Probe], settings: AssessSettings, wo
     work.begin(f"asking {model.name} {model.precision}")
     asked = ask(model, probes, settings.seed, work.add)
     work.begin(f"asking {model.name} {model.precision} what a text says")
-    found = recall(model, settings.recall_texts, settings.recall_facts, settings.seed, work.add)
-    return Subject(model.name, model.precision, str(model.runner().backend), asked, found)
+    recalled = recall(model, settings.recall_texts, settings.recall_facts, settings.seed, work.add)
+    return Subject(model.name, model.precision, str(model.runner().backend), asked, recalled)
 
 
-def as_record(found: Assessment) -> dict[str, Any]:
+def as_record(assessment: Assessment) -> dict[str, Any]:
     """The assessment as JSON values."""
 
     def subject(s: Subject) -> dict[str, Any]:
@@ -143,32 +143,32 @@ def as_record(found: Assessment) -> dict[str, Any]:
         return {
             "name": s.name, "dtype": s.dtype, "backend": s.backend,
             "probes": {"margin": s.clean.margin, "consistency": s.consistency, "copied": s.copied}
-            | {"conditions": conditions, "relations": accuracy_by_relation(found.probes, s.clean)},
+            | {"conditions": conditions, "relations": accuracy_by_relation(assessment.probes, s.clean)},
             "recall": s.recall,
         }  # fmt: skip
 
     return {
-        "model": subject(found.model),
-        "against": None if found.against is None else subject(found.against),
-        "measures": found.measures(),
-        "intervals": found.intervals(),
-        "texts": asdict(found.texts),
-        "answers": asdict(found.answers),
+        "model": subject(assessment.model),
+        "against": None if assessment.against is None else subject(assessment.against),
+        "measures": assessment.measures(),
+        "intervals": assessment.intervals(),
+        "texts": asdict(assessment.texts),
+        "answers": asdict(assessment.answers),
         "machine": describe_machine(),
     }
 
 
-def write_assessment(folder: Path, found: Assessment, conditions: str) -> list[Path]:
+def write_assessment(folder: Path, assessment: Assessment, conditions: str) -> list[Path]:
     """Write `assess.json`, `report.md`, `report.html` and, where matplotlib is installed, charts."""
-    charts: Mapping[str, bytes] = draw_charts(found) if find_spec("matplotlib") is not None else {}
-    tables = sections(found)
-    page = render_page(title(found), conditions, charts, tables, DEFINITIONS, describe_machine())
+    charts: Mapping[str, bytes] = draw_charts(assessment) if find_spec("matplotlib") is not None else {}
+    tables = sections(assessment)
+    page = render_page(title(assessment), conditions, charts, tables, DEFINITIONS, describe_machine())
     pictures = {f"{caption.lower().replace(' ', '-')}.png": content for caption, content in charts.items()}
     return write_files(
         folder,
         {
-            "assess.json": (json.dumps(as_record(found), indent=1) + "\n").encode(),
-            "report.md": markdown_page(title(found), conditions, tables, DEFINITIONS).encode(),
+            "assess.json": (json.dumps(as_record(assessment), indent=1) + "\n").encode(),
+            "report.md": markdown_page(title(assessment), conditions, tables, DEFINITIONS).encode(),
             "report.html": page.encode(),
             **pictures,
         },

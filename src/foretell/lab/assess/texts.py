@@ -33,7 +33,9 @@ def domain_texts(
 def _sequences(model: Model, paths: Sequence[Path], name: str, length: int, tokens: int) -> Int[torch.Tensor, "b s"]:
     """Sequences of one length: `length`, or the whole text where it is shorter."""
     length = min(length, model.config.context)
-    found = [t for document in text_documents(paths, model.codec, length) for t in document]
-    if len(found) < _LEAST:
-        raise ValueError(f"{name}: {len(found)} tokens of text were found, and {_LEAST} are needed; give more text")
-    return split_text([found], 0, tokens, min(length, len(found)), name).held_back
+    text_tokens = [t for document in text_documents(paths, model.codec, length) for t in document]
+    if len(text_tokens) < _LEAST:
+        raise ValueError(
+            f"{name}: {len(text_tokens)} tokens of text were found, and {_LEAST} are needed; give more text"
+        )
+    return split_text([text_tokens], 0, tokens, min(length, len(text_tokens)), name).held_back

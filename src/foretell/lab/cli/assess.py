@@ -102,18 +102,18 @@ def assess(
             model, dtype, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy, sparsity=sparsity
         )
         other = None if against is None else load(against, against_dtype, device)
-        found = run(subject, other, text or [], asked, settings, update)
-    broken = broken_budgets(found.measures(), budgets)
+        assessment = run(subject, other, text or [], asked, settings, update)
+    broken = broken_budgets(assessment.measures(), budgets)
     if as_json:
-        typer.echo(json.dumps(as_record(found), indent=1))
+        typer.echo(json.dumps(as_record(assessment), indent=1))
     else:
-        typer.echo(title(found))
-        print_sections(sections(found))
+        typer.echo(title(assessment))
+        print_sections(sections(assessment))
     if out is not None:
         source = ", ".join(map(str, text)) if text else "the texts of the package"
         conditions = f"{source}; {len(asked)} probes; KV cache {kv_cache_dtype}, policy {kv_cache_policy or 'none'}, "
         conditions += f"sparsity {sparsity or 'none'}."
-        for path in write_assessment(out, found, conditions):
+        for path in write_assessment(out, assessment, conditions):
             typer.echo(str(path), err=True)
     if broken:
         raise ValueError("; ".join(broken))
@@ -144,11 +144,11 @@ def _budgets(text: str) -> dict[str, float]:
     Raises:
         ValueError: a part is no assignment of a number.
     """
-    found = {}
+    budgets = {}
     for part in options.split_commas(text):
         name, value = split_assignment(part, "--budget", "kl=0.02")
         try:
-            found[name] = float(value)
+            budgets[name] = float(value)
         except ValueError as error:
             raise ValueError(f"--budget {name}: a number was expected, found {value!r}") from error
-    return found
+    return budgets

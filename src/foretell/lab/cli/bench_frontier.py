@@ -1,4 +1,4 @@
-"""`foretell bench frontier`: the price list of cheaper passes."""
+"""`foretell bench frontier`: cheaper passes compared."""
 
 import json
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ from foretell.cli.setup import set_threads
 from foretell.lab.frontier.report import (
     DEFINITIONS,
     as_csv,
+    frontier_table,
     ordered,
     picture,
-    price_table,
     unavailable_table,
 )
-from foretell.lab.frontier.run import open_ways, predictor, run_frontier
-from foretell.lab.frontier.ways import FAMILIES, ModelOptions, WayInputs, all_ways
+from foretell.lab.frontier.run import open_variants, predictor, run_frontier
+from foretell.lab.frontier.variants import FAMILIES, ModelOptions, VariantInputs, all_variants
 from foretell.load import resolve_dtype
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.roofline.hardware import CALIBRATED, Hardware, known_hardware
@@ -100,22 +100,22 @@ def frontier(
         model=model, tasks=selected.source, digest=all_questions.digest, max_new_tokens=max_new_tokens,
         temperature=0.0, seed=0, threads=count, dtypes=(exact.dtype,), device=device, draft_model=draft_model,
     )  # fmt: skip
-    inputs = WayInputs(
+    inputs = VariantInputs(
         exact, tuple(split_commas(dtypes)), tuple(parse_counts(kv_budget, "--kv-budget")), tuple(checkpoint or ()),
         tuple(exits or ()), tuple(sparsity or ()), tuple(split_commas(draft_model or "")), tuple(split_commas(methods)),
     )  # fmt: skip
     chosen = _device(hardware)
-    ways = [way for way in all_ways(inputs) if way.family in chosen_families]
+    variants = [variant for variant in all_variants(inputs) if variant.family in chosen_families]
     with resumable(out):
-        opened = open_ways(ways, exact, device, max_new_tokens)
+        opened = open_variants(variants, exact, device, max_new_tokens)
         for note in opened.notes:
             typer.echo(note, err=True)
-        total = len(questions) * repeats * len(opened.competitors) + len(opened.ways)
+        total = len(questions) * repeats * len(opened.competitors) + len(opened.variants)
         with progress_bar(total) as report:
             context = sum(len(opened.exact.tokens(q.turns[0])) for q in questions) // len(questions)
             predicted = predictor(chosen, opened.exact, context + max_new_tokens // 2)
             results = run_frontier(opened, settings, questions, repeats, predicted, out, report)
-    tables = {"Gain and price": price_table(results), "Not run": unavailable_table(opened.unavailable)}
+    tables = {"Gain and price": frontier_table(results), "Not run": unavailable_table(opened.unavailable)}
     record = {
         "settings": settings.model_dump(), "machine": describe_machine(device), "unavailable": opened.unavailable,
         "hardware": None if chosen is None else chosen.title,

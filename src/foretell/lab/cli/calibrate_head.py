@@ -33,12 +33,12 @@ def head(
 
     def fit(target: Model, loaded: Speculator, documents: list[Document]) -> str:
         network = draft_head_network(loaded, rank, candidates)
-        found = fit_draft_head(target.network, network, documents, tokens, rank, candidates)
+        fitted = fit_draft_head(target.network, network, documents, tokens, rank, candidates)
         own, whole = weights_read(network)
         return (
             f"{own / 1e6:.2f} M of {whole / 1e6:.2f} M weights of the head are read for a token ({own / whole:.0%})\n"
-            f"on {found.states} states that it was not fitted on: {found.best:.1%} have the same most probable token, "
-            f"and {found.best_few:.1%} of the {BEST} most probable ones are the same"
+            f"on {fitted.states} states that it was not fitted on: {fitted.best:.1%} have the same most probable "
+            f"token, and {fitted.best_few:.1%} of the {BEST} most probable ones are the same"
         )
 
     fit_speculator(speculator, out, model, data_folder, tokens, dtype, fit)

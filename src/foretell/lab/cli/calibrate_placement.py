@@ -83,24 +83,24 @@ def placement(
     if least_neurons > config.ffn:
         raise ValueError(f"--least-neurons {least_neurons}: the model has {config.ffn} neurons per layer")
     precision = choose_precision(model, dtype, config, source.weights, parse_device("cpu"))
-    found = read_calibration_text(source, text, calibration_tokens, LEAST_TOKENS, seed, console)
+    calibration_text = read_calibration_text(source, text, calibration_tokens, LEAST_TOKENS, seed, console)
     with console.status("counting") as status:
         counts = count_choices(
-            config, source.weights, sparse, found.calibration,
+            config, source.weights, sparse, calibration_text.calibration,
             lambda done: status.update(f"{done} of {config.layers} blocks"),
         )  # fmt: skip
         status.update("writing the neurons")
         file = PlacementFile(
             layers=config.layers, neurons=config.ffn, hidden=config.hidden, floats=floats(precision),
-            tokens=found.calibration.numel(), text=found.origin, thresholds=sparse.file.thresholds,
-            least_neurons=least_neurons,
+            tokens=calibration_text.calibration.numel(), text=calibration_text.origin,
+            thresholds=sparse.file.thresholds, least_neurons=least_neurons,
         )  # fmt: skip
         write_profile(sparsity, config, source.weights, precision, file, counts)
     size = record_bytes(config.hidden, file.floats)
     typer.echo(_profile(sparsity, file, counts))
     if target_memory_limit is not None:
         with console.status("measuring"):
-            report = _measured(model, dtype, sparsity, target_memory_limit << 20, found, passes)
+            report = _measured(model, dtype, sparsity, target_memory_limit << 20, calibration_text, passes)
         typer.echo(report)
     half = place_neurons(counts.numpy(), counts.numel() // 2, least_neurons)
     typer.echo(_predicted(counts.numpy(), file.tokens, half, size))

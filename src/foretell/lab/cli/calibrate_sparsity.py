@@ -8,7 +8,7 @@ from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
-from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
+from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_comparison
 from foretell.lab.sparsify.nested import mix_sizes
 from foretell.lab.sparsify.thresholds import THRESHOLD_METHODS, calibrate_thresholds, check_share
 from foretell.model.offload.sparsity_file import SparsityFile
@@ -59,12 +59,12 @@ def sparsity(
     check_share(share)
     require_empty(out)
     console, source = Console(stderr=True), open_source(model, "calibrated")
-    found = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
+    calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
     config = source.config
     thresholds: tuple[tuple[float, ...], ...] = ()
     sizes: tuple[int, ...] = ()
     with console.status("reading activations") as status:
-        inputs = config, source.weights, found.calibration
+        inputs = config, source.weights, calibration_text.calibration
 
         def report(done: int) -> None:
             status.update(f"{done} of {config.layers} blocks")
@@ -75,6 +75,6 @@ def sparsity(
             thresholds = calibrate_thresholds(*inputs, method, share, report)
     file = SparsityFile(
         method=method, model=fingerprint(source), layers=config.layers, sparsity=share, thresholds=thresholds,
-        sizes=sizes, text=found.origin, tokens=found.calibration.numel(),
+        sizes=sizes, text=calibration_text.origin, tokens=calibration_text.calibration.numel(),
     )  # fmt: skip
-    save_with_price(file, out, model, dtype, found, console)
+    save_with_comparison(file, out, model, dtype, calibration_text, console)

@@ -86,13 +86,17 @@ def generate_command(
     }  # fmt: skip
     settings = validate(DiffusionSettings, values, "options")
     with spinner(f"loading {model}"):
-        found = load_diffusion(model, dtype, device)
-    plain = raw or found.codec.chat_template is None
-    tokens = found.codec.encode(prompt) if plain else found.codec.chat([{"role": "user", "content": prompt}])
+        diffusion_model = load_diffusion(model, dtype, device)
+    plain = raw or diffusion_model.codec.chat_template is None
+    tokens = (
+        diffusion_model.codec.encode(prompt)
+        if plain
+        else diffusion_model.codec.chat([{"role": "user", "content": prompt}])
+    )
     started = time.perf_counter()
-    answer = generate(found.predictor, tokens, settings, found.eos)
+    answer = generate(diffusion_model.predictor, tokens, settings, diffusion_model.eos)
     seconds = time.perf_counter() - started
-    text = found.codec.decode(answer.tokens)
+    text = diffusion_model.codec.decode(answer.tokens)
     if as_json:
         record = {"text": text, **asdict(answer), "seconds": seconds, "prompt_tokens": len(tokens)}
         typer.echo(json.dumps(record))
@@ -130,14 +134,16 @@ def evaluate_command(
     refuse_unused(ctx, ("masks", "cuts"), "they compare with a --sibling, and none is named", sibling is None)
     set_threads(threads)
     with spinner(f"loading {model}"):
-        found = load_diffusion(model, dtype)
+        diffusion_model = load_diffusion(model, dtype)
         other = None if sibling is None else load(sibling, dtype).checkpoint.decoder(torch.float32)
-    if other is not None and other.config.vocab != found.config.model.vocab:
+    if other is not None and other.config.vocab != diffusion_model.config.model.vocab:
         raise ValueError(
             f"--sibling {sibling}: its vocabulary has {other.config.vocab} tokens, and that of {model} "
-            f"{found.config.model.vocab}; a sibling has the same tokenizer"
+            f"{diffusion_model.config.model.vocab}; a sibling has the same tokenizer"
         )
-    report = evaluate(found.predictor, _documents(data, found, documents), other, samples, masks, cuts, seed)
+    report = evaluate(
+        diffusion_model.predictor, _documents(data, diffusion_model, documents), other, samples, masks, cuts, seed
+    )
     if as_json:
         typer.echo(json.dumps({"model": model, **asdict(report)}, indent=1))
         return
@@ -151,11 +157,11 @@ def evaluate_command(
 
 def _documents(folder: Path, model: DiffusionModel, count: int) -> list[Document]:
     """The last documents of a data set, cut to the model's context."""
-    found = Dataset.open(folder)
-    check_tokenizer(found, model.codec, model.config.model.vocab, model.name)
+    dataset = Dataset.open(folder)
+    check_tokenizer(dataset, model.codec, model.config.model.vocab, model.name)
     context, out = model.config.model.context, list[Document]()
-    for i in range(max(0, len(found) - count), len(found)):
-        tokens, start = torch.from_numpy(found[i].tokens[:context].copy()).long(), max(found[i].start, 1)
+    for i in range(max(0, len(dataset) - count), len(dataset)):
+        tokens, start = torch.from_numpy(dataset[i].tokens[:context].copy()).long(), max(dataset[i].start, 1)
         if start < len(tokens):
             out.append((tokens, start))
     if not out:

@@ -69,15 +69,15 @@ def evaluate(
     refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
     with spinner(f"loading {model}"):
         exact = load(model, against, device)
-    found, origin = _sequences(exact, text or [], tokens, min(length, exact.config.context), seed)
+    sequences, origin = _sequences(exact, text or [], tokens, min(length, exact.config.context), seed)
     reports = []
     for name in options.split_commas(dtype):
-        with spinner(f"comparing {name} on {found.numel():,} tokens"):
+        with spinner(f"comparing {name} on {sequences.numel():,} tokens"):
             other = load(
                 model, name, device, kv_cache_dtype=kv_cache_dtype, kv_cache_policy=kv_cache_policy, sparsity=sparsity
             )
-            first = None if kv_cache_policy is None else found.shape[1] // 2 if start is None else start
-            compared = compare_precision(exact, other, found, first)
+            first = None if kv_cache_policy is None else sequences.shape[1] // 2 if start is None else start
+            compared = compare_precision(exact, other, sequences, first)
         label = {"dtype": other.precision, "backend": str(other.runner().backend), "against": exact.precision}
         cache = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_policy": kv_cache_policy}
         chosen = {"sparsity": None if sparsity is None else str(sparsity)}

@@ -100,13 +100,13 @@ def data(
         refuse_unused(ctx, ("all_references",), "--teacher replaces the references of a source by one")
     if source is None:
         known = set() if exclude is None else {p.source for p in read_pairs(exclude)}
-        found = list(generate_pairs(task, pairs, seed, digits, all_references, known))
+        text_pairs = list(generate_pairs(task, pairs, seed, digits, all_references, known))
     else:
-        found = read_pairs(source)
+        text_pairs = read_pairs(source)
     if teacher is not None:
-        found = list(distilled(found, require_autoregressive(load_model(teacher), teacher, "teacher")))
-    write_pairs(out, found)
-    typer.echo(f"{out}: {len(found):,} pairs", err=True)
+        text_pairs = list(distilled(text_pairs, require_autoregressive(load_model(teacher), teacher, "teacher")))
+    write_pairs(out, text_pairs)
+    typer.echo(f"{out}: {len(text_pairs):,} pairs", err=True)
 
 
 @app.command()

@@ -79,7 +79,7 @@ def quantize(
     source = Source.open(model, resolve_reference(model))
     target = plan(source, out, kind, group_size)
     wanted = calibration_tokens if quantizer.calibrated else 0
-    found = calibration_text(source, text or [], wanted, held_back_tokens, seed, console)
+    calibration = calibration_text(source, text or [], wanted, held_back_tokens, seed, console)
     last = 0.0
 
     def report_progress(done: int) -> None:
@@ -88,13 +88,13 @@ def quantize(
             last = time.perf_counter()
             console.print(f"{done} of {source.config.layers} blocks quantised", highlight=False, soft_wrap=True)
 
-    compared = quantize_model(source, quantizer, target, found, report_progress)
+    compared = quantize_model(source, quantizer, target, calibration, report_progress)
     size = out.stat().st_size if out.is_file() else sum(f.stat().st_size for f in out.iterdir())
     if as_json:
         summary = {"out": str(out), "method": method, "type": kind, "bytes": size, "notes": target.notes}
         typer.echo(json.dumps(summary | asdict(compared)))
     else:
-        typer.echo(_summary(target, method, compared, found, size, time.perf_counter() - started))
+        typer.echo(_summary(target, method, compared, calibration, size, time.perf_counter() - started))
 
 
 def _quantizer(method: str, act_order: bool | None) -> Quantizer:
@@ -146,22 +146,24 @@ def calibration_text(
     return split_text(documents, calibration, held_back, length, "text of the model")
 
 
-def _summary(target: Target, method: str, found: Comparison, text: CalibrationText, size: int, seconds: float) -> str:
+def _summary(
+    target: Target, method: str, comparison: Comparison, text: CalibrationText, size: int, seconds: float
+) -> str:
     lines = [
         f"{target.path}: {target.kind} by {method}, {size / 1e6:,.1f} MB, {seconds:,.0f} s",
         *target.notes,
-        f"compared with the source on {found.tokens:,} positions held back ({text.origin}):",
-        format_comparison(found),
+        f"compared with the source on {comparison.tokens:,} positions held back ({text.origin}):",
+        format_comparison(comparison),
     ]
     return "\n".join(lines)
 
 
-def format_comparison(found: Comparison) -> str:
+def format_comparison(comparison: Comparison) -> str:
     """A comparison in three lines."""
     return (
-        f"  KL divergence {found.kl:.4f} nats (99th percentile {found.kl_99:.3f}), total variation "
-        f"{found.total_variation:.4f}\n"
-        f"  same most probable token {found.same_top:.1%}\n"
-        f"  perplexity {found.quantized_perplexity:.3f}, of the source {found.perplexity:.3f} "
-        f"({found.quantized_perplexity / found.perplexity:.4f} times)"
+        f"  KL divergence {comparison.kl:.4f} nats (99th percentile {comparison.kl_99:.3f}), total variation "
+        f"{comparison.total_variation:.4f}\n"
+        f"  same most probable token {comparison.same_top:.1%}\n"
+        f"  perplexity {comparison.quantized_perplexity:.3f}, of the source {comparison.perplexity:.3f} "
+        f"({comparison.quantized_perplexity / comparison.perplexity:.4f} times)"
     )

@@ -1,4 +1,4 @@
-"""What the commands on sparse models share: calibration text, the price, and the report."""
+"""What the commands on sparse models share: calibration text, the comparison with the dense model, and the report."""
 
 from pathlib import Path
 
@@ -46,25 +46,25 @@ def read_calibration_text(
     return calibration_text(source, text or [], calibration, held_back, seed, console)
 
 
-def save_with_price(
+def save_with_comparison(
     file: SparsityFile, folder: Path, model: str, dtype: str, text: CalibrationText, console: Console
 ) -> SparsityFile:
-    """Write the description, run the sparse model on the text held back, and write it again with the price."""
+    """Write the description, run the sparse model on the text held back, and write it again with the comparison."""
     file.save(folder)
     with console.status("comparing the sparse model with the dense one"):
         dense, sparse = load(model, dtype), load(model, dtype, sparsity=folder)
-        found = compare_precision(dense, sparse, text.held_back)
-    price = SparsityPrice(
-        tokens=found.tokens,
-        kl=found.kl,
-        same_top=found.same_top,
-        perplexity=found.perplexity,
-        sparse_perplexity=found.quantized_perplexity,
+        comparison = compare_precision(dense, sparse, text.held_back)
+    loss = SparsityPrice(
+        tokens=comparison.tokens,
+        kl=comparison.kl,
+        same_top=comparison.same_top,
+        perplexity=comparison.perplexity,
+        sparse_perplexity=comparison.quantized_perplexity,
     )
-    priced = file.model_copy(update={"price": price})
-    priced.save(folder)
-    typer.echo(_report(priced, folder, sparse))
-    return priced
+    compared = file.model_copy(update={"price": loss})
+    compared.save(folder)
+    typer.echo(_report(compared, folder, sparse))
+    return compared
 
 
 def fingerprint(source: Source) -> str:

@@ -92,12 +92,12 @@ def free(
         status.update("measuring")
         after = shallow_quality(decoder, held, settings.layer)
         _write(source, decoder, out)
-        found = _compare(source, out, held)
+        comparison = _compare(source, out, held)
     depth = f"{settings.layer} of {target.config.layers} layers"
     typer.echo(
         f"{out}: the first {depth} give the whole model's token in {after.agreement:.1%} of {after.tokens:,} tokens "
-        f"held out, {before.agreement:.1%} before\nLOSSY: another model than its source, on {found.tokens:,} positions "
-        f"held out:\n{format_comparison(found)}\n"
+        f"held out, {before.agreement:.1%} before\nLOSSY: another model than its source, on {comparison.tokens:,} "
+        f"positions held out:\n{format_comparison(comparison)}\n"
         f"next: foretell train exits {out} --kind shared --layers {settings.layer} --out EXITS"
     )
 

@@ -58,14 +58,14 @@ def matformer(
     check_output(out, force)
     settings = NestedSettings(_parse_shares(shares), steps, lr, extract=extract, seed=seed)
     source = open_source(model, "nested")
-    found = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
+    calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
     with console.status("reading activations") as status:
         size = write_nested(
-            source, found.calibration, settings, out,
+            source, calibration_text.calibration, settings, out,
             lambda done: status.update(f"{done} of {source.config.layers} blocks"),
         )  # fmt: skip
     opened = open_checkpoint(out)
-    compared = compare((source.config, source.weights), (opened.config, opened.weights), found.held_back)
+    compared = compare((source.config, source.weights), (opened.config, opened.weights), calibration_text.held_back)
     typer.echo(
         f"{out}: {size} of {source.config.ffn} neurons per layer, ordered"
         f"{f', {steps} steps per layer' if steps else ''}; compared with the source on {compared.tokens:,} positions "

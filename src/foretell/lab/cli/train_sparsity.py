@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
-from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_price
+from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_comparison
 from foretell.lab.sparsify.predictors import (
     FittedPredictor,
     PredictorSettings,
@@ -75,28 +75,28 @@ def sparsity(
     check_settings(source.config, settings)
     if look_ahead and not runs_on_kernels(source.config, torch.device("cpu")):
         raise ValueError("--look-ahead needs a model that the CPU kernels run, and they do not run this one here")
-    found = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
+    calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
     with console.status("fitting") as status:
-        fitted = fit_predictors(source.config, source.weights, found.calibration, settings, status.update)
+        fitted = fit_predictors(source.config, source.weights, calibration_text.calibration, settings, status.update)
     save_predictors(out, [each.rule for each in fitted])
     file = SparsityFile(
         method="deja_vu", model=fingerprint(source), layers=source.config.layers, sparsity=share,
-        thresholds=tuple((each.rule.threshold,) for each in fitted), text=found.origin,
-        tokens=found.calibration.numel(), recall=tuple(each.neurons.own for each in fitted),
+        thresholds=tuple((each.rule.threshold,) for each in fitted), text=calibration_text.origin,
+        tokens=calibration_text.calibration.numel(), recall=tuple(each.neurons.own for each in fitted),
         recall_ahead=tuple(each.neurons.ahead for each in fitted if each.neurons.ahead is not None),
         recall_of_fixed_set=tuple(each.neurons.chance for each in fitted),
         block=block, look_ahead=look_ahead, **_of_heads(fitted, head_sparsity),
     )  # fmt: skip
-    save_with_price(file, out, model, dtype, found, console)
+    save_with_comparison(file, out, model, dtype, calibration_text, console)
 
 
 def _of_heads(fitted: Sequence[FittedPredictor], sparsity: float) -> dict[str, Any]:
     """The fields of `SparsityFile` for the heads."""
-    found = [(each.rule.heads, each.heads) for each in fitted if each.rule.heads and each.heads]
+    rules_and_recalls = [(each.rule.heads, each.heads) for each in fitted if each.rule.heads and each.heads]
     return {
         "head_sparsity": sparsity,
-        "head_thresholds": tuple(rule.threshold for rule, _ in found),
-        "head_recall": tuple(recall.own for _, recall in found),
-        "head_recall_ahead": tuple(recall.ahead for _, recall in found if recall.ahead is not None),
-        "head_recall_of_fixed_set": tuple(recall.chance for _, recall in found),
+        "head_thresholds": tuple(rule.threshold for rule, _ in rules_and_recalls),
+        "head_recall": tuple(recall.own for _, recall in rules_and_recalls),
+        "head_recall_ahead": tuple(recall.ahead for _, recall in rules_and_recalls if recall.ahead is not None),
+        "head_recall_of_fixed_set": tuple(recall.chance for _, recall in rules_and_recalls),
     }

@@ -77,8 +77,8 @@ def skip(
         )
 
     drafting = DraftingOptions(draft_length, confidence)
-    found = tune_skip(
+    skip_file = tune_skip(
         target.network, target.checkpoint.fingerprint(), samples, out, trials, objective, drafting, seed, print_trial
     )
     unit = "times plain decoding, by weights read" if objective == "counts" else "tokens per second"
-    console.print(f"best of {len(found.trials)}: {found.best.value:.3f} {unit}, saved in {out}")
+    console.print(f"best of {len(skip_file.trials)}: {skip_file.best.value:.3f} {unit}, saved in {out}")

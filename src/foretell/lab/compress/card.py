@@ -73,18 +73,18 @@ def write_card(folder: Path, card: Card) -> None:
 
 
 def _text(card: Card) -> str:
-    found = card.comparison
+    comparison = card.comparison
     calibration = f"{card.calibration_tokens:,} tokens of {card.calibration} (SHA-256 {card.calibration_sha256})"
     rows = {
         "Source": card.source,
         "Method": f"{card.method}, {card.amount}",
         "Zeros in the matrices of the blocks": f"{card.zeros:.1%}",
         "Calibration": calibration if card.calibration_tokens else "none",
-        "Compared on": f"{found.tokens:,} positions of {card.comparison_text}, held back from calibration",
-        "Perplexity before": f"{found.perplexity:.3f}",
-        "Perplexity after": f"{found.quantized_perplexity:.3f}",
-        "KL divergence from the source": f"{found.kl:.4f} nats",
-        "Same most probable token": f"{found.same_top:.1%}",
+        "Compared on": f"{comparison.tokens:,} positions of {card.comparison_text}, held back from calibration",
+        "Perplexity before": f"{comparison.perplexity:.3f}",
+        "Perplexity after": f"{comparison.quantized_perplexity:.3f}",
+        "KL divergence from the source": f"{comparison.kl:.4f} nats",
+        "Same most probable token": f"{comparison.same_top:.1%}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (

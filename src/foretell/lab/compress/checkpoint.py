@@ -34,11 +34,11 @@ def unchanged(i: int) -> None:
 
 def tensors_of(config: ModelConfig, i: int, block: DecoderBlock) -> dict[str, Tensor]:
     """The tensors of a block that becomes block `i`."""
-    found = {}
+    tensors = {}
     for name, tensor in block_tensors(config, i, block, {}):
         assert isinstance(tensor, Tensor)
-        found[name] = tensor.float()
-    return found
+        tensors[name] = tensor.float()
+    return tensors
 
 
 def slice_tensors(
@@ -48,12 +48,12 @@ def slice_tensors(
     before it was sliced.
     """
     sliced = slice_block(config, ropes, i, block, x, width)
-    found = tensors_of(sliced_config(config, width), i, sliced.block)
+    tensors = tensors_of(sliced_config(config, width), i, sliced.block)
     if i == 0:
-        found[_FIRST_BASIS] = sliced.before
+        tensors[_FIRST_BASIS] = sliced.before
     if i == config.layers - 1:
-        found[_LAST_BASIS] = sliced.after
-    return found, sliced.output
+        tensors[_LAST_BASIS] = sliced.after
+    return tensors, sliced.output
 
 
 def write_checkpoint(source: Source, config: ModelConfig, kept: list[int], changed: ChangedBlocks, part: Path) -> None:
@@ -72,17 +72,17 @@ def _further_keys(
     old: ModelConfig, new: ModelConfig, raw: Mapping[str, Any], kept: list[int], dtype: str
 ) -> dict[str, Any]:
     """What the configuration says that the source's does not."""
-    found: dict[str, Any] = {"torch_dtype": dtype, "num_hidden_layers": len(kept)}
-    found |= {"dtype": dtype} if "dtype" in raw else {}
-    found |= {
+    keys: dict[str, Any] = {"torch_dtype": dtype, "num_hidden_layers": len(kept)}
+    keys |= {"dtype": dtype} if "dtype" in raw else {}
+    keys |= {
         key: [value[i] for i in kept]
         for key, value in raw.items()
         if isinstance(value, list) and key.startswith("layer") and len(value) == old.layers
     }
     if new.shortcuts:
-        found |= {"hidden_size": new.hidden, "head_dim": new.head_dim, "rms_norm_eps": new.norm_eps}
-        found["tie_word_embeddings"] = False
-    return found | compressed_keys(old.architecture, new.low_rank, new.shortcuts)
+        keys |= {"hidden_size": new.hidden, "head_dim": new.head_dim, "rms_norm_eps": new.norm_eps}
+        keys["tie_word_embeddings"] = False
+    return keys | compressed_keys(old.architecture, new.low_rank, new.shortcuts)
 
 
 def _tensors(source: Source, kept: list[int], changed: ChangedBlocks) -> Iterator[tuple[str, Float[Tensor, "*shape"]]]:

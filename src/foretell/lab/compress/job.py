@@ -88,11 +88,11 @@ def plan(
         wanted = ["--rank-share"]
     elif method in (SHORTGPT, SLICEGPT):
         wanted = ["--sparsity"]
-    found = [name for name, value in given.items() if value is not None]
-    if method == LASER and found in ([], ["--rank-share"]):
+    named = [name for name, value in given.items() if value is not None]
+    if method == LASER and named in ([], ["--rank-share"]):
         return _plan_reduction(rank_share)
-    if len(found) != 1 or found[0] not in wanted:
-        raise ValueError(f"--method {method} takes {' or '.join(wanted)}, found {' and '.join(found) or 'neither'}")
+    if len(named) != 1 or named[0] not in wanted:
+        raise ValueError(f"--method {method} takes {' or '.join(wanted)}, found {' and '.join(named) or 'neither'}")
     if method == SHORTGPT:
         return _plan_blocks(source, Sparsity(sparsity or 0).share)
     if method == SLICEGPT:
@@ -194,9 +194,9 @@ def _reduce(
     source: Source, chosen: Plan, text: CalibrationText, progress: Callable[[int], None]
 ) -> tuple[Plan, ChangedBlocks]:
     """Lower the rank of the best matrix; the plan that says which it is, and the tensors of its block."""
-    found, block = best_reduction(source, text.calibration, chosen.shares, progress)
-    tensors = tensors_of(source.config, found.block, block)
-    return replace(chosen, amount=found.amount), {found.block: tensors}.get
+    reduction, block = best_reduction(source, text.calibration, chosen.shares, progress)
+    tensors = tensors_of(source.config, reduction.block, block)
+    return replace(chosen, amount=reduction.amount), {reduction.block: tensors}.get
 
 
 def _run_blocks(
@@ -210,19 +210,19 @@ def _run_blocks(
     for i in range(done, c.layers):
         block = build_block(c, i, weights, torch.float32, _CPU)
         if chosen.width:
-            found, after = slice_tensors(c, ropes, i, block, x, chosen.width)
+            tensors, after = slice_tensors(c, ropes, i, block, x, chosen.width)
         elif chosen.compressor is None:
             after = run_block(c, ropes, i, block, x)
-            found = {"influence": 1 - torch.cosine_similarity(x.double(), after.double(), -1).mean()}
+            tensors = {"influence": 1 - torch.cosine_similarity(x.double(), after.double(), -1).mean()}
         else:
             inputs = collect(c, ropes, i, block, x) if chosen.compressor.calibrated else {}
             with torch.inference_mode():
                 for role, linear in linears(block).items():
                     set_matrix(block, role, chosen.compressor.replace(linear, inputs.get(role), dtype))
             after = run_block(c, ropes, i, block, x) if chosen.compressor.calibrated else x
-            found = tensors_of(c, i, block)
+            tensors = tensors_of(c, i, block)
         x = after
-        work.add(i, found, x)
+        work.add(i, tensors, x)
         weights.release_pages()
         progress(i + 1)
     if chosen.method != SHORTGPT:

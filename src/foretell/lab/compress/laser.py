@@ -53,17 +53,17 @@ def best_reduction(
     `progress` is called with the number of blocks done.
     """
     late = _LateBlocks(source, tokens)
-    before, found = late.loss(late.first, late.blocks[0]), list[Reduction]()
+    before, reductions = late.loss(late.first, late.blocks[0]), list[Reduction]()
     progress(late.first)
     for i, block in enumerate(late.blocks, late.first):
         for role in _ROLES:
             for share, matrix in _truncations(linears(block)[role].weight.data, shares):
                 whole = linears(block)[role].weight.data
                 linears(block)[role].weight.data = matrix
-                found.append(Reduction(i, role, share, late.loss(i, block), before))
+                reductions.append(Reduction(i, role, share, late.loss(i, block), before))
                 linears(block)[role].weight.data = whole
         progress(i + 1)
-    best = min(found, key=lambda r: r.loss)
+    best = min(reductions, key=lambda r: r.loss)
     block = late.blocks[best.block - late.first]
     linear = linears(block)[best.role]
     ((_, linear.weight.data),) = _truncations(linear.weight.data, (best.share,))

@@ -69,12 +69,12 @@ def slice_block(
     output = run_block(config, ropes, i, block, x)
     hook.remove()
     before, middle, after = (principal_axes(s, kept) for s in (x, torch.cat(between), output))
-    found = linears(block)
+    matrices = linears(block)
     pairs = (("qkv", block.attention_norm, before), ("gate_up", block.mlp_norm, middle))
     for reader, norm, basis in pairs:
-        set_matrix(block, reader, _reading(found[reader], norm, basis))  # type: ignore[index,arg-type]
-    set_matrix(block, "output", _writing(found["output"], middle))
-    set_matrix(block, "down", _writing(found["down"], after))
+        set_matrix(block, reader, _reading(matrices[reader], norm, basis))  # type: ignore[index,arg-type]
+    set_matrix(block, "output", _writing(matrices["output"], middle))
+    set_matrix(block, "down", _writing(matrices["down"], after))
     block.attention_norm, block.mlp_norm = sliced_norm(config, kept), sliced_norm(config, kept)
     block.attention_shortcut = Linear((middle.T @ before).float())
     block.mlp_shortcut = Linear((after.T @ middle).float())

@@ -25,10 +25,10 @@ class Pattern:
         Raises:
             ValueError: it is no pattern.
         """
-        found = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text)
-        if found is None or not 0 < int(found[1]) < int(found[2]):
+        match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text)
+        if match is None or not 0 < int(match[1]) < int(match[2]):
             raise ValueError(f"--pattern {text}: name how many of how many weights are kept, such as 2:4 or 4:8")
-        return Pattern(int(found[1]), int(found[2]))
+        return Pattern(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.kept}:{self.group}"

@@ -35,10 +35,12 @@ class UnfinishedResult:
         """The text of the job; `read` gives it the first time."""
         origin = self.path / "origin.txt"
         if not self._text.is_file():
-            found = read()
-            origin.write_text(found.origin, "utf-8")
-            self._save(self._text, {"calibration": found.calibration, "held_back": found.held_back})
-            return found
+            calibration_text = read()
+            origin.write_text(calibration_text.origin, "utf-8")
+            self._save(
+                self._text, {"calibration": calibration_text.calibration, "held_back": calibration_text.held_back}
+            )
+            return calibration_text
         kept = load_file(self._text)
         return CalibrationText(kept["calibration"], kept["held_back"], origin.read_text("utf-8"))
 

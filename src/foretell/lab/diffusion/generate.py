@@ -132,9 +132,9 @@ class _Run:
         counts, step = split_evenly(masks, min(self._settings.steps or masks, masks)), 0
         while masked := [i for i in range(begin, end) if self.token[i] == self._predictor.mask]:
             logits = self._read(block, masked, fresh=step == 0)
-            found = choose_tokens(logits, self._settings.temperature, self._settings.remasking, self._generator)
-            shown = choose_to_reveal(found, counts[min(step, len(counts) - 1)], self._settings.threshold)
-            self.token[torch.tensor(masked)[shown]] = found.token[shown].to(self.token.device)
+            predictions = choose_tokens(logits, self._settings.temperature, self._settings.remasking, self._generator)
+            shown = choose_to_reveal(predictions, counts[min(step, len(counts) - 1)], self._settings.threshold)
+            self.token[torch.tensor(masked)[shown]] = predictions.token[shown].to(self.token.device)
             step += 1
 
     def _read(self, block: _Block, masked: Sequence[int], fresh: bool) -> Float[torch.Tensor, "k v"]:

@@ -37,12 +37,12 @@ def choose_tokens(
     return Revealed(token, probability.gather(-1, token[:, None])[:, 0])
 
 
-def choose_to_reveal(found: Revealed, count: int, threshold: float | None) -> Bool[torch.Tensor, " k"]:
+def choose_to_reveal(predictions: Revealed, count: int, threshold: float | None) -> Bool[torch.Tensor, " k"]:
     """The `count` most confident predictions; with a threshold, all that reach it, at least the most confident one."""
-    shown = torch.zeros(len(found.token), dtype=torch.bool)
+    shown = torch.zeros(len(predictions.token), dtype=torch.bool)
     if threshold is None:
-        shown[found.confidence.topk(min(count, len(shown))).indices] = True
+        shown[predictions.confidence.topk(min(count, len(shown))).indices] = True
     else:
-        shown |= found.confidence >= threshold
-        shown[found.confidence.argmax()] = True
+        shown |= predictions.confidence >= threshold
+        shown[predictions.confidence.argmax()] = True
     return shown

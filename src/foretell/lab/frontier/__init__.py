@@ -1,1 +1,1 @@
-"""The price list of cheaper passes: what every lossy way changes, what it gains, and what was predicted."""
+"""Cheaper passes compared: what every lossy variant changes, what it gains, and what was predicted."""

@@ -1,4 +1,4 @@
-"""Predicted gains in time of ways, from the roofline model: time of a decode pass over that of the exact model's."""
+"""Predicted gains in time of variants, by the roofline model: time of a decode pass over that of the exact model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +60,7 @@ class Predictor:
     bandwidth: float = 0.0
     """Of the memory in bytes/s, where it is another than the device's; 0: it is that."""
     measured: MeasuredMethod | None = None
-    """Drafts and accepted tokens of the way's passes; None: a method has the acceptance that its papers report."""
+    """Drafts and accepted tokens of the variant's passes; None: a method has the acceptance that its papers report."""
 
     def anchored(self, seconds: float) -> "Predictor":
         """The predictor for the memory bandwidth at which a token of plain decoding takes so many seconds.
@@ -134,9 +134,9 @@ class Predictor:
             return None
         target, workload = AnalyzedModel("target", self.config), self._workload(self.exact_dtype)
         if self.measured is not None:
-            found = calibrated_speedup(self.measured, target, self._device, workload)
-            if found is not None:
-                return found
+            speedup = calibrated_speedup(self.measured, target, self._device, workload)
+            if speedup is not None:
+                return speedup
         key = profile_of_method()[name]
         try:
             known = method_profiles()[key] if self.measured is None else self.measured.profile()
@@ -170,14 +170,14 @@ class Predictor:
         their mean bytes.
         """
         asked = workload or self._workload(dtype)
-        found = self.hardware.format_class(asked.weights, asked.activations)
-        if curve := self.hardware.matmul_rates.get(found):
+        format_class = self.hardware.format_class(asked.weights, asked.activations)
+        if curve := self.hardware.matmul_rates.get(format_class):
             mean = _mean_format(graph, asked)
-            measured = _MEASURED_BYTES.get(found, mean.bytes)
+            measured = _MEASURED_BYTES.get(format_class, mean.bytes)
             asked = replace(asked, weights=mean, head=mean)
             rates = {
                 **self.hardware.matmul_rates,
-                found: tuple(self._scaled(*at, measured, mean.bytes) for at in curve),
+                format_class: tuple(self._scaled(*at, measured, mean.bytes) for at in curve),
             }
             hardware = replace(self._device, matmul_rates=rates)
         else:

@@ -1,4 +1,4 @@
-"""The price list as a table, as CSV, and as a picture of gain against price."""
+"""Gains and divergences as a table, as CSV, and as a picture of one against the other."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from io import StringIO
 
 from foretell.bench.charts import canvas, png
 from foretell.bench.text_table import Cell, TextTable
-from foretell.lab.frontier.run import WayResult
+from foretell.lab.frontier.run import VariantResult
 
 DEFINITIONS: Mapping[str, str] = {
     "gain": "tokens/s over that of plain decoding of the exact model, same questions, interleaved; medians of repeats.",
@@ -28,8 +28,8 @@ _HEADER = (
 )  # fmt: skip
 
 
-def price_table(results: Sequence[WayResult]) -> TextTable:
-    """One row per way, lossless ones first, then by price."""
+def frontier_table(results: Sequence[VariantResult]) -> TextTable:
+    """One row per variant, lossless ones first, then by KL divergence."""
     rows: list[list[Cell]] = []
     for r in ordered(results):
         p, error = r.price, r.prediction_error
@@ -42,18 +42,18 @@ def price_table(results: Sequence[WayResult]) -> TextTable:
     return TextTable(_HEADER, rows)
 
 
-def ordered(results: Sequence[WayResult]) -> list[WayResult]:
-    """Lossless ways first, then by KL divergence."""
+def ordered(results: Sequence[VariantResult]) -> list[VariantResult]:
+    """Lossless variants first, then by KL divergence."""
     return sorted(results, key=lambda r: (not r.price.lossless, r.price.kl, -(r.gain or 0.0)))
 
 
 def unavailable_table(reasons: Mapping[str, str]) -> TextTable:
-    """Ways that cannot be run here."""
+    """Variants that cannot be run here."""
     return TextTable(["way", "why it was not run"], list(reasons.items()))
 
 
-def as_csv(results: Sequence[WayResult]) -> str:
-    """All numbers, one line per way."""
+def as_csv(results: Sequence[VariantResult]) -> str:
+    """All numbers, one line per variant."""
     rows = [
         r.price.model_dump()
         | {"gain": r.gain, "changed_answers": r.changed_answers, "prediction_error": r.prediction_error}
@@ -66,8 +66,8 @@ def as_csv(results: Sequence[WayResult]) -> str:
     return buffer.getvalue()
 
 
-def picture(results: Sequence[WayResult]) -> bytes:
-    """Measured gain against KL divergence as PNG; a cross is the prediction. Lossless ways lie on the axis.
+def picture(results: Sequence[VariantResult]) -> bytes:
+    """Measured gain against KL divergence as PNG; a cross is the prediction. Lossless variants lie on the axis.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -77,12 +77,12 @@ def picture(results: Sequence[WayResult]) -> bytes:
     for r in results:
         if r.gain is None:
             continue
-        price, colour = r.price, colours[r.price.family]
-        axes.scatter([price.kl], [r.gain], s=36, color=colour)
-        axes.annotate(price.way, (price.kl, r.gain), textcoords="offset points", xytext=(5, 3), fontsize=7)
-        if price.predicted_gain is not None:
-            axes.plot([price.kl] * 2, [r.gain, price.predicted_gain], color=colour, linewidth=0.7)
-            axes.scatter([price.kl], [price.predicted_gain], s=24, marker="x", color=colour)
+        divergence, colour = r.price, colours[r.price.family]
+        axes.scatter([divergence.kl], [r.gain], s=36, color=colour)
+        axes.annotate(divergence.way, (divergence.kl, r.gain), textcoords="offset points", xytext=(5, 3), fontsize=7)
+        if divergence.predicted_gain is not None:
+            axes.plot([divergence.kl] * 2, [r.gain, divergence.predicted_gain], color=colour, linewidth=0.7)
+            axes.scatter([divergence.kl], [divergence.predicted_gain], s=24, marker="x", color=colour)
     for family, colour in colours.items():
         axes.scatter([], [], color=colour, label=family)
     axes.axhline(1, color="#333333", linewidth=1)

@@ -1,4 +1,4 @@
-"""Runs the ways interleaved, prices them, and keeps what is finished."""
+"""Runs the variants interleaved, measures how they diverge from the exact model, and keeps what is finished."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,21 +19,21 @@ from foretell.bench.metrics import compute_metrics, question_metrics, speed_rati
 from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchSettings, FrozenModel, QuestionMetrics, QuestionResult
+from foretell.lab.frontier.divergence import VariantDivergence, bytes_gain, divergence_of_method, divergence_of_model
 from foretell.lab.frontier.predict import DTYPE_FORMATS, Predictor
-from foretell.lab.frontier.price import WayPrice, bytes_gain, price_of_method, price_of_model
-from foretell.lab.frontier.ways import ModelOptions, Way
+from foretell.lab.frontier.variants import ModelOptions, Variant
 from foretell.load import load
 from foretell.roofline.hardware import Hardware
 from foretell.utils.store import RunStore
 
-ANSWERS, PRICES = "answers", "prices"
+ANSWERS, DIVERGENCES = "answers", "prices"
 """Folders of a run below its own."""
 
 
-class WayResult(FrozenModel):
-    """A row of the price list; `gain`: speed over that of plain decoding of the exact model."""
+class VariantResult(FrozenModel):
+    """A row of the table; `gain`: speed over that of plain decoding of the exact model."""
 
-    price: WayPrice
+    price: VariantDivergence
     gain: float | None
     changed_answers: float | None
     error: str | None = None
@@ -48,10 +48,10 @@ class WayResult(FrozenModel):
 
 @dataclass
 class Frontier:
-    """The ways that can be run, with their models. `unavailable`: the others, with the reason."""
+    """The variants that can be run, with their models. `unavailable`: the others, with the reason."""
 
     exact: Model
-    ways: list[Way]
+    variants: list[Variant]
     competitors: list[Competitor]
     models: dict[str, Model]
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Frontier:
     """Which methods use the draft model that was named for all of them."""
 
 
-def open_ways(ways: Sequence[Way], exact: ModelOptions, device: str, max_new_tokens: int) -> Frontier:
-    """Load every model once, and build the method of every way."""
+def open_variants(variants: Sequence[Variant], exact: ModelOptions, device: str, max_new_tokens: int) -> Frontier:
+    """Load every model once, and build the method of every variant."""
     settings, loaded = GenerationSettings(max_new_tokens), dict[ModelOptions, Model]()
 
     def model_of(options: ModelOptions) -> Model:
@@ -74,21 +74,21 @@ def open_ways(ways: Sequence[Way], exact: ModelOptions, device: str, max_new_tok
 
     plain = MethodCompetitor(model_of(exact), MethodSpec.parse(PLAIN), settings)
     plain.name = f"{PLAIN}/exact"
-    found = Frontier(model_of(exact), [], [plain], {})
-    for way in ways:
+    frontier = Frontier(model_of(exact), [], [plain], {})
+    for variant in variants:
         try:
-            model = model_of(way.options)
-            drafts = load_drafts(",".join(way.drafts), model.precision, device)
-            competitor = MethodCompetitor(model, way.spec, settings, drafts, own_drafts=way.family == "exits")
+            model = model_of(variant.options)
+            drafts = load_drafts(",".join(variant.drafts), model.precision, device)
+            competitor = MethodCompetitor(model, variant.spec, settings, drafts, own_drafts=variant.family == "exits")
         except ValueError as error:
-            found.unavailable[way.name] = " ".join(str(error).split())
+            frontier.unavailable[variant.name] = " ".join(str(error).split())
             continue
-        competitor.name = way.competitor
-        found.ways.append(way)
-        found.competitors.append(competitor)
-        found.models[way.competitor] = model
-    found.notes = use_of_inputs([c for c in found.competitors if isinstance(c, MethodCompetitor)])
-    return found
+        competitor.name = variant.competitor
+        frontier.variants.append(variant)
+        frontier.competitors.append(competitor)
+        frontier.models[variant.competitor] = model
+    frontier.notes = use_of_inputs([c for c in frontier.competitors if isinstance(c, MethodCompetitor)])
+    return frontier
 
 
 def predictor(hardware: Hardware | None, exact: Model, context: int) -> Predictor | None:
@@ -106,104 +106,111 @@ def run_frontier(
     predicted: Predictor | None,
     out: Path,
     report: Callable[[str], None],
-) -> list[WayResult]:
-    """Run, price and predict all ways; what an interrupted run in the same folder has finished is kept."""
+) -> list[VariantResult]:
+    """Run, measure and predict all variants; what an interrupted run in the same folder has finished is kept."""
     with (
         RunStore(out / ANSWERS, settings, QuestionResult) as answers,
-        RunStore(out / PRICES, settings, WayPrice) as prices,
+        RunStore(out / DIVERGENCES, settings, VariantDivergence) as divergences,
     ):
         BenchRun(frontier.competitors, {"exact": frontier.exact}, repeats).run(questions, answers, report)
-        known = {f"{price.way}/{price.family}": price for price in prices.records}
+        known = {f"{record.way}/{record.family}": record for record in divergences.records}
         wanted = {q.id for q in questions}
         by_name: dict[str, list[QuestionResult]] = {c.name: [] for c in frontier.competitors}
         for record in answers.records:
             if record.question in wanted and record.competitor in by_name and record.repeat < repeats:
                 by_name[record.competitor].append(record)
         _leave_out_failed(frontier, by_name)
-        for way in frontier.ways:
-            if way.competitor not in known:
-                report(f"pricing {way.name}")
-                found = _price(frontier, way, by_name[way.competitor], questions, settings)
-                known[way.competitor] = found
-                prices.append(found)
+        for variant in frontier.variants:
+            if variant.competitor not in known:
+                report(f"comparing {variant.name}")
+                divergence = _divergence(frontier, variant, by_name[variant.competitor], questions, settings)
+                known[variant.competitor] = divergence
+                divergences.append(divergence)
     plain = question_metrics(by_name[frontier.competitors[0].name])
     if predicted is not None and (speed := tokens_per_second(plain)):
         predicted = predicted.anchored(1 / speed)
     gains = {
-        way.competitor: way.predict(_informed(predicted, way, by_name, frontier)) if predicted else None
-        for way in frontier.ways
+        variant.competitor: variant.predict(_informed(predicted, variant, by_name, frontier)) if predicted else None
+        for variant in frontier.variants
     }
     return [
-        _result(known[way.competitor], gains[way.competitor], by_name[way.competitor], plain) for way in frontier.ways
+        _result(known[variant.competitor], gains[variant.competitor], by_name[variant.competitor], plain)
+        for variant in frontier.variants
     ]
 
 
 def _informed(
-    predicted: Predictor, way: Way, results: Mapping[str, Sequence[QuestionResult]], frontier: Frontier
+    predicted: Predictor, variant: Variant, results: Mapping[str, Sequence[QuestionResult]], frontier: Frontier
 ) -> Predictor:
-    """The predictor with what only a run can tell of a way: which of its drafts are accepted."""
-    mine, plain = results[way.competitor], results[frontier.competitors[0].name]
-    if not way.family.endswith("method"):
+    """The predictor with what only a run can tell of a variant: which of its drafts are accepted."""
+    mine, plain = results[variant.competitor], results[frontier.competitors[0].name]
+    if not variant.family.endswith("method"):
         return predicted
-    pooled, base = (compute_metrics(found, plain, {}) for found in (mine, plain))
-    variant, dtype = way.spec.label, predicted.exact_dtype
-    return replace(predicted, measured=measured_method(variant, dtype, way.options.model, pooled, base, "this run"))
+    pooled, base = (compute_metrics(answers, plain, {}) for answers in (mine, plain))
+    label, dtype = variant.spec.label, predicted.exact_dtype
+    return replace(predicted, measured=measured_method(label, dtype, variant.options.model, pooled, base, "this run"))
 
 
 def _leave_out_failed(frontier: Frontier, results: Mapping[str, Sequence[QuestionResult]]) -> None:
-    """Move the ways that answered no question, or with one token at most, to the unavailable ones.
+    """Move the variants that answered no question, or with one token at most, to the unavailable ones.
 
     Raises:
         ValueError: the exact model answered none.
     """
-    errors = {name: next(iter(r.error for r in found if r.repeat == 0), None) for name, found in results.items()}
-    failed = {name for name, found in results.items() if all(r.error is not None for r in found)}
-    short = {name for name, found in results.items() if not any(len(a.tokens) > 1 for r in found for a in r.answers)}
+    errors = {name: next(iter(r.error for r in answered if r.repeat == 0), None) for name, answered in results.items()}
+    failed = {name for name, answered in results.items() if all(r.error is not None for r in answered)}
+    short = {
+        name for name, answered in results.items() if not any(len(a.tokens) > 1 for r in answered for a in r.answers)
+    }
     errors |= dict.fromkeys(short - failed, "its answers end after one token, so there is nothing to compare")
     failed |= short
     first = frontier.competitors[0].name
     if first in failed:
         raise ValueError(f"plain decoding answered no question: {errors[first]}")
-    frontier.unavailable |= {w.name: errors[w.competitor] or "" for w in frontier.ways if w.competitor in failed}
-    frontier.ways = [w for w in frontier.ways if w.competitor not in failed]
+    frontier.unavailable |= {v.name: errors[v.competitor] or "" for v in frontier.variants if v.competitor in failed}
+    frontier.variants = [v for v in frontier.variants if v.competitor not in failed]
 
 
-def _price(
+def _divergence(
     frontier: Frontier,
-    way: Way,
+    variant: Variant,
     results: Sequence[QuestionResult],
     questions: Sequence[Question],
     settings: BenchSettings,
-) -> WayPrice:
+) -> VariantDivergence:
     first = [r for r in results if r.repeat == 0 and r.error is None]
     asked: Mapping[str, Question] = {q.id: q for q in questions}
-    model, competitor = frontier.models[way.competitor], _of(frontier, way)
+    model, competitor = frontier.models[variant.competitor], _of(frontier, variant)
     changed = model is not frontier.exact
     if changed:
-        found = price_of_model(way, model, frontier.exact, first, asked)
+        divergences = divergence_of_model(variant, model, frontier.exact, first, asked)
     else:
         sampling = GenerationSettings(settings.max_new_tokens, 1.0, settings.seed)
-        found = price_of_method(way, frontier.exact, first, asked, sampling)
+        divergences = divergence_of_method(variant, frontier.exact, first, asked, sampling)
     tokens = sum(len(a.tokens) for r in first for a in r.answers)
     passes = sum(a.passes for r in first for a in r.answers)
     context = sum(r.answers[0].prompt_tokens for r in first) // len(first)
     known = changed or competitor.lossless
-    return WayPrice(
-        way=way.name, family=way.family, lossless=competitor.lossless and not changed,
-        bytes_gain=bytes_gain(way, model, frontier.exact, context, passes / tokens) if known else None, **found,
+    return VariantDivergence(
+        way=variant.name, family=variant.family, lossless=competitor.lossless and not changed,
+        bytes_gain=bytes_gain(variant, model, frontier.exact, context, passes / tokens) if known else None,
+        **divergences,
     )  # fmt: skip
 
 
-def _of(frontier: Frontier, way: Way) -> Competitor:
-    return next(c for c in frontier.competitors if c.name == way.competitor)
+def _of(frontier: Frontier, variant: Variant) -> Competitor:
+    return next(c for c in frontier.competitors if c.name == variant.competitor)
 
 
 def _result(
-    price: WayPrice, predicted: float | None, results: Sequence[QuestionResult], plain: Sequence[QuestionMetrics]
-) -> WayResult:
+    divergence: VariantDivergence,
+    predicted: float | None,
+    results: Sequence[QuestionResult],
+    plain: Sequence[QuestionMetrics],
+) -> VariantResult:
     compared = [r for r in results if r.compared]
-    return WayResult(
-        price=price.model_copy(update={"predicted_gain": predicted}),
+    return VariantResult(
+        price=divergence.model_copy(update={"predicted_gain": predicted}),
         gain=speed_ratio(question_metrics(results), plain),
         changed_answers=sum(r.divergence is not None for r in compared) / len(compared) if compared else None,
         error=next((r.error for r in results if r.error is not None), None),

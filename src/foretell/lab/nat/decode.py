@@ -156,9 +156,9 @@ def mask_predict(
         if iteration:
             masked = least_confident(confidence, masked_count(length, iteration, iterations), real)
             token = token.masked_fill(masked, MASK)
-        found = predict(model, memory, token, length).max(-1)
-        token = torch.where(masked, found.indices, token)
-        confidence = torch.where(masked, found.values.to(confidence.dtype), confidence)
+        best = predict(model, memory, token, length).max(-1)
+        token = torch.where(masked, best.indices, token)
+        confidence = torch.where(masked, best.values.to(confidence.dtype), confidence)
     return token, confidence
 
 

@@ -18,7 +18,7 @@ def distilled(pairs: Sequence[Pair], teacher: NatModel) -> Iterator[Pair]:
     c = teacher.config
     for begin in range(0, len(pairs), _BATCH):
         part = pairs[begin : begin + _BATCH]
-        found = translate(teacher, [c.source.encode(p.source) for p in part], DecodeOptions())
-        for pair, tokens in zip(part, found.tokens, strict=True):
+        translated = translate(teacher, [c.source.encode(p.source) for p in part], DecodeOptions())
+        for pair, tokens in zip(part, translated.tokens, strict=True):
             if tokens:
                 yield Pair(pair.source, (c.target.decode(tokens),))

@@ -97,16 +97,16 @@ def _relative_distance(text: str, pair: Pair) -> float:
 
 def _plain(model: NatModel, options: DecodeOptions, teacher: NatModel | None) -> TranslateBatch:
     def run(sources: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], int, int]:
-        found = translate(model, sources, options, teacher)
-        return found.tokens, found.passes, 0
+        translated = translate(model, sources, options, teacher)
+        return translated.tokens, translated.passes, 0
 
     return run
 
 
 def _verified(verifier: NatModel, drafter: NatModel, options: DecodeOptions) -> TranslateBatch:
     def run(sources: Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], int, int]:
-        found = translate_verified(verifier, drafter, sources[0], options)
-        return [found.tokens], found.passes, found.draft_passes
+        translated = translate_verified(verifier, drafter, sources[0], options)
+        return [translated.tokens], translated.passes, translated.draft_passes
 
     return run
 

@@ -94,7 +94,7 @@ class _Layer(nn.Module):
         self.cross_norm = nn.LayerNorm(c.hidden) if cross else None
         self.cross = _Attention(c) if cross else None
         self.mlp = nn.Sequential(
-            *(nn.LayerNorm(c.hidden), nn.Linear(c.hidden, c.ffn), nn.GELU(), nn.Linear(c.ffn, c.hidden))
+            nn.LayerNorm(c.hidden), nn.Linear(c.hidden, c.ffn), nn.GELU(), nn.Linear(c.ffn, c.hidden)
         )
         self.dropout = nn.Dropout(c.dropout)
 

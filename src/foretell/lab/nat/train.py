@@ -226,10 +226,10 @@ class NatTrainer:
     @torch.no_grad()
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
-            found = tensors.get("weight/" + name)
-            if found is None or found.shape != parameter.shape:
+            tensor = tensors.get("weight/" + name)
+            if tensor is None or tensor.shape != parameter.shape:
                 raise self._store.missing_tensor_error("weight/" + name)
-            parameter.copy_(found)
+            parameter.copy_(tensor)
             state = {k: tensors.get(f"optimizer/{k}/{name}") for k in ("step", "exp_avg", "exp_avg_sq")}
             if all(value is not None for value in state.values()):
                 self._optimizer.state[parameter] = state

@@ -35,13 +35,13 @@ class AWQ(Quantizer):
         inputs: Mapping[Role, InputStatistics],
     ) -> Mapping[Role, InputStatistics]:
         """Fold the scales of all matrices that follow a norm, or a matrix whose outputs can be scaled."""
-        matrices, found = linears(block), dict(inputs)
+        matrices, scaled = linears(block), dict(inputs)
         for role, statistics in inputs.items():
             if role == "output" and config.heads != config.kv_heads:
                 continue  # Several query heads share a value: no scale fits them all.
             scale = _search(matrices[role].weight, grids[role], statistics)
             matrices[role].weight.data.mul_(scale)
-            found[role] = statistics.scaled(1 / scale)
+            scaled[role] = statistics.scaled(1 / scale)
             if role in ("qkv", "gate_up"):
                 (block.attention_norm if role == "qkv" else block.mlp_norm).weight.data.div_(scale)
                 continue
@@ -49,7 +49,7 @@ class AWQ(Quantizer):
             before.weight.data[-len(scale) :].div_(scale[:, None])  # The last rows: values, or the up projection.
             if before.bias is not None:
                 before.bias.data[-len(scale) :].div_(scale)
-        return found
+        return scaled
 
     def quantize(
         self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None

@@ -35,21 +35,21 @@ class InputStatistics:
 
 def matrices(block: DecoderBlock) -> dict[Role, AnyLinear]:
     """The matrices of a block without experts by role."""
-    mlp, found = block.mlp, dict[Role, AnyLinear]()
+    mlp, by_role = block.mlp, dict[Role, AnyLinear]()
     assert isinstance(mlp, FeedForward)
     for role, linear in zip(ROLES, (block.qkv, block.output, mlp.gate_up, mlp.down), strict=True):
         assert isinstance(linear, Linear | FactoredLinear)
-        found[role] = linear
-    return found
+        by_role[role] = linear
+    return by_role
 
 
 def linears(block: DecoderBlock) -> dict[Role, Linear]:
     """As `matrices`, of a block whose matrices are all dense."""
-    found = dict[Role, Linear]()
+    by_role = dict[Role, Linear]()
     for role, linear in matrices(block).items():
         assert isinstance(linear, Linear)
-        found[role] = linear
-    return found
+        by_role[role] = linear
+    return by_role
 
 
 def set_matrix(block: DecoderBlock, role: Role, linear: AnyLinear) -> None:

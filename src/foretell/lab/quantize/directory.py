@@ -138,14 +138,14 @@ def packed_tensors(module: str, quantized: QuantizedRows) -> dict[str, Tensor]:
     """The tensors of a module in the layout `pack-quantized`."""
     grid, (scale, zero) = quantized.grid, quantized.parameters.fields
     assert isinstance(grid, IntegerGrid)
-    found = {
+    tensors = {
         "weight_packed": pack_words(quantized.level.int() - grid.low, grid.bits),
         "weight_scale": scale.contiguous(),
         "weight_shape": torch.tensor(quantized.level.shape),
     }
     if not grid.symmetric:
-        found["weight_zero_point"] = pack_words(zero.T - grid.low, grid.bits).T.contiguous()
-    return {f"{module}.{name}": tensor for name, tensor in found.items()}
+        tensors["weight_zero_point"] = pack_words(zero.T - grid.low, grid.bits).T.contiguous()
+    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def pack_words(fields: Int[Tensor, "r n"], bits: int) -> Int32[Tensor, "r w"]:

@@ -24,15 +24,15 @@ class HQQ(Quantizer):
         """Quantise a matrix."""
         groups = grid.split(weight)
         scale, offset = grid.fit(groups)
-        found, least, beta = grid.store(scale, offset), float("inf"), _BETA
-        trial = found
+        best, least, beta = grid.store(scale, offset), float("inf"), _BETA
+        trial = best
         for _ in range(_STEPS):
             level = grid.levels(groups, trial)
             error = groups - grid.values(level, trial)
             size = float(error.abs().mean())
             if size >= least:
                 break
-            found, least = trial, size
+            best, least = trial, size
             wanted = groups - _shrink(error, beta)
             if grid.has_offset:
                 offset = (wanted - trial.scale[..., None] * level).mean(-1)
@@ -40,7 +40,7 @@ class HQQ(Quantizer):
                 squares = level.square().sum(-1)
                 scale = (wanted * level).sum(-1) / torch.where(squares == 0, 1, squares)
             trial, beta = grid.store(scale, offset), beta * _GROWTH
-        return grid.round(groups, found)
+        return grid.round(groups, best)
 
 
 def _shrink(error: Float[Tensor, "o n g w"], beta: float) -> Float[Tensor, "o n g w"]:

@@ -173,9 +173,9 @@ def quantize_model(
             output.abandon()
             raise
         config, weights, _, _ = open_checkpoint(part)
-        found = compare((source.config, source.weights), (config, weights), text.held_back)
+        comparison = compare((source.config, source.weights), (config, weights), text.held_back)
         put_in_place(part, target.path)
-        return found
+        return comparison
     finally:
         remove(part)
 
@@ -188,9 +188,9 @@ def _open_output(part: Path, source: Source, target: Target) -> Output:
     file = None if source.path.is_dir() else GGUF(source.path)
 
     def grid_of(entry: TensorEntry) -> GGUFGrid:
-        found = target.outer if entry.role is None else target.roles[entry.role]
-        assert isinstance(found, GGUFGrid)
-        return found
+        entry_grid = target.outer if entry.role is None else target.roles[entry.role]
+        assert isinstance(entry_grid, GGUFGrid)
+        return entry_grid
 
     return GGUFFile(part, source.config, grid_of, target.kind, file, source.codec, source.eos, Path(source.name).name)
 
@@ -213,10 +213,10 @@ def _write(
         block = build_block(c, i, weights, torch.float32, _CPU)
         inputs = {} if x is None else collect(c, ropes, i, block, x)
         with torch.inference_mode():
-            found = quantize_block(c, block, quantizer, target.roles, inputs)
+            quantized = quantize_block(c, block, quantizer, target.roles, inputs)
         if x is not None:
             x = run_block(c, ropes, i, block, x)
-        for name, tensor in block_tensors(c, i, block, found):
+        for name, tensor in block_tensors(c, i, block, quantized):
             output.add(name, tensor)
         weights.release_pages()
         progress(i + 1)
@@ -236,11 +236,11 @@ def quantize_block(
 ) -> dict[Role, QuantizedRows]:
     """Quantise the matrices of a block; the block computes with the quantised numbers afterwards."""
     inputs = quantizer.fold(block, config, grids, inputs)
-    found = {}
+    quantized = {}
     for role, linear in linears(block).items():
-        found[role] = quantizer.quantize(role, linear.weight.data, grids[role], inputs.get(role))
-        linear.weight.data = found[role].values()
-    return found
+        quantized[role] = quantizer.quantize(role, linear.weight.data, grids[role], inputs.get(role))
+        linear.weight.data = quantized[role].values()
+    return quantized
 
 
 def _outer(matrix: Float[Tensor, "v d"], target: Target) -> QuantizedRows | Float[Tensor, "v d"]:

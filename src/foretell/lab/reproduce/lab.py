@@ -133,8 +133,8 @@ class Lab:
 
     def take_notes(self) -> tuple[str, ...]:
         """What methods drafted with since the last call that was named, or made for the check and how."""
-        found, self._notes = tuple(self._notes), {}
-        return found
+        notes, self._notes = tuple(self._notes), {}
+        return notes
 
     @cached_property
     def free(self) -> tuple[str, ...]:

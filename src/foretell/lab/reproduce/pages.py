@@ -29,8 +29,8 @@ def write_report(folder: Path, results: Sequence[ClaimResult], conditions: Mappi
     folder.mkdir(parents=True, exist_ok=True)
     for result in results:
         (folder / f"{result.claim.method}.html").write_text(_page(result, conditions), encoding="utf-8")
-    found = _earlier(folder, conditions) | {r.claim.method: r.as_json() for r in results}
-    records = [found[c.method] for c in CLAIMS if c.method in found]
+    by_method = _earlier(folder, conditions) | {r.claim.method: r.as_json() for r in results}
+    records = [by_method[c.method] for c in CLAIMS if c.method in by_method]
     content = {"conditions": dict(conditions), "claims": records}
     (folder / RESULTS).write_text(json.dumps(content, indent=1), encoding="utf-8")
     index = folder / "index.html"

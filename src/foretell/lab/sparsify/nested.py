@@ -158,9 +158,9 @@ def mix_sizes(
     """
     shares = list[Tensor]()
     for block in block_activations(config, weights, tokens):
-        found = contributions(block)
-        whole = len(found) // PREFIX_UNIT * PREFIX_UNIT
-        shares.append(found[:whole].view(-1, PREFIX_UNIT).sum(1) / found.sum())
+        contribution = contributions(block)
+        whole = len(contribution) // PREFIX_UNIT * PREFIX_UNIT
+        shares.append(contribution[:whole].view(-1, PREFIX_UNIT).sum(1) / contribution.sum())
         progress(block.index + 1)
     return spread_units(shares, sparsity)
 

@@ -105,7 +105,7 @@ def fit_predictors(
         ValueError: see `check_settings`.
     """
     check_settings(config, settings)
-    found = list[FittedPredictor]()
+    fitted = list[FittedPredictor]()
     before: dict[Role, Tensor] | None = None
     generator = torch.Generator().manual_seed(settings.seed)
     for block in block_activations(config, weights, tokens):
@@ -116,10 +116,10 @@ def fit_predictors(
         if settings.head_sparsity:
             heads, of_heads = fit("qkv", needed_heads(block, config, settings.head_sparsity), settings.head_sparsity)
         neurons = PredictedNeurons(**vars(rule), unit=settings.block, heads=heads)
-        found.append(FittedPredictor(neurons, recall, of_heads))
+        fitted.append(FittedPredictor(neurons, recall, of_heads))
         before = {"qkv": block.inputs["qkv"], "gate_up": block.inputs["gate_up"]}
         progress(f"layer {block.index + 1} of {config.layers}: recall {recall.own:.1%}")
-    return found
+    return fitted
 
 
 @dataclass(frozen=True)

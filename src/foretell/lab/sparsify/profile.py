@@ -31,14 +31,14 @@ def count_choices(
     """How many of the tokens choose each neuron, in the dense model's states. `progress` is called with the number of
     blocks done.
     """
-    found = []
+    counts = []
     for block in block_activations(config, weights, tokens):
         mlp, rule = block.block.mlp, sparse.rules[block.index]
         assert isinstance(mlp, FeedForward) and isinstance(rule, GateThreshold | PredictedNeurons)
         with torch.inference_mode():
-            found.append(SparseFeedForward(mlp, rule).choose(block.inputs["gate_up"]).sum(0))
+            counts.append(SparseFeedForward(mlp, rule).choose(block.inputs["gate_up"]).sum(0))
         progress(block.index + 1)
-    return torch.stack(found)
+    return torch.stack(counts)
 
 
 def write_profile(

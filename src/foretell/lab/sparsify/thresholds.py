@@ -42,11 +42,11 @@ def calibrate_thresholds(
         ValueError: the share is outside its range.
     """
     check_share(sparsity)
-    found = []
+    thresholds = []
     for block in block_activations(config, weights, tokens):
-        found.append(_thresholds(block, method, sparsity))
+        thresholds.append(_thresholds(block, method, sparsity))
         progress(block.index + 1)
-    return tuple(found)
+    return tuple(thresholds)
 
 
 def _thresholds(block: BlockActivations, method: str, sparsity: float) -> tuple[float, ...]:

@@ -79,8 +79,8 @@ def _decode(
     """Greedy answers, and the seconds they took."""
     engine = Engine(DecoderRunner(network), method, rows=1)
     start = time.perf_counter()
-    found = engine.complete([Request(p, max_new_tokens=new_tokens, eos=eos) for p in prompts])
-    return [list(c.tokens) for c in found], time.perf_counter() - start
+    completions = engine.complete([Request(p, max_new_tokens=new_tokens, eos=eos) for p in prompts])
+    return [list(c.tokens) for c in completions], time.perf_counter() - start
 
 
 def count_passes(
@@ -160,12 +160,12 @@ def tune_skip(
         ValueError: optuna is missing, or `out` holds a search on another model, other prompts or another objective.
     """
     layers = network.config.layers
-    found = _load_or_create(model, layers, samples, out, objective, drafting)
-    study = _create_study(found, layers, seed)
+    skip_file = _load_or_create(model, layers, samples, out, objective, drafting)
+    study = _create_study(skip_file, layers, seed)
     for skip in _initial_skips(network, samples):
-        if skip not in [t.skip_set for t in found.trials]:
+        if skip not in [t.skip_set for t in skip_file.trials]:
             study.enqueue_trial(_params(skip, layers))
-    while len(found.trials) < trials:
+    while len(skip_file.trials) < trials:
         trial = study.ask(_search_space(layers))
         skip = _skip_from_params(trial.params, layers)
         if objective == "counts":
@@ -173,10 +173,10 @@ def tune_skip(
         else:
             value = tokens_per_second(network, skip, samples, drafting)
         study.tell(trial, value)
-        found = found.add(SkipTrial.from_skip_set(skip, value))
-        found.save(out)
-        on_trial(found.trials[-1])
-    return found
+        skip_file = skip_file.add(SkipTrial.from_skip_set(skip, value))
+        skip_file.save(out)
+        on_trial(skip_file.trials[-1])
+    return skip_file
 
 
 def _load_or_create(
@@ -186,13 +186,13 @@ def _load_or_create(
     fresh = SkipFile(model, layers, objective, workload)
     if not out.exists():
         return fresh
-    found = SkipFile.read(out, model, layers)
-    if (found.objective, found.workload) != (objective, workload):
+    skip_file = SkipFile.read(out, model, layers)
+    if (skip_file.objective, skip_file.workload) != (objective, workload):
         raise ValueError(
-            f"{out}: holds a search for {found.objective} on other prompts or settings, whose values do not compare "
-            f"with this one ({objective}); name another --out, or delete the file"
+            f"{out}: holds a search for {skip_file.objective} on other prompts or settings, whose values do not "
+            f"compare with this one ({objective}); name another --out, or delete the file"
         )
-    return found
+    return skip_file
 
 
 def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[SkipSet]:
@@ -203,15 +203,17 @@ def _initial_skips(network: Network, samples: Sequence[GreedyAnswer]) -> list[Sk
     return [default_skip(layers), *(measured.least_influential_sublayers(n) for n in counts)]
 
 
-def _create_study(found: SkipFile, layers: int, seed: int) -> "optuna.Study":
+def _create_study(skip_file: SkipFile, layers: int, seed: int) -> "optuna.Study":
     """A study with the finished trials."""
     try:
         import optuna
     except ImportError as error:
         raise ValueError("tuning needs optuna; run: pip install 'foretell[tune]'") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed + len(found.trials)))
-    for trial in found.trials:
+    study = optuna.create_study(
+        direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed + len(skip_file.trials))
+    )
+    for trial in skip_file.trials:
         study.add_trial(
             optuna.trial.create_trial(
                 params=_params(trial.skip_set, layers), distributions=_search_space(layers), value=trial.value

@@ -54,10 +54,10 @@ def figure5() -> Figure:
     records = _roofline("16-bit", gpu.bandwidth, gpu.peaks["fp16"], 1400)
     stages: tuple[Stage, ...] = ("prefill", "decode")
     for stage in stages:
-        found = analyse(builtin_model(SMALL), gpu, Workload(stage, context=2048, fusion=UNFUSED))
+        analysis = analyse(builtin_model(SMALL), gpu, Workload(stage, context=2048, fusion=UNFUSED))
         records += [
             {"line": f"{stage} {line.op.name}", "intensity": line.intensity, "performance": line.attainable}
-            for line in found.op_costs
+            for line in analysis.op_costs
             if line.group == "layer" and scalar(line.cost.ops)
         ]
     note = (
@@ -113,7 +113,7 @@ def figure7() -> Figure:
 
 
 def _sweep_weights(stage: Stage, axis: str, values: Axis, workload: Workload) -> Records:
-    found = sweep(
+    swept = sweep(
         builtin_model(LARGE),
         survey_gpu(),
         replace(workload, stage=stage, fusion=UNFUSED),
@@ -121,7 +121,7 @@ def _sweep_weights(stage: Stage, axis: str, values: Axis, workload: Workload) ->
     )
     return [
         {"weights": w, axis: int(float(v)), "seconds": float(s)}
-        for (w, v), s in zip(found.points(), found.seconds, strict=True)
+        for (w, v), s in zip(swept.points(), swept.seconds, strict=True)
     ]
 
 
@@ -154,14 +154,14 @@ def figure11() -> Figure:
     lengths = tuple(float(v) for v in np.unique(np.round(np.geomspace(1000, 200_000, 40))))
     records: Records = []
     for name, (w, kv) in formats.items():
-        found = sweep(
+        swept = sweep(
             builtin_model(LARGE),
             survey_gpu(),
             Workload(weights=parse_format(w), kv=parse_format(kv), fusion=UNFUSED),
             {"context": lengths},
         )
         records += [
-            {"format": name, "context": int(s), "memory": float(m)} for s, m in zip(lengths, found.memory, strict=True)
+            {"format": name, "context": int(s), "memory": float(m)} for s, m in zip(lengths, swept.memory, strict=True)
         ]
     return Figure(
         11,
@@ -227,7 +227,7 @@ def figure19() -> Figure:
     eight = parse_format("8")
     lengths, batches = (256.0, 512.0, 1024.0, 2048.0), tuple(float(b) for b in range(1, 128))
     workload = Workload(weights=eight, activations=eight, kv=eight, fusion=UNFUSED)
-    found = sweep(builtin_model(LARGE), survey_gpu(), workload, {"context": lengths, "batch": batches})
+    swept = sweep(builtin_model(LARGE), survey_gpu(), workload, {"context": lengths, "batch": batches})
     records = [
         {
             "context": int(float(s)),
@@ -236,7 +236,7 @@ def figure19() -> Figure:
             "seconds": float(t),
             "memory": float(m),
         }
-        for (s, b), t, m in zip(found.points(), found.seconds, found.memory, strict=True)
+        for (s, b), t, m in zip(swept.points(), swept.seconds, swept.memory, strict=True)
     ]
     return Figure(19, "Serving Llama-2-13b (W8A8KV8) on an RTX A6000", "Dashed: the GPU's 48 GB.", records)
 
@@ -245,11 +245,11 @@ def figure20() -> Figure:
     """A higher bandwidth on the roofline, and decode time against it."""
     base = hardware_from_table("sketch", {"bandwidth": 1000, "any": 200}, "figure 20 of the survey: 200 TOP/s")
     bandwidths = tuple(float(v) for v in np.linspace(200, 4000, 20))
-    found = sweep(builtin_model(LARGE), base, Workload(context=1024, fusion=UNFUSED), {"bandwidth": bandwidths})
+    swept = sweep(builtin_model(LARGE), base, Workload(context=1024, fusion=UNFUSED), {"bandwidth": bandwidths})
     records = _roofline("1 TB/s", 1e12, 200e12, 260) + _roofline("3 TB/s", 3e12, 200e12, 260)
     records += [
         {"line": "decode", "bandwidth": b * 1e9, "seconds": float(s)}
-        for b, s in zip(bandwidths, found.seconds, strict=True)
+        for b, s in zip(bandwidths, swept.seconds, strict=True)
     ]
     keys = ("line", "intensity", "performance", "bandwidth", "seconds")
     records = [{k: r.get(k) for k in keys} for r in records]

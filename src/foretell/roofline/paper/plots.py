@@ -84,14 +84,14 @@ def _wrapped(text: str, width: int = 130) -> str:
 
 
 def _axes(canvas: Any, rows: int, columns: int) -> Any:
-    found = canvas.subplots(rows, columns, squeeze=False)
-    for ax in found.flat:
+    axes = canvas.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color(MUTED)
         ax.tick_params(colors=INK, labelsize=9)
         ax.grid(True, color="#e7ebee", linewidth=0.8)
         ax.set_axisbelow(True)
-    return found
+    return axes
 
 
 def _names(records: Records, key: str) -> list[Any]:
@@ -130,12 +130,12 @@ def _plain_ticks(axis: Any, *values: float) -> None:
 
 def ridge_points(records: Records) -> list[tuple[float, float]]:
     """Where each roof turns: (OPs per byte, OPs/s)."""
-    found = []
+    ridges = []
     for name in _names(records, "line"):
         mine = [r for r in records if r["line"] == name]
         top = max(r["performance"] for r in mine)
-        found.append((min(r["intensity"] for r in mine if r["performance"] == top), top))
-    return found
+        ridges.append((min(r["intensity"] for r in mine if r["performance"] == top), top))
+    return ridges
 
 
 def _roofs(ax: Any, records: Records, unit: float = 1e-12, logarithmic: bool = False) -> None:

@@ -39,14 +39,14 @@ def parse_hidden_layers(text: str, highest: int, option: str) -> tuple[int, ...]
         ValueError: not a list of numbers, or a layer that the target does not have.
     """
     try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
+        hidden_layers = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        found = (-1,)
-    if not all(0 <= hidden_layer <= highest for hidden_layer in found):
+        hidden_layers = (-1,)
+    if not all(0 <= hidden_layer <= highest for hidden_layer in hidden_layers):
         raise ValueError(
             f"{option}={text}: layers of the target by number, 0 to {highest}, with commas between, were expected"
         )
-    return found
+    return hidden_layers
 
 
 @torch.no_grad()
@@ -59,13 +59,13 @@ def compute_hidden_states(
     Layers are numbered as in `Runner.forward`.
     """
     layers, done = decoder.config.layers, 0
-    x, found = decoder.embed(token.reshape(-1)).view(*token.shape, -1), dict[int, torch.Tensor]()
+    x, states = decoder.embed(token.reshape(-1)).view(*token.shape, -1), dict[int, torch.Tensor]()
     for stop in sorted({min(t, layers) for t in hidden_layers}):
         x = full_forward(decoder, x, done, stop)
-        found[stop], done = x, stop
+        states[stop], done = x, stop
     if layers + 1 in hidden_layers:
-        found[layers + 1] = decoder.final_norm(x)
-    return tuple(found[t].to(decoder.embedding.dtype) for t in hidden_layers)
+        states[layers + 1] = decoder.final_norm(x)
+    return tuple(states[t].to(decoder.embedding.dtype) for t in hidden_layers)
 
 
 def padded_width(longest: int) -> int:

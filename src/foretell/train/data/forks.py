@@ -63,8 +63,8 @@ def _items(text: str) -> Iterator[tuple[int, int, int]]:
     for line in lines:
         offsets.append(offsets[-1] + len(line))
     for i, line in enumerate(lines):
-        found = _ITEM.match(text[offsets[i] :]) if _BEGINS_ITEM.match(line) else None
-        if found is None:
+        item = _ITEM.match(text[offsets[i] :]) if _BEGINS_ITEM.match(line) else None
+        if item is None:
             continue
         last = i + 1
         while last < len(lines) and lines[last].strip() and not _BEGINS_ITEM.match(lines[last]):
@@ -72,7 +72,7 @@ def _items(text: str) -> Iterator[tuple[int, int, int]]:
         end = offsets[last]
         while text[end - 1] == "\n":  # The line end belongs to the main text.
             end -= 1
-        yield offsets[i], offsets[i] + found.end("head"), end
+        yield offsets[i], offsets[i] + item.end("head"), end
 
 
 def forked_documents(
@@ -87,11 +87,11 @@ def forked_documents(
     forked = fork_text(codec.decode(answer[: len(answer) - len(ended)], skip_special_tokens=False))
     if forked is None or not ended:
         return [DocumentRecord(number=number, tokens=document.tokens.tolist(), start=document.start)]
-    main, found = prompt, list[DocumentRecord]()
+    main, details = prompt, list[DocumentRecord]()
     for fork in forked.forks:
         main = [*main, *codec.encode(fork.text, add_special_tokens=False), tokens.fork]
         detail = codec.encode(fork.detail, add_special_tokens=False)
         record = [*main, tokens.child, *detail, *ended]
-        found.append(DocumentRecord(number=number + len(found) + 1, tokens=record, start=len(main) + 1))
+        details.append(DocumentRecord(number=number + len(details) + 1, tokens=record, start=len(main) + 1))
     whole = [*main, *codec.encode(forked.rest, add_special_tokens=False), *ended]
-    return [DocumentRecord(number=number, tokens=whole, start=document.start), *found]
+    return [DocumentRecord(number=number, tokens=whole, start=document.start), *details]

@@ -146,10 +146,10 @@ def continue_answers(
     """
     source, lengths = PromptSource(model, manifest, given), list[int]()
     if writer.num_learned_tokens:
-        found = Dataset.open(writer.folder)
-        lengths = [len(d.tokens) for d in found]
+        written = Dataset.open(writer.folder)
+        lengths = [len(d.tokens) for d in written]
         if given is None:
-            source.mark_seen(d.tokens[: d.start].tolist() for d in found)
+            source.mark_seen(d.tokens[: d.start].tolist() for d in written)
     cache = None
     if hidden_layers:
         states, fingerprint = writer.folder / "features", model.checkpoint.fingerprint()

@@ -113,8 +113,8 @@ def calibrate(
             f"{settings.confidence:g}: the best that can be kept is {best:.4f} (with {len(tested)} answers and no "
             f"change at all, {none:.4f}); allow that, or calibrate on more answers"
         )
-    rule, found = rules[accepted - 1], losses[accepted - 1]
-    assert betting_p_value(found, settings.disagreement) <= 1 - settings.confidence
+    rule, test_losses = rules[accepted - 1], losses[accepted - 1]
+    assert betting_p_value(test_losses, settings.disagreement) <= 1 - settings.confidence
     calibration = ExitCalibration(
         model=model.checkpoint.fingerprint(),
         exits=exits_digest(exits),
@@ -127,7 +127,7 @@ def calibrate(
         disagreement=settings.disagreement,
         confidence=settings.confidence,
         answers=len(tested),
-        found=float(found.mean()),
+        found=float(test_losses.mean()),
         depth=mean_depth(tested, layers, exits, rule),
     )
     check = [_loss(a, layers, exits, rule, settings) for a in checked]
@@ -155,15 +155,15 @@ def run_exits(network: Network, heads: TrainedExits, document: Document, setting
     depths: torch.Tensor | None = None
     confidence, best = list[np.ndarray](), list[np.ndarray]()
     for i, layer in enumerate(heads.layers):
-        found = run.advance(tree.valid, layer)
-        states = found.states
+        output = run.advance(tree.valid, layer)
+        states = output.states
         if blocks is not None:
             states = blocks.read_nodes(tree, [0], np.zeros(1, np.int64), tree.valid, states)
         if settings.measure == "classifier" and heads.chooses_depth and not i:
             depths = heads.depth_distribution(states[first:])
             if heads.chooses_once:  # by the state of the answer's first token
                 depths = depths[min(1, len(depths) - 1)].expand_as(depths)
-        before = found.before[first:] if settings.measure == "state" else found.before
+        before = output.before[first:] if settings.measure == "state" else output.before
         part = NodeStates(states[first:], np.arange(len(tokens) - first)[None], before)
         logits = heads.logits(i, part.states)
         sure = depths[:, i] if depths is not None else measure_confidence(settings.measure, heads, i, part, logits)

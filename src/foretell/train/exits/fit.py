@@ -96,10 +96,10 @@ def predictions(
     exits: Exits, i: int, states: LayerStates, most: int = 2
 ) -> tuple[Float[torch.Tensor, "t k"], Int[torch.Tensor, "t k"]]:
     """The `most` largest probabilities of exit `i` at every token, and their indices in the draft vocabulary."""
-    found = [
+    largest = [
         exits.compute_logits(exits(i, x.float())).softmax(-1).topk(most, -1) for x in states.layers[i].split(CHUNK)
     ]
-    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+    return torch.cat([f.values for f in largest]), torch.cat([f.indices for f in largest])
 
 
 @torch.no_grad()

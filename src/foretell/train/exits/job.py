@@ -211,10 +211,10 @@ def _frequent_tokens(documents: Sequence[Document], vocab: int, count: int) -> I
     """The most frequent tokens of the answers, ascending; None: all of the vocabulary."""
     if not 0 < count < vocab:
         return None
-    found = np.zeros(vocab, np.int64)
+    counts = np.zeros(vocab, np.int64)
     for document in documents:
-        found += np.bincount(document.tokens[document.start :], minlength=vocab)
-    return torch.from_numpy(np.sort(np.argsort(-found, kind="stable")[:count]))
+        counts += np.bincount(document.tokens[document.start :], minlength=vocab)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
 
 def save_exits(folder: Path, fitted: FittedExits, command: str) -> None:

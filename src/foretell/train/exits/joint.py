@@ -37,15 +37,15 @@ def parse_weights(text: str, layers: Sequence[int]) -> tuple[float, ...]:
         parts = [1.0 if text == "uniform" else float(layer) for layer in layers]
         return tuple(p / sum(parts) for p in parts)
     try:
-        found = tuple(float(part) for part in text.split(","))
+        weights = tuple(float(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if len(found) != len(layers) or not all(0 < w < float("inf") for w in found):
+        weights = ()
+    if len(weights) != len(layers) or not all(0 < w < float("inf") for w in weights):
         raise ValueError(
             f"--exit-weights {text}: uniform, linear, or a number above 0 for each of the {len(layers)} exits, as "
             "0.1,0.2, was expected"
         )
-    return found
+    return weights
 
 
 def train_jointly(
@@ -79,11 +79,11 @@ def train_jointly(
         optimizer.zero_grad()
         for i, weight in enumerate(weights):
             loss = exit_loss(exits, i, states, index)
-            found = torch.autograd.grad(loss, [*shared, *own[i]])
-            for parameter, gradient in zip([*shared, *own[i]], found, strict=True):
+            gradients = torch.autograd.grad(loss, [*shared, *own[i]])
+            for parameter, gradient in zip([*shared, *own[i]], gradients, strict=True):
                 scaled = weight * gradient
                 parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-            flat.append(torch.cat([g.flatten() for g in found[: len(shared)]]))
+            flat.append(torch.cat([g.flatten() for g in gradients[: len(shared)]]))
             total += weight * loss.item()
         optimizer.step()
         if step >= steps // 2:

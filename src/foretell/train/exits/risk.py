@@ -37,8 +37,8 @@ def count_accepted(losses: Sequence[Float[np.ndarray, " n"]], bound: float, conf
     """How many of the first settings, the most cautious first, keep the bound at this confidence: testing stops at the
     first that fails, so no correction for several tests is needed. `losses[i]`: of every answer under setting `i`.
     """
-    for i, found in enumerate(losses):
-        if betting_p_value(found, bound) > 1 - confidence:
+    for i, setting_losses in enumerate(losses):
+        if betting_p_value(setting_losses, bound) > 1 - confidence:
             return i
     return len(losses)
 

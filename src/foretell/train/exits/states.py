@@ -65,11 +65,11 @@ def collect_states(
     wanted = (*layers, network.config.layers + 1)
     parts: list[list[torch.Tensor]] = [[] for _ in wanted]
     lengths = list[int]()
-    for _, first, found in document_states(network, documents, wanted, num_tokens, longest):
-        last = min(len(found[0]), first + num_tokens - sum(lengths))
+    for _, first, layer_states in document_states(network, documents, wanted, num_tokens, longest):
+        last = min(len(layer_states[0]), first + num_tokens - sum(lengths))
         if blocks is not None:
-            found = [*(blocks(states.float()[None])[0] for states in found[:-1]), found[-1]]
-        for part, states in zip(parts, found, strict=True):
+            layer_states = [*(blocks(states.float()[None])[0] for states in layer_states[:-1]), layer_states[-1]]
+        for part, states in zip(parts, layer_states, strict=True):
             part.append(states[first:last].to(torch.bfloat16).cpu())
         lengths.append(last - first)
         on_progress(sum(lengths))
@@ -87,11 +87,11 @@ def collect_sequences(
         ValueError: the documents have no token to learn.
     """
     wanted = layer, network.config.layers + 1
-    found = [
+    sequences = [
         (states[0].to(torch.bfloat16).cpu(), states[1][first:].to(torch.bfloat16).cpu(), first)
         for _, first, states in document_states(network, documents, wanted, num_tokens, longest)
     ]
-    return SequenceStates(*(tuple(part) for part in zip(*found, strict=True)))
+    return SequenceStates(*(tuple(part) for part in zip(*sequences, strict=True)))
 
 
 def document_states(

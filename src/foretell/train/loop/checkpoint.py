@@ -91,8 +91,8 @@ class CheckpointStore(Generic[S]):
 
     def latest(self) -> Path | None:
         """Folder of the latest complete checkpoint."""
-        found = sorted(f for f in self._folder.glob("step-*") if f.name.removeprefix("step-").isdecimal())
-        return found[-1] if found else None
+        checkpoints = sorted(f for f in self._folder.glob("step-*") if f.name.removeprefix("step-").isdecimal())
+        return checkpoints[-1] if checkpoints else None
 
     def load_state(self) -> S | None:
         """The state of the latest checkpoint; None: there is none, and a training begins here.

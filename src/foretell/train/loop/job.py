@@ -139,10 +139,10 @@ def _init_folder(settings: TrainingSettings, fingerprint: str) -> Path | None:
         raise ValueError(
             f"--from {name}: no such folder, and no kind of speculator; the kinds are {', '.join(NETWORKS)}"
         )
-    found = find_installed(name, fingerprint)
-    if found is None:
+    installed = find_installed(name, fingerprint)
+    if installed is None:
         raise ValueError(f"--from {name}: no {name} speculator is installed for this target; name the folder of one")
-    return found
+    return installed
 
 
 def _build_recipe(recipe: type[Recipe], setup: RecipeSetup, init_folder: Path | None) -> Recipe:
@@ -248,31 +248,31 @@ def load_initial_weights(recipe: Recipe, folder: Path, setup: RecipeSetup) -> No
     Raises:
         ValueError: the speculator has another kind, target or size, or an output matrix for other tokens.
     """
-    found = load_own(folder, setup.embedding_and_head)
-    if found.kind not in (recipe.network.kind, *recipe.network.starts_from):
+    initial = load_own(folder, setup.embedding_and_head)
+    if initial.kind not in (recipe.network.kind, *recipe.network.starts_from):
         raise ValueError(
-            f"--from {folder}: a speculator of kind {found.kind!r}, and {recipe.name} trains {recipe.network.kind!r}"
+            f"--from {folder}: a speculator of kind {initial.kind!r}, and {recipe.name} trains {recipe.network.kind!r}"
         )
-    theirs, ours = found.target_info.fingerprint, setup.card.fingerprint
+    theirs, ours = initial.target_info.fingerprint, setup.card.fingerprint
     if theirs and theirs != ours:
         raise ValueError(
-            f"--from {folder}: trained for {found.target_info.name} (fingerprint {theirs}), and the target is "
+            f"--from {folder}: trained for {initial.target_info.name} (fingerprint {theirs}), and the target is "
             f"{setup.card.name} (fingerprint {ours})"
         )
-    before, now = found.hidden_layers, recipe.network.hidden_layers
+    before, now = initial.hidden_layers, recipe.network.hidden_layers
     if now[: len(before)] != before:
         raise ValueError(
             f"--from {folder}: it reads layers {list(before)} of the target, and {list(now)} with these settings; "
             "give the --set it was trained with"
         )
-    own, given = recipe.network.state_dict(), recipe.network.adapt_state_dict(found)
-    if found.head is None:
+    own, given = recipe.network.state_dict(), recipe.network.adapt_state_dict(initial)
+    if initial.head is None:
         # Its output matrix is rows of the target's, whichever tokens it drafts.
         given = {n: t for n, t in given.items() if n != "token_of"} | {n: t for n, t in own.items() if n == "token_of"}
-    elif not _equal(found.token_of, recipe.network.token_of):
+    elif not _equal(initial.token_of, recipe.network.token_of):
         raise ValueError(
-            f"--from {folder}: it has an output matrix of its own, for {len(found.head):,} tokens; leave --draft-vocab "
-            f"away to keep these"
+            f"--from {folder}: it has an output matrix of its own, for {len(initial.head):,} tokens; leave "
+            f"--draft-vocab away to keep these"
         )
     for name in sorted(set(own) | set(given)):
         shapes = [list(s[name].shape) if name in s else "missing" for s in (given, own)]

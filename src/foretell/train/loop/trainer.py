@@ -226,7 +226,12 @@ class Trainer:
             method, runner = recipe.method(recipe.network), recipe.target_runner() or job.model.runner()
             with torch.inference_mode():
                 measurement = measure(
-                    *(runner, method, job.prompts, job.settings.measure_tokens, job.model.eos), recipe.measured_plan
+                    runner,
+                    method,
+                    prompts=job.prompts,
+                    new_tokens=job.settings.measure_tokens,
+                    eos=job.model.eos,
+                    measured_plan=recipe.measured_plan,
                 )
             self.last_measurement, value = measurement, measurement.tokens_per_pass
             if value > self.best:
@@ -333,10 +338,10 @@ class Trainer:
         return out
 
     def _require_tensor(self, tensors: TensorDict, key: str, shape: torch.Size) -> torch.Tensor:
-        found: torch.Tensor | None = tensors.get(key)
-        if found is None or found.shape != shape:
+        tensor: torch.Tensor | None = tensors.get(key)
+        if tensor is None or tensor.shape != shape:
             raise self._store.missing_tensor_error(key)
-        return found
+        return tensor
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in _strip_ddp_prefix(self._module.named_parameters()).items() if p.requires_grad}

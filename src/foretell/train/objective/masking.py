@@ -6,8 +6,8 @@ from jaxtyping import Bool, Float, Int
 
 def lowest(score: Float[torch.Tensor, "b t"], count: Int[torch.Tensor, " b"]) -> Bool[torch.Tensor, "b t"]:
     """The `count` positions of every row with the lowest scores, the earlier one of equal ones."""
-    found: torch.Tensor = score.argsort(dim=1, stable=True).argsort(dim=1) < count[:, None]
-    return found
+    is_lowest: torch.Tensor = score.argsort(dim=1, stable=True).argsort(dim=1) < count[:, None]
+    return is_lowest
 
 
 def draw_masks(learned: Bool[torch.Tensor, "b s"]) -> Bool[torch.Tensor, "b s"]:

@@ -74,9 +74,9 @@ class RecipeSetup:
         Raises:
             ValueError: there is no checkpoint.
         """
-        found = None if self.network is None else plain_decoder(self.network, self.embedding_and_head.embedding.dtype)
-        if found is not None:
-            return found
+        plain = None if self.network is None else plain_decoder(self.network, self.embedding_and_head.embedding.dtype)
+        if plain is not None:
+            return plain
         if self.checkpoint is None:
             raise ValueError("this training needs the target's checkpoint, and there is none")
         return self.checkpoint.decoder(self.embedding_and_head.embedding.dtype)

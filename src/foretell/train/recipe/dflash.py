@@ -103,17 +103,17 @@ class DFlashRecipe(Recipe):
         anchor, row = sample_blocks(labels, o.anchors, depth)
         labels, wanted = labels.with_candidates(o.candidates), row >= 0
         features = batch.features[: len(self.network.hidden_layers)]
-        found: BlockPredictions = network(batch.token, features, anchor, wanted, labels.candidates)
+        predictions: BlockPredictions = network(batch.token, features, anchor, wanted, labels.candidates)
         expected = labels.logits[row[wanted]]
-        loss, right = place_losses(found.logits, expected, o.hard, o.objective)
+        loss, right = place_losses(predictions.logits, expected, o.hard, o.objective)
         total = block_loss(loss, right, wanted, o.weighting, self.config.block_size)
         place = wanted.nonzero()[:, -1]
         metrics = {
-            f"place {i + 1} top 1": top1_agreement(found.logits.detach()[place == i], expected[place == i])
+            f"place {i + 1} top 1": top1_agreement(predictions.logits.detach()[place == i], expected[place == i])
             for i in range(depth)
         }
-        if found.confidence is not None:
-            confidence = confidence_loss(found.confidence, found.logits, expected)
+        if predictions.confidence is not None:
+            confidence = confidence_loss(predictions.confidence, predictions.logits, expected)
             total, metrics = total + confidence, metrics | {"confidence": float(confidence.detach())}
         return Loss(total, metrics | {"covered": labels.covered})
 

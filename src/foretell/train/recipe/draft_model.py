@@ -185,13 +185,13 @@ def missed_positions(
     best = draft.teacher_logits(batch.features[0][mask]).argmax(-1)
     if draft.token_of is not None:
         best = draft.token_of[best]
-    found = torch.zeros_like(best, dtype=torch.bool)
+    predicted = torch.zeros_like(best, dtype=torch.bool)
     for network in earlier:
         assert isinstance(network, DraftNetwork)
         guess = network.compute_logits(network(batch.token, mask)).argmax(-1)
-        found |= best == (guess if network.token_of is None else network.token_of[guess])
+        predicted |= best == (guess if network.token_of is None else network.token_of[guess])
     out = torch.zeros_like(mask)
-    out[mask] = ~found
+    out[mask] = ~predicted
     return mask & out.any(1, keepdim=True) if unit == "text" else out
 
 

@@ -6,13 +6,13 @@ from foretell.lab.reproduce.lab import Lab
 
 def _lenience(lab: Lab) -> Finding:
     points = [(v, lab.run("lenience_lossy", {"lenience": v}, temperature=1.0)) for v in (1.0, 0.5, 0.1)]
-    yields, prices = [r.tokens_per_pass for _, r in points], [r.mean_variation for _, r in points]
+    yields, variations = [r.tokens_per_pass for _, r in points], [r.mean_variation for _, r in points]
     return Finding(
-        rises(yields, 0.01) and rises(prices, 0.0) and prices[0] < 1e-6 < prices[-1],
+        rises(yields, 0.01) and rises(variations, 0.0) and variations[0] < 1e-6 < variations[-1],
         f"from {yields[0]:.2f} tokens per pass at no price to {yields[-1]:.2f} at a total variation of "
-        f"{prices[-1]:.2f} per "
+        f"{variations[-1]:.2f} per "
         "token",
-        (Series.of("lenience_lossy", list(zip(prices, yields, strict=True))),),
+        (Series.of("lenience_lossy", list(zip(variations, yields, strict=True))),),
         "price: total variation per token",
     )
 
@@ -57,10 +57,10 @@ def _typical(lab: Lab, method: str) -> Finding:
 
 def _exits(lab: Lab) -> Finding:
     points = [(t, lab.run("early_exit_lossy", {"exit_threshold": t})) for t in (0.5, 0.9, 1.0)]
-    prices = [r.changed_share for _, r in points]
+    changed = [r.changed_share for _, r in points]
     return Finding(
-        rises(prices[::-1], 0.0) and prices[-1] == 0,
-        f"{', '.join(percent(p) for p in prices)} of the tokens changed at thresholds of 0.5, 0.9 and 1",
+        rises(changed[::-1], 0.0) and changed[-1] == 0,
+        f"{', '.join(percent(p) for p in changed)} of the tokens changed at thresholds of 0.5, 0.9 and 1",
         (Series.of("early_exit_lossy", [(t, r.changed_share) for t, r in points]),),
         "threshold",
         "share of changed tokens",
@@ -74,10 +74,10 @@ def _later_tokens(lab: Lab) -> Finding:
         (n, lab.run("skip_decode_lossy", {"max_layers": layers, "min_layers": n, "horizon": 32}).mean_variation)
         for n in least
     ]
-    prices = [y for _, y in points]
+    variations = [y for _, y in points]
     return Finding(
-        rises(prices, 0.0) and prices[-1] > prices[0],
-        f"a total variation per token of {', '.join(f'{p:.2f}' for p in prices)} where the last tokens run "
+        rises(variations, 0.0) and variations[-1] > variations[0],
+        f"a total variation per token of {', '.join(f'{p:.2f}' for p in variations)} where the last tokens run "
         f"{', '.join(map(str, least))} of {layers} layers",
         (Series.of("skip_decode_lossy", points),),
         "layers of the last tokens",

@@ -32,8 +32,8 @@ class FittedExits(Maker):
     @property
     def identity(self) -> Identity:
         """The texts, and what is fitted."""
-        found = {name: str(value) for name, value in asdict(self._exits).items()}
-        return {"texts": self.texts.identity, **found}
+        settings = {name: str(value) for name, value in asdict(self._exits).items()}
+        return {"texts": self.texts.identity, **settings}
 
     def make(self, folder: Path) -> str:
         """Fit them in closed form."""

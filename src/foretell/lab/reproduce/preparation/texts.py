@@ -30,9 +30,9 @@ class Texts:
         """What decides which texts these are."""
         if self._given is None:
             return {"tokens": TOKENS, **self._manifest.model_dump()}
-        found = Dataset.open(self._given)
-        check_data(found, self._model)
-        return {"tokens": found.num_learned_tokens, **found.manifest.model_dump()}
+        dataset = Dataset.open(self._given)
+        check_data(dataset, self._model)
+        return {"tokens": dataset.num_learned_tokens, **dataset.manifest.model_dump()}
 
     def folder(self) -> Path:
         """The folder of the texts, which are written first if they are not there; once, whether it works or not.
@@ -61,9 +61,9 @@ class Texts:
 
     def describe(self) -> str:
         """How many there are, and who wrote them."""
-        found = self.dataset()
+        dataset = self.dataset()
         origin = f"in {self._given}" if self._given is not None else "that the model wrote, prompts and answers"
-        return f"{found.num_learned_tokens:,} tokens {origin}"
+        return f"{dataset.num_learned_tokens:,} tokens {origin}"
 
     @property
     def fused_layers(self) -> tuple[int, ...]:

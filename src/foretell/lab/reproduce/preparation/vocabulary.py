@@ -82,9 +82,9 @@ class SmallVocabularyDraft(Maker):
         else:
             place, origin = root / self._draft.label, self._make(self._draft)
         assert place is not None
-        found = self.model.speculator(place)
-        assert isinstance(found, DraftNetwork)
-        return found, origin
+        network = self.model.speculator(place)
+        assert isinstance(network, DraftNetwork)
+        return network, origin
 
 
 def halve_merges(codec: TextCodec, share: float = _SHARE) -> tuple[TextCodec, list[int]]:

@@ -1,4 +1,4 @@
-"""Ways to decode faster, by family. A new way is an entry of its family, a new family a function and a line below."""
+"""Variants of decoding by family. A new variant is an entry of its family, a new family a function and a line below."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,12 @@ from foretell.speculator.exit_calibration import ExitCalibration
 from foretell.utils.validation import read_json, validate
 
 Predict = Callable[[Predictor], float | None]
-"""The predicted gain in time of a way; None: the roofline does not model it."""
+"""The predicted gain in time of a variant; None: the roofline does not model it."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the model of a way is loaded."""
+    """How the model of a variant is loaded."""
 
     model: str
     dtype: str
@@ -35,8 +35,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to decode: a model as it is loaded, a method that decodes with it, and what is predicted of it."""
+class Variant:
+    """A variant of decoding: a model as it is loaded, a method that decodes with it, and what is predicted of it."""
 
     name: str
     family: str
@@ -47,13 +47,13 @@ class Way:
 
     @property
     def competitor(self) -> str:
-        """Its name in a run, which no way of another family has."""
+        """Its name in a run, which no variant of another family has."""
         return f"{self.name}/{self.family}"
 
 
 @dataclass(frozen=True)
-class WayInputs:
-    """What ways are made of. `exact`: the model that all are compared with."""
+class VariantInputs:
+    """What variants are made of. `exact`: the model that all are compared with."""
 
     exact: ModelOptions
     dtypes: tuple[str, ...] = ()
@@ -65,28 +65,28 @@ class WayInputs:
     methods: tuple[str, ...] = ()
 
 
-def _dtypes(inputs: WayInputs) -> Iterator[Way]:
+def _dtypes(inputs: VariantInputs) -> Iterator[Variant]:
     for name in inputs.dtypes:
         if name != inputs.exact.dtype:
-            yield Way(name, "weights", replace(inputs.exact, dtype=name), partial(Predictor.dtype, name=name))
+            yield Variant(name, "weights", replace(inputs.exact, dtype=name), partial(Predictor.dtype, name=name))
 
 
-def _kv_dtypes(inputs: WayInputs) -> Iterator[Way]:
+def _kv_dtypes(inputs: VariantInputs) -> Iterator[Variant]:
     for name in get_args(CacheDtype):
         if name != "auto":
             options = replace(inputs.exact, kv_cache_dtype=name)
-            yield Way(f"kv-{name}", "kv-dtype", options, partial(Predictor.kv_dtype, name=name))
+            yield Variant(f"kv-{name}", "kv-dtype", options, partial(Predictor.kv_dtype, name=name))
 
 
-def _kv_policies(inputs: WayInputs) -> Iterator[Way]:
+def _kv_policies(inputs: VariantInputs) -> Iterator[Variant]:
     for budget in inputs.budgets:
         for name in (policy.name for policy in target_policies()):
             text = f"{name}@{budget}"
             options = replace(inputs.exact, kv_cache_policy=text)
-            yield Way(text, "kv-policy", options, partial(Predictor.kv_policy, text=text))
+            yield Variant(text, "kv-policy", options, partial(Predictor.kv_policy, text=text))
 
 
-def _checkpoints(inputs: WayInputs) -> Iterator[Way]:
+def _checkpoints(inputs: VariantInputs) -> Iterator[Variant]:
     for path in inputs.checkpoints:
         opened = open_checkpoint(resolve_reference(str(path)))
         kind = _kind(path, opened.weights.storage)
@@ -96,7 +96,7 @@ def _checkpoints(inputs: WayInputs) -> Iterator[Way]:
                 "was done to it; give a directory that `foretell compress` or `foretell quantize` wrote"
             )
         options = replace(inputs.exact, model=str(path), dtype="auto" if kind == "quantized" else inputs.exact.dtype)
-        yield Way(path.stem, "checkpoint", options, partial(Predictor.checkpoint, config=opened.config, kind=kind))
+        yield Variant(path.stem, "checkpoint", options, partial(Predictor.checkpoint, config=opened.config, kind=kind))
 
 
 def _kind(path: Path, storage: str) -> CheckpointKind:
@@ -106,16 +106,16 @@ def _kind(path: Path, storage: str) -> CheckpointKind:
     return "2:4" if card.is_file() and read_json(card).get("two_of_four") else "dense"
 
 
-def _exits(inputs: WayInputs) -> Iterator[Way]:
+def _exits(inputs: VariantInputs) -> Iterator[Variant]:
     for folder in inputs.exits:
-        found = sorted(folder.glob("*.json"))
-        calibrations = [f for f in found if read_json(f).get("kind") == ExitCalibration.model_fields["kind"].default]
+        files = sorted(folder.glob("*.json"))
+        calibrations = [f for f in files if read_json(f).get("kind") == ExitCalibration.model_fields["kind"].default]
         if not calibrations:
             raise ValueError(f"{folder}: no calibration of exits is here; make one with `foretell calibrate exits`")
         for file in calibrations:
             known = validate(ExitCalibration, read_json(file), str(file))
             config = SpeculativeConfig(calibration=str(file))
-            yield Way(
+            yield Variant(
                 f"exits@{known.disagreement:g}",
                 "exits",
                 inputs.exact,
@@ -125,32 +125,32 @@ def _exits(inputs: WayInputs) -> Iterator[Way]:
             )
 
 
-def _sparsity(inputs: WayInputs) -> Iterator[Way]:
+def _sparsity(inputs: VariantInputs) -> Iterator[Variant]:
     for folder in inputs.sparsity:
         file = folder / FILE if folder.is_dir() else folder
         known = validate(SparsityFile, read_json(file, "make one with `foretell calibrate sparsity`"), str(file))
         options = replace(inputs.exact, sparsity=str(folder))
         predict = partial(Predictor.sparsity, method=known.method, share=known.sparsity)
-        yield Way(f"{known.method}@{known.sparsity:g}", "sparsity", options, predict)
+        yield Variant(f"{known.method}@{known.sparsity:g}", "sparsity", options, predict)
 
 
-def _lossy_methods(inputs: WayInputs) -> Iterator[Way]:
+def _lossy_methods(inputs: VariantInputs) -> Iterator[Variant]:
     for entry in catalogue().values():
         if not entry.lossless and entry.name != "early_exit_lossy":
             yield _method(inputs, entry.name, "lossy-method")
 
 
-def _lossless_methods(inputs: WayInputs) -> Iterator[Way]:
+def _lossless_methods(inputs: VariantInputs) -> Iterator[Variant]:
     for name in inputs.methods:
         yield _method(inputs, name, "lossless-method")
 
 
-def _method(inputs: WayInputs, text: str, family: str) -> Way:
+def _method(inputs: VariantInputs, text: str, family: str) -> Variant:
     spec = MethodSpec.parse(text)
-    return Way(spec.label, family, inputs.exact, partial(Predictor.method, name=spec.method), spec, inputs.drafts)
+    return Variant(spec.label, family, inputs.exact, partial(Predictor.method, name=spec.method), spec, inputs.drafts)
 
 
-FAMILIES: Mapping[str, Callable[[WayInputs], Iterator[Way]]] = {
+FAMILIES: Mapping[str, Callable[[VariantInputs], Iterator[Variant]]] = {
     "weights": _dtypes,
     "kv-dtype": _kv_dtypes,
     "kv-policy": _kv_policies,
@@ -160,13 +160,13 @@ FAMILIES: Mapping[str, Callable[[WayInputs], Iterator[Way]]] = {
     "lossy-method": _lossy_methods,
     "lossless-method": _lossless_methods,
 }
-"""Every family of ways by its name."""
+"""Every family of variants by its name."""
 
 
-def all_ways(inputs: WayInputs) -> list[Way]:
-    """The ways of all families, in their order.
+def all_variants(inputs: VariantInputs) -> list[Variant]:
+    """The variants of all families, in their order.
 
     Raises:
         ValueError: an input is not what its family reads.
     """
-    return [way for family in FAMILIES.values() for way in family(inputs)]
+    return [variant for family in FAMILIES.values() for variant in family(inputs)]

@@ -1,4 +1,4 @@
-"""What a way changes: its next-token distributions beside the exact model's, on the answers that it writes itself."""
+"""What a variant changes: its next-token distributions beside the exact model's, on the answers that it writes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -13,7 +13,7 @@ from foretell.bench.metrics import mean_fidelity_loss
 from foretell.bench.questions import Question
 from foretell.bench.schema import FrozenModel, MeanFidelityLoss, QuestionResult
 from foretell.bench.step import pass_bytes
-from foretell.lab.frontier.ways import Way
+from foretell.lab.frontier.variants import Variant
 from foretell.model.cache.policy import parse_target_policy
 from foretell.verify.comparison import compare_logits
 from foretell.verify.precision import read_sequence
@@ -22,55 +22,56 @@ Tensor = torch.Tensor
 _Parts = Iterator[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"], Int[Tensor, " t"]]]
 
 
-class WayPrice(FrozenModel):
-    """The price of a way, 0 for a lossless one, and what was predicted of its gain."""
+class VariantDivergence(FrozenModel):
+    """The divergence of a variant, 0 for a lossless one, and what was predicted of its gain."""
 
     way: str
+    """Name of the variant; `way` and `price` are keys of saved files."""
     family: str
     lossless: bool
     predicted_gain: float | None = None
     """In time, by the roofline model, which knows of the run how long plain decoding took."""
     bytes_gain: float | None
-    """Bytes of weights and cache that a pass of the exact model moves over those of a pass of the way."""
+    """Bytes of weights and cache that a pass of the exact model moves over those of a pass of the variant."""
     kl: float
-    """KL(way || exact) per token, in nats."""
+    """KL(variant || exact) per token, in nats."""
     total_variation: float
     changed_tokens: float
-    """Share of tokens of the way's greedy answers that the exact model would not have chosen after the same text."""
+    """Share of tokens of its greedy answers that the exact model would not have chosen after the same text."""
     answer_perplexity: float
-    """Of the way's greedy answers under the exact model."""
+    """Of its greedy answers under the exact model."""
 
 
-def price_of_model(
-    way: Way, model: Model, exact: Model, results: Sequence[QuestionResult], questions: Mapping[str, Question]
+def divergence_of_model(
+    variant: Variant, model: Model, exact: Model, results: Sequence[QuestionResult], questions: Mapping[str, Question]
 ) -> dict[str, Any]:
-    """The price of another model, or of another cache: both read the answers that the way wrote."""
-    one_by_one = way.options.kv_cache_policy is not None
-    found = compare_logits(
+    """The divergence of another model, or of another cache: both read the answers that the variant wrote."""
+    one_by_one = variant.options.kv_cache_policy is not None
+    comparison = compare_logits(
         chain.from_iterable(
             _both(exact, model, prompt, answer, one_by_one) for prompt, answer in _texts(model, results, questions)
         )
     )
     return {
-        "kl": found.kl, "total_variation": found.total_variation, "changed_tokens": 1 - found.same_top,
-        "answer_perplexity": found.quantized_perplexity,
+        "kl": comparison.kl, "total_variation": comparison.total_variation, "changed_tokens": 1 - comparison.same_top,
+        "answer_perplexity": comparison.quantized_perplexity,
     }  # fmt: skip
 
 
-def price_of_method(
-    way: Way,
+def divergence_of_method(
+    variant: Variant,
     exact: Model,
     results: Sequence[QuestionResult],
     questions: Mapping[str, Question],
     settings: GenerationSettings,
 ) -> dict[str, Any]:
-    """The price of a method of the catalogue: of a lossy one the deviations that its acceptor reports, KL and total
-    variation of answers sampled at temperature 1, changed tokens of the greedy answers.
+    """The divergence of a method of the catalogue: of a lossy one the deviations that its acceptor reports, KL and
+    total variation of answers sampled at temperature 1, changed tokens of the greedy answers.
     """
     texts = list(_texts(exact, results, questions))
     own = compare_logits(chain.from_iterable(_both(exact, exact, *text, False) for text in texts))
     greedy = mean_fidelity_loss(results)
-    sampled = None if greedy is None else _sampled_loss(way, exact, results, questions, settings)
+    sampled = None if greedy is None else _sampled_loss(variant, exact, results, questions, settings)
     return {
         "kl": 0.0 if sampled is None else sampled.kl,
         "total_variation": 0.0 if sampled is None else sampled.total_variation,
@@ -80,25 +81,25 @@ def price_of_method(
 
 
 def _sampled_loss(
-    way: Way,
+    variant: Variant,
     exact: Model,
     results: Sequence[QuestionResult],
     questions: Mapping[str, Question],
     settings: GenerationSettings,
 ) -> MeanFidelityLoss | None:
-    drafts = load_drafts(",".join(way.drafts), exact.precision, "cpu")
-    competitor = MethodCompetitor(exact, way.spec, settings, drafts)
-    found = []
+    drafts = load_drafts(",".join(variant.drafts), exact.precision, "cpu")
+    competitor = MethodCompetitor(exact, variant.spec, settings, drafts)
+    sampled = []
     for result in results:
         question = questions[result.question]
         answers = competitor.answer(question, None)
-        found.append(result.model_copy(update={"answers": answers}))
-    return mean_fidelity_loss(found)
+        sampled.append(result.model_copy(update={"answers": answers}))
+    return mean_fidelity_loss(sampled)
 
 
-def bytes_gain(way: Way, model: Model, exact: Model, context: int, passes: float) -> float:
-    """Bytes per token of the exact model over those of a way; `passes`: of the way's model per token."""
-    policy = way.options.kv_cache_policy
+def bytes_gain(variant: Variant, model: Model, exact: Model, context: int, passes: float) -> float:
+    """Bytes per token of the exact model over those of a variant; `passes`: of the variant's model per token."""
+    policy = variant.options.kv_cache_policy
     kept = context if policy is None else parse_target_policy(policy).tokens_read(context)
     return pass_bytes(exact, 1, context) / (pass_bytes(model, 1, kept) * passes)
 
@@ -113,7 +114,7 @@ def _texts(
 
 
 def _both(exact: Model, model: Model, prompt: Sequence[int], answer: Sequence[int], one_by_one: bool) -> _Parts:
-    """Logits of the way and of the exact model at every token of an answer, and the tokens."""
+    """Logits of the variant and of the exact model at every token of an answer, and the tokens."""
     sequence, first = torch.tensor([*prompt, *answer]), len(prompt) - 1
     read = zip(
         read_sequence(model.runner(), sequence, first, one_by_one), read_sequence(exact.runner(), sequence, first),
