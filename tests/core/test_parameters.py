@@ -135,10 +135,7 @@ def test_defaults_of_a_checkpoint_are_checked_when_a_server_starts(tmp_path: Pat
         "top_p": 0.5,
         "max_new_tokens": 20,
     }
-    with pytest.raises(
-        ValueError,
-        match=r"_config.json: top_p must be above 0 and at most 1, found 2; give another by --override-generation-config",
-    ):
+    with pytest.raises(ValueError, match=r"_config.json: top_p must be above 0 and at most 1, found 2; give another"):
         read(top_p=2)
 
 
