@@ -85,7 +85,7 @@ def test_the_blocks_of_an_exit_count_as_layers(fresh: Path, tmp_path: Path) -> N
     assert made.exit_code == 0, (made.output, made.exception)
     found = ExitCalibration.model_validate_json((tmp_path / "exits" / "calibration.json").read_text())
     # A layer and a block of a model of two layers, and after all layers the block as well.
-    assert found.found <= 0.6 and 1 <= found.depth <= 1.5
+    assert found.mean_loss <= 0.6 and 1 <= found.depth <= 1.5
     spoken = run_foretell(
         *("generate", "hello", "--model", tiny_target(), "--max-new-tokens", "8", "--method", "early_exit_lossy"),
         *("--draft-model", tmp_path / "exits", "--speculative-config"),
@@ -100,7 +100,7 @@ def test_the_command_writes_thresholds_that_generation_reads(fitted: Path, fresh
     assert made.exit_code == 0, (made.output, made.exception)
     assert "fresh answers" in made.stdout and "at most 50.0% of tokens change" in made.stdout
     found = ExitCalibration.model_validate_json(file.read_text())
-    assert found.found <= 0.5 and 0 < found.depth <= 1 and found.layers == (1,)
+    assert found.mean_loss <= 0.5 and 0 < found.depth <= 1 and found.layers == (1,)
     spoken = run_foretell(
         "generate", "hello", "--model", tiny_target(), "--method", "early_exit_lossy", "--draft-model", fitted,
         "--speculative-config", f'{{"method": "early_exit_lossy", "calibration": "{file}"}}', "--max-new-tokens", "8",
@@ -123,7 +123,7 @@ def test_thresholds_of_other_exits_are_refused(fitted: Path, tmp_path: Path) -> 
     file = tmp_path / "calibration.json"
     values = ExitCalibration(
         model="", exits="another", measure="softmax", layers=(1,), thresholds=(0.5,), loss="tokens", disagreement=0.1,
-        confidence=0.9, answers=30, found=0.05, depth=0.8,
+        confidence=0.9, answers=30, mean_loss=0.05, depth=0.8,
     )  # fmt: skip
     values.save(file)
     options = ("--draft-model", fitted, "--speculative-config")

@@ -101,7 +101,7 @@ def exits(
     typer.echo(
         f"exits after {', '.join(map(str, c.layers))} of {target.config.layers} layers, thresholds "
         f"{', '.join(f'{t:.4f}' for t in c.thresholds)} ({measure})\n"
-        f"at most {disagreement:.1%} of {what}, at a confidence of {confidence:.0%}: {c.found:.2%} of those of "
+        f"at most {disagreement:.1%} of {what}, at a confidence of {confidence:.0%}: {c.mean_loss:.2%} of those of "
         f"{c.answers} answers; {c.depth:.1%} of the layers run\n"
         f"on {result.check_answers} fresh answers: {result.check_loss:.2%} change; {result.check_depth:.1%} of the "
         f"layers run\n{file}"

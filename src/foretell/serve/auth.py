@@ -76,10 +76,10 @@ class KeyMiddleware:
         """Number of the key that a request has; every key is compared, so that time tells nothing about them."""
         scheme, _, value = headers.get("authorization", "").partition(" ")
         given = value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest, found = _digest(given), None
+        digest, matched = _digest(given), None
         for number, known in enumerate(self._digests):
-            found = number if hmac.compare_digest(digest, known) else found
-        return found
+            matched = number if hmac.compare_digest(digest, known) else matched
+        return matched
 
 
 def _digest(key: str) -> bytes:

@@ -50,18 +50,18 @@ class _Wanted(NamedTuple):
 def _requested(body: GenerationBody, model: Model) -> _Wanted | None:
     """The structured output that a body asks for."""
     _refuse_guided(body)
-    found = dict[str, Mapping[str, Any]]()
+    requested = dict[str, Mapping[str, Any]]()
     if body.structured_outputs is not None:
-        found["structured_outputs"] = _structured_outputs(body.structured_outputs)
+        requested["structured_outputs"] = _structured_outputs(body.structured_outputs)
     if body.grammar:
-        found["grammar"] = {"grammar": body.grammar}
+        requested["grammar"] = {"grammar": body.grammar}
     if body.json_schema is not None:
-        found["json_schema"] = {"json": body.json_schema}
+        requested["json_schema"] = {"json": body.json_schema}
     if isinstance(body, ChatBody) and body.response_format is not None and body.response_format.type != "text":
-        found["response_format"] = _response_format(body.response_format)
-    if not found:
+        requested["response_format"] = _response_format(body.response_format)
+    if not requested:
         return None
-    *others, (param, fields) = found.items()
+    *others, (param, fields) = requested.items()
     if others:
         raise bad_request(f"{others[0][0]} and {param} exclude each other; give one of them", param)
     try:

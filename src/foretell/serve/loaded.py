@@ -48,15 +48,15 @@ class Methods:
     def _allowed_name(self, name: str) -> str:
         allowed = sorted(self.allowed)
         try:
-            found = find(name).name
+            method = find(name).name
         except ValueError:
             raise unknown("method", name, allowed) from None
-        if found not in self.allowed:
+        if method not in self.allowed:
             raise ValueError(
-                f"requests to this server may not ask for the method {found!r}, but for {', '.join(allowed)}; start it "
-                f"with --request-method {found} to change that"
+                f"requests to this server may not ask for the method {method!r}, but for {', '.join(allowed)}; start "
+                f"it with --request-method {method} to change that"
             )
-        return found
+        return method
 
     def _build_once(self, name: str) -> AnyMethod:
         with self._lock:
@@ -75,8 +75,8 @@ class Methods:
 
     def _for_salt(self, name: str, salt: str) -> AnyMethod:
         with self._lock:
-            found = self._salted.pop((name, salt), None)
-            self._salted[name, salt] = self._build(name) if found is None else found
+            method = self._salted.pop((name, salt), None)
+            self._salted[name, salt] = self._build(name) if method is None else method
             if len(self._salted) > MAX_SALTED:
                 self._salted.popitem(last=False)
             return self._salted[name, salt]

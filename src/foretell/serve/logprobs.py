@@ -60,10 +60,10 @@ class LogprobWriter:
     def prompt(self, piece: Piece, tokens: Sequence[int]) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: of every token of the prompt but the first, with the likeliest ones, by token."""
         tops = _fill(piece.prompt_top_logprobs, len(piece.prompt_logprobs))
-        found: list[dict[str, Any] | None] = [None]
+        entries: list[dict[str, Any] | None] = [None]
         for token, logprob, top in zip(tokens[1:], piece.prompt_logprobs, tops, strict=True):
             ranks = {t: rank for rank, (t, _) in enumerate(top, 1)}
-            found.append(
+            entries.append(
                 {
                     str(t): {
                         "logprob": max(p, LEAST_LOGPROB),
@@ -73,7 +73,7 @@ class LogprobWriter:
                     for t, p in ((token, logprob), *top)
                 }
             )
-        return found
+        return entries
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {

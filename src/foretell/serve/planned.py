@@ -85,16 +85,16 @@ class PlannedJob:
         shown = time.monotonic()
         await self._follow(self._run.start())
         async for batch in self._job.batches(interval):
-            found: Batch = []
+            answer_updates: Batch = []
             for at, updates in _passes(batch):
                 step = self._run.observe(updates)
                 await self._follow(step)
                 if step.update is not None:
-                    found.append((0, at, step.update))
+                    answer_updates.append((0, at, step.update))
             now = time.monotonic()
-            if found or (interval is not None and now - shown >= interval):
+            if answer_updates or (interval is not None and now - shown >= interval):
                 shown = now
-                yield found
+                yield answer_updates
 
     async def _follow(self, step: PlanStep) -> None:
         if step.make_requests is not None:
@@ -109,8 +109,8 @@ class PlannedJob:
 
 def _passes(batch: Batch) -> Iterator[tuple[float, list[tuple[int, Update]]]]:
     """The updates of a batch pass by pass: those of one pass have the same time."""
-    for at, found in itertools.groupby(batch, key=itemgetter(1)):
-        yield at, [(number, update) for number, _, update in found]
+    for at, same_pass in itertools.groupby(batch, key=itemgetter(1)):
+        yield at, [(number, update) for number, _, update in same_pass]
 
 
 AnyJob = Job | PlannedJob

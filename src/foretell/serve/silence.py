@@ -34,18 +34,18 @@ class Silence:
     def data(self, begun: bool) -> bytes:
         """What to send now, maybe nothing; `begun`: there was a first token."""
         now = time.monotonic()
-        found = b"" if begun or self.progress is None else self._progress(self.progress, now)
+        to_send = b"" if begun or self.progress is None else self._progress(self.progress, now)
         due = self.progress is None or (self.ping_interval is not None and now - self._sent >= self.ping_interval)
-        if not found and due:
-            found = b"".join(self.format.ping()) if begun else self.format.filler
-        if found:
+        if not to_send and due:
+            to_send = b"".join(self.format.ping()) if begun else self.format.filler
+        if to_send:
             self._sent = now
-        return found
+        return to_send
 
     def _progress(self, job: Job, now: float) -> bytes:
         total, read, cached = job.prompt_progress
         if read <= self._read:
             return b""
         self._read = read
-        found = {"total": total, "cache": cached, "processed": read, "time_ms": 1000 * (now - self._started)}
-        return self.format.progress(found)
+        counts = {"total": total, "cache": cached, "processed": read, "time_ms": 1000 * (now - self._started)}
+        return self.format.progress(counts)

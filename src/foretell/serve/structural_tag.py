@@ -114,10 +114,12 @@ class TagGrammar:
     def _triggered(self, format: tags.TriggeredTags) -> str:
         by_trigger = dict[str, list[str]]()
         for tag in format.tags:
-            found = [t for t in format.triggers if tag.begin.startswith(t)]
-            if len(found) != 1:
-                raise ValueError(f"the tag {show(tag.begin)} must begin with one of the triggers, found {len(found)}")
-            by_trigger.setdefault(found[0], []).append(self._tag(tag, tag.begin[len(found[0]) :], last=False))
+            triggers = [t for t in format.triggers if tag.begin.startswith(t)]
+            if len(triggers) != 1:
+                raise ValueError(
+                    f"the tag {show(tag.begin)} must begin with one of the triggers, found {len(triggers)}"
+                )
+            by_trigger.setdefault(triggers[0], []).append(self._tag(tag, tag.begin[len(triggers[0]) :], last=False))
         tagged = [f"{self._until(trigger)} ({' | '.join(rules)})" for trigger, rules in by_trigger.items()]
         one = self._rule(" | ".join(tagged))
         if format.stop_after_first:

@@ -37,10 +37,10 @@ class TokenTexts:
 
     def of(self, token: int) -> tuple[str, bytes]:
         """Text and bytes of a token; the text of part of a character is U+FFFD."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._decode(token)
-        return found
+        text_and_bytes = self._known.get(token)
+        if text_and_bytes is None:
+            text_and_bytes = self._known[token] = self._decode(token)
+        return text_and_bytes
 
     def _decode(self, token: int) -> tuple[str, bytes]:
         name = self._special.get(token)

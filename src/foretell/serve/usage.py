@@ -12,12 +12,12 @@ def usage(choices: Choices) -> dict[str, Any]:
     """OpenAI's `usage`."""
     prompt, new = choices.prompt_tokens, choices.completion_tokens
     over = [c.statistics for c in choices.all if c.statistics is not None]
-    found = [c.statistics for c in choices.all[:: choices.per_prompt] if c.statistics is not None]
+    prompt_statistics = [c.statistics for c in choices.all[:: choices.per_prompt] if c.statistics is not None]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in found)},
+        "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in prompt_statistics)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": sum(s.accepted_prediction_tokens for s in over),

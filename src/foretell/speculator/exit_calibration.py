@@ -14,7 +14,7 @@ from foretell.utils.validation import read_json, validate
 class ExitCalibration(BaseModel):
     """Thresholds of exits with a bound on what they change (CALM, arXiv 2207.07061)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     kind: Literal["foretell exit calibration"] = "foretell exit calibration"
     model: str
@@ -33,26 +33,26 @@ class ExitCalibration(BaseModel):
     """Probability, over the answers that were used, that the bound holds."""
     answers: int
     """Answers that the thresholds were tested on."""
-    found: float
-    """Mean loss of these answers."""
+    mean_loss: float = Field(alias="found")
+    """Of these answers; the file names it `found`."""
     depth: float
     """Mean share of the layers that a token of these answers runs before it leaves."""
 
     def save(self, path: Path) -> None:
         """Write the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.model_dump_json(indent=1) + "\n", "utf-8")
+        path.write_text(self.model_dump_json(indent=1, by_alias=True) + "\n", "utf-8")
 
 
 def exits_digest(exits: Exits) -> str:
     """A digest of the weights of exits, as they are stored."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(exits.state_dict().items()):
         if name != "agreement":
             stored = tensor.detach().cpu()
             stored = stored.to(torch.bfloat16).view(torch.int16) if stored.is_floating_point() else stored
-            found.update(name.encode() + stored.contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+            digest.update(name.encode() + stored.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def read_calibration(path: Path, model: str, exits: Exits) -> ExitCalibration:
@@ -65,9 +65,11 @@ def read_calibration(path: Path, model: str, exits: Exits) -> ExitCalibration:
     raw = read_json(path, hint)
     if raw.get("kind") != ExitCalibration.model_fields["kind"].default:
         raise ValueError(f"{path}: not a calibration of exits; {hint}")
-    found = validate(ExitCalibration, raw, str(path))
-    if len(found.thresholds) != len(found.layers):
-        raise ValueError(f"{path}: damaged: {len(found.layers)} exits and {len(found.thresholds)} thresholds; {hint}")
-    if found.exits != exits_digest(exits) or (model and found.model and found.model != model):
+    calibration = validate(ExitCalibration, raw, str(path))
+    if len(calibration.thresholds) != len(calibration.layers):
+        raise ValueError(
+            f"{path}: damaged: {len(calibration.layers)} exits and {len(calibration.thresholds)} thresholds; {hint}"
+        )
+    if calibration.exits != exits_digest(exits) or (model and calibration.model and calibration.model != model):
         raise ValueError(f"{path}: these thresholds were calibrated for other exits or another model; {hint}")
-    return found
+    return calibration

@@ -16,10 +16,10 @@ def find_exports(name: str) -> tuple[ExportFormat, ...]:
     Raises:
         ValueError: there is none; the nearest name is suggested.
     """
-    found = tuple(e for e in EXPORTS if e.name == name)
-    if not found:
+    formats = tuple(e for e in EXPORTS if e.name == name)
+    if not formats:
         raise unknown("format", name, sorted({e.name for e in EXPORTS}))
-    return found
+    return formats
 
 
 def export(network: Speculator, verifier: Verifier, format_name: str, out: Path) -> None:

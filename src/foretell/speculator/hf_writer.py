@@ -63,11 +63,11 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
     }
     own = further_fields(c) - {"attention_shortcut", "mlp_shortcut"}
     unsupported |= {f"weights that Llama has not ({name})": True for name in sorted(own)}
-    found = next((part for part, present in unsupported.items() if present), None)
-    if found is not None:
+    unsupported_part = next((part for part, present in unsupported.items() if present), None)
+    if unsupported_part is not None:
         raise ValueError(
             f"only networks of the Llama architecture can be written as a Hugging Face directory, and this "
-            f"{c.architecture} has {found}"
+            f"{c.architecture} has {unsupported_part}"
         )
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -52,8 +52,8 @@ def find_all_installed() -> InstalledSpeculators:
 
 def find_installed(kind: str, fingerprint: str) -> Path | None:
     """The folder of the first installed speculator of this kind for the target of this fingerprint."""
-    found = find_all_installed().speculators
-    return next((s.folder for s in found if (s.kind, s.fingerprint) == (kind, fingerprint)), None)
+    speculators = find_all_installed().speculators
+    return next((s.folder for s in speculators if (s.kind, s.fingerprint) == (kind, fingerprint)), None)
 
 
 def install_hint(kind: str, fingerprint: str) -> str:
@@ -88,7 +88,7 @@ def _package_folder(name: str) -> Path:
     top, *inside = name.split(".")
     spec = find_spec(top) if top else None
     places = [Path(p, *inside) for p in spec.submodule_search_locations or ()] if spec else []
-    found = next((p for p in places if p.is_dir()), None)
-    if found is None:
+    folder = next((p for p in places if p.is_dir()), None)
+    if folder is None:
         raise ValueError(f"its entry point in {ENTRY_POINTS} names {name!r}, which is no package with a folder")
-    return found
+    return folder

@@ -38,11 +38,11 @@ def read_published(folder: Path, target: TargetInfo, embedding_and_head: Embeddi
     known = find_format(folder)
     if known is None:
         raise ValueError(f"{folder}: not a speculator in a known format; docs/formats.md lists the formats")
-    format_, found = known
-    if not found.names:
+    format_, checkpoint = known
+    if not checkpoint.names:
         raise ValueError(missing_weights(folder))
     try:
-        return format_.read(found, target, embedding_and_head)
+        return format_.read(checkpoint, target, embedding_and_head)
     except ValidationError as error:
         raise ValueError(f"{folder / CONFIG}: {explain(error)}") from error
 

@@ -47,8 +47,8 @@ class TextCodec:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """The token that the tokenizer names as the end of a text, if it has it."""
-        found = None if self.eos is None else self.tokenizer.token_to_id(self.eos)
-        return () if found is None else (found,)
+        eos_id = None if self.eos is None else self.tokenizer.token_to_id(self.eos)
+        return () if eos_id is None else (eos_id,)
 
     def template_for(self, with_tools: bool) -> str | None:
         """The template of conversations with tools, or without."""
@@ -180,8 +180,8 @@ class TextCodec:
         masked, values = (map_texts(x, partial(self._special_token_pattern.sub, hide)) for x in (messages, variables))
         text = self._special_token_pattern.sub(lambda match: names[match[0]], render(masked, values))
         text = re.sub(f"{mark}([0-9]+){mark}", lambda match: hidden[int(match[1])], text)
-        found = tokenizer.encode(_checked_text(text), add_special_tokens=False).ids
-        return [ids.get(i, i) for i in found]
+        token_ids = tokenizer.encode(_checked_text(text), add_special_tokens=False).ids
+        return [ids.get(i, i) for i in token_ids]
 
     @cached_property
     def _with_renamed_special_tokens(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
@@ -203,8 +203,8 @@ class TextCodec:
             model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
         state["post_processor"] = None
         renamed = Tokenizer.from_str(json.dumps(state))
-        found = {text: renamed.token_to_id(name) for text, name in names.items()}
-        return renamed, names, {new: special[text] for text, new in found.items() if new is not None}
+        new_ids = {text: renamed.token_to_id(name) for text, name in names.items()}
+        return renamed, names, {new: special[text] for text, new in new_ids.items() if new is not None}
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental detokenizer, of text without special tokens unless asked for."""

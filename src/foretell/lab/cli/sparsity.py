@@ -13,7 +13,7 @@ from foretell.load import load
 from foretell.model.block.sparsity import FirstNeurons, check_sparse
 from foretell.model.load.checkpoint import model_fingerprint
 from foretell.model.load.reference import resolve_reference
-from foretell.model.offload.sparsity_file import SparsityFile, SparsityPrice
+from foretell.model.offload.sparsity_file import SparsityFile, SparsityLoss
 from foretell.verify.precision import compare_precision
 
 LEAST_TOKENS = 512
@@ -54,14 +54,14 @@ def save_with_comparison(
     with console.status("comparing the sparse model with the dense one"):
         dense, sparse = load(model, dtype), load(model, dtype, sparsity=folder)
         comparison = compare_precision(dense, sparse, text.held_back)
-    loss = SparsityPrice(
+    loss = SparsityLoss(
         tokens=comparison.tokens,
         kl=comparison.kl,
         same_top=comparison.same_top,
         perplexity=comparison.perplexity,
         sparse_perplexity=comparison.quantized_perplexity,
     )
-    compared = file.model_copy(update={"price": loss})
+    compared = file.model_copy(update={"loss": loss})
     compared.save(folder)
     typer.echo(_report(compared, folder, sparse))
     return compared
@@ -73,7 +73,7 @@ def fingerprint(source: Source) -> str:
 
 
 def _report(file: SparsityFile, folder: Path, sparse: Model) -> str:
-    assert file.price is not None
+    assert file.loss is not None
     counts = getattr(sparse.network, "neuron_counts", None)
     chosen = 0.0 if counts is None else counts.chosen_share()
     lines = [f"{folder}: {file.method} of {sparse.name}, {file.tokens:,} tokens of {file.text}"]
@@ -86,7 +86,7 @@ def _report(file: SparsityFile, folder: Path, sparse: Model) -> str:
         lines.append(_recall("neurons", file.recall, file.recall_ahead, file.recall_of_fixed_set))
     if file.head_recall:
         lines.append(_recall("heads", file.head_recall, file.head_recall_ahead, file.head_recall_of_fixed_set))
-    p = file.price
+    p = file.loss
     lines += [
         f"LOSSY, on {p.tokens:,} positions held back: KL {p.kl:.4f} nats, {p.same_top:.1%} equal top tokens, "
         f"perplexity {p.perplexity:.3f} -> {p.sparse_perplexity:.3f}",

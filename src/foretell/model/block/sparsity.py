@@ -85,7 +85,7 @@ def check_sparse(config: ModelConfig, rules: Sequence[NeuronRule]) -> None:
     Raises:
         ValueError: one of these.
     """
-    found = {
+    unsupported = {
         "a mixture of experts": config.experts is not None,
         "recurrent states": config.state is not None,
         "latent attention": config.latent is not None,
@@ -97,7 +97,7 @@ def check_sparse(config: ModelConfig, rules: Sequence[NeuronRule]) -> None:
         "a sliced residual stream": config.shortcuts,
         f"the activation {config.activation}": config.activation not in GATED,
     }
-    what = next((name for name, present in found.items() if present), "")
+    what = next((name for name, present in unsupported.items() if present), "")
     if what:
         raise ValueError(
             f"sparse feed-forward networks are supported with SiLU and GELU gates, and this model "

@@ -77,8 +77,8 @@ class AttentionSums:
         """The sums of the first slots of a row; 0 for those of tokens that no pass has recorded."""
         self._add(row)
         c = self._config
-        found = self._sums.get(row, torch.zeros(c.layers, c.kv_heads, 0, device=self._store.k.device))
-        return _widened(found, slots)[:, :, :slots]
+        sums = self._sums.get(row, torch.zeros(c.layers, c.kv_heads, 0, device=self._store.k.device))
+        return _widened(sums, slots)[:, :, :slots]
 
     def _add(self, row: int) -> None:
         """Add the weights of the pending queries."""

@@ -133,10 +133,10 @@ class LayeredCache(Cache):
 
     def restorable(self, row: int, length: int) -> int:
         """The most tokens up to `length` that every store can go back to."""
-        found = length
-        while (least := min(store.restorable(row, found) for store in self.stores)) < found:
-            found = least
-        return found
+        reachable = length
+        while (least := min(store.restorable(row, reachable) for store in self.stores)) < reachable:
+            reachable = least
+        return reachable
 
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""

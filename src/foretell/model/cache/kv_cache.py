@@ -203,8 +203,8 @@ class KVCache(Cache):
         blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()  # what no query sees may come from any
 
         def gather(numbers: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = numbers[layer].index_select(1, blocks)
-            return found.view(len(found), len(rows), -1, *found.shape[3:]).transpose(0, 1)[:, :, :slots]
+            stored: torch.Tensor = numbers[layer].index_select(1, blocks)
+            return stored.view(len(stored), len(rows), -1, *stored.shape[3:]).transpose(0, 1)[:, :, :slots]
 
         if scales is None:
             return gather(part)

@@ -107,10 +107,13 @@ class PackedGroups:
         heads, _, d = k.shape
         by_dimension = round_groups(k.float().transpose(1, 2), self.bits)
         by_token = round_groups(v.float().unflatten(2, (-1, GROUP_SLOTS)), self.bits)
-        for levels, ranges, (level, *found) in ((self.k, self.k_range, by_dimension), (self.v, self.v_range, by_token)):
+        for levels, ranges, (level, *least_and_step) in (
+            (self.k, self.k_range, by_dimension),
+            (self.v, self.v_range, by_token),
+        ):
             size = levels.shape[3] // (BLOCK_SLOTS // GROUP_SLOTS)
             levels[layer, :, block, i * size : (i + 1) * size] = self._to_bytes(level.reshape(heads, -1, _LANES))
-            both = torch.stack([part.reshape(heads, d) for part in found], -1)
+            both = torch.stack([part.reshape(heads, d) for part in least_and_step], -1)
             ranges[layer, :, block, i * d : (i + 1) * d] = both.bfloat16()
 
     def _to_bytes(self, vectors: Int[torch.Tensor, "h n 16"]) -> UInt8[torch.Tensor, "h m"]:
@@ -129,9 +132,9 @@ class PackedGroups:
         out = []
         for levels, ranges in ((self.k, self.k_range), (self.v, self.v_range)):
             heads = levels.shape[1]
-            found = levels[layer][:, blocks.flatten()].view(heads, len(rows), count * 2, -1, _LANES)
-            shifts = torch.arange(8 // self.bits, device=found.device) * self.bits
-            level = (found[..., None, :].int() >> shifts[:, None]) & (2**self.bits - 1)
+            packed_levels = levels[layer][:, blocks.flatten()].view(heads, len(rows), count * 2, -1, _LANES)
+            shifts = torch.arange(8 // self.bits, device=packed_levels.device) * self.bits
+            level = (packed_levels[..., None, :].int() >> shifts[:, None]) & (2**self.bits - 1)
             least, step = ranges[layer][:, blocks.flatten()].view(heads, len(rows), count * 2, d, 2).float().unbind(-1)
             if levels is self.k:  # [dimension][slot]
                 level = level.reshape(heads, len(rows), count * 2, d, GROUP_SLOTS)

@@ -245,7 +245,7 @@ def parse_target_policy(text: str) -> CachePolicy:
         raise unknown("KV cache policy", name, known)
     if not budget.isdecimal():
         raise ValueError(f"a KV cache policy needs a budget of keys, as in {name}@1024; found {text!r}")
-    found = POLICIES[name](int(budget))
-    if found.selects and found.budget < LEAST_BUDGET:
+    target_policy = POLICIES[name](int(budget))
+    if target_policy.selects and target_policy.budget < LEAST_BUDGET:
         raise ValueError(f"{name} reads at least {LEAST_BUDGET} keys, the last ones among them; found {text!r}")
-    return found
+    return target_policy

@@ -56,20 +56,20 @@ class PassPlan:
         self._taps = taps
         columns = (c.tolist() for c in (layout.row, layout.slot, layout.visible_prefix, layout.extra_slots))
         tokens = [_Token(*values) for values in zip(*columns, strict=True)]
-        found = self._group(tokens, first_drafted, prefix)
-        self.rows = [part.row for part in found.values()]
+        by_row = self._group(tokens, first_drafted, prefix)
+        self.rows = [part.row for part in by_row.values()]
         """Rows of the pass, those with the longest prefix first."""
-        self.chains = [part.chain for part in found.values()]
+        self.chains = [part.chain for part in by_row.values()]
         """Tokens of every row's prefix."""
         self.drafted: list[DraftedNode] = []
         self.recorded: list[tuple[int, int]] = []
         """Row and node of the recorded inputs."""
         # Tokens have negative indices until the number of recorded inputs is known.
         windows: list[Sequence[int]] = [()] * len(tokens)
-        tails = [self._follow_chain(part, len(tokens), windows) for part in found.values()]
+        tails = [self._follow_chain(part, len(tokens), windows) for part in by_row.values()]
         for token, values in enumerate(tokens):
-            if values.slot >= found[values.row].first:
-                self._follow_tree(token, values, found[values.row], tails, len(tokens))
+            if values.slot >= by_row[values.row].first:
+                self._follow_tree(token, values, by_row[values.row], tails, len(tokens))
         for drafted in self.drafted:
             if drafted.token >= 0:
                 windows[drafted.token] = drafted.window

@@ -93,20 +93,21 @@ class StateStore(Cache):
         Raises:
             ValueError: the path does not begin with the tree's prefix.
         """
-        found = self._rows[row]
+        row_state = self._rows[row]
         if not path:
             return
-        if list(path[: found.prefix]) != list(range(found.prefix)) or found.prefix == 0:
+        if list(path[: row_state.prefix]) != list(range(row_state.prefix)) or row_state.prefix == 0:
             raise ValueError(
-                f"recurrent states were asked to keep nodes {list(path)} of a tree whose prefix is {found.prefix} nodes"
+                f"recurrent states were asked to keep nodes {list(path)} of a tree whose prefix is "
+                f"{row_state.prefix} nodes"
             )
-        drafted = [node - found.prefix for node in path[found.prefix :]]
-        found.side, found.length, found.prefix = 1 - found.side, length + len(path), 0
+        drafted = [node - row_state.prefix for node in path[row_state.prefix :]]
+        row_state.side, row_state.length, row_state.prefix = 1 - row_state.side, length + len(path), 0
         if drafted and self.shape.taps > 1:
-            inputs = self.inputs[:, row, found.side]
+            inputs = self.inputs[:, row, row_state.side]
             inputs.copy_(torch.cat((inputs, self.node_inputs[:, row, drafted]), 1)[:, -inputs.shape[1] :])
         if drafted and self.shape.heads:
-            self._advance(row, found.side, drafted)
+            self._advance(row, row_state.side, drafted)
 
     def _advance(self, row: int, side: int, nodes: Sequence[int]) -> None:
         """Advance the matrices of a row in all layers along recorded nodes."""

@@ -47,10 +47,10 @@ def library() -> ctypes.CDLL:
     Raises:
         RuntimeError: they are not available; the message says why.
     """
-    found = build_result()
-    if found.library is None:
-        raise RuntimeError(found.reason)
-    return found.library
+    result = build_result()
+    if result.library is None:
+        raise RuntimeError(result.reason)
+    return result.library
 
 
 def load() -> ctypes.CDLL | None:

@@ -224,7 +224,7 @@ class NativeDecoder:
         by_layer = states.unbind()
         self.embedding.write(tree.token[active], by_layer[recorded_count])
         normed = by_layer[-1] if norm_all else torch.empty(count, self.config.hidden)
-        found, logits = stack.new_routes(len(stack.layers), tokens), torch.empty(count, width)
+        route_buffer, logits = stack.new_routes(len(stack.layers), tokens), torch.empty(count, width)
         # Made before the pass: after it, the code for this has left the processor's caches.
         output = ModelOutput(
             logits,
@@ -248,7 +248,7 @@ class NativeDecoder:
             normed.data_ptr(),
             not norm_all,
             logits.data_ptr(),
-            None if found is None else found.data_ptr(),
+            None if route_buffer is None else route_buffer.data_ptr(),
             torch.get_num_threads(),
         )
         stack.check_readable(invalid)
@@ -256,9 +256,9 @@ class NativeDecoder:
             raise ValueError(
                 f"token {invalid} of the pass lies outside the blocks of its row or the {stack.model.context} positions"
             )
-        if found is None and not self.bounds_logits:
+        if route_buffer is None and not self.bounds_logits:
             return output
-        routes = () if found is None else tuple(layer.numpy() for layer in routes_of_layers(found))
+        routes = () if route_buffer is None else tuple(layer.numpy() for layer in routes_of_layers(route_buffer))
         return replace(output, logits=self.bound_logits(logits), experts=count_experts(routes), routes=routes)
 
     @property

@@ -172,8 +172,8 @@ class ExpertCache:
         """
         started = list[Key]()
         for key in keys:
-            found = key in self._slot
-            if not found and not self._start(key, kept):
+            resident = key in self._slot
+            if not resident and not self._start(key, kept):
                 if started:
                     break
                 self._give_up_ahead()
@@ -183,7 +183,7 @@ class ExpertCache:
                 self._ahead.discard(key)
                 self.reads.ahead += 1
             else:
-                self.reads.in_memory += found
+                self.reads.in_memory += resident
             self._pinned.add(key)
             started.append(key)
         return started
@@ -223,9 +223,9 @@ class ExpertCache:
         for layer in sorted(range(len(self._layers)), key=lambda i: -len(self._resident[i])):
             if ahead and len(self._resident[layer]) <= self._share:
                 return False
-            found = [e for e in self._resident[layer] if self._may_leave((layer, e), kept)]
-            if found:
-                self._drop((layer, min(found, key=self._uses[layer].__getitem__)))
+            evictable = [e for e in self._resident[layer] if self._may_leave((layer, e), kept)]
+            if evictable:
+                self._drop((layer, min(evictable, key=self._uses[layer].__getitem__)))
                 return True
         return False
 

@@ -115,10 +115,10 @@ def forced() -> InstructionSet | None:
     name = os.environ.get(VARIABLE, "")
     if not name:
         return None
-    found = next((entry for entry in of_machine() if entry.name == name), None)
-    if found is None:
+    instruction_set = next((entry for entry in of_machine() if entry.name == name), None)
+    if instruction_set is None:
         known = ", ".join(entry.name for entry in of_machine()) or "none"
         raise ValueError(f"{VARIABLE}={name}: on {platform.machine()} the instruction sets are {known}; unset it")
-    if reason := why_not(found):
+    if reason := why_not(instruction_set):
         raise ValueError(f"{VARIABLE}={name} cannot run here: {reason}; unset it")
-    return found
+    return instruction_set

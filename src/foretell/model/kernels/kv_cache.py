@@ -101,7 +101,7 @@ class NativeKVCache(KVCache):
 
     def _describe(self) -> structures.Cache:
         parts, table = ("k", "v", "k_low", "v_low", "k_scale", "v_scale"), self.blocks.table
-        found = structures.Cache(
+        struct = structures.Cache(
             table=table.ctypes.data,
             blocks=self.k.shape[2],
             rows=table.shape[0],
@@ -112,18 +112,18 @@ class NativeKVCache(KVCache):
         for name in parts:
             part = getattr(self, name)
             if part is not None:
-                setattr(found, name, part.data_ptr())
+                setattr(struct, name, part.data_ptr())
         if (p := self.packed) is not None:
-            found.k_packed, found.v_packed, found.k_range, found.v_range = (
+            struct.k_packed, struct.v_packed, struct.k_range, struct.v_range = (
                 part.data_ptr() for part in (p.k, p.v, p.k_range, p.v_range)
             )
-            found.packed_table, found.packed_slots = p.blocks.table.ctypes.data, p.done.ctypes.data
-            found.packed_blocks, found.packed_row_blocks = p.k.shape[2], p.blocks.table.shape[1]
-            found.packed_bits, found.packed_residual = p.bits, RESIDUAL
+            struct.packed_table, struct.packed_slots = p.blocks.table.ctypes.data, p.done.ctypes.data
+            struct.packed_blocks, struct.packed_row_blocks = p.k.shape[2], p.blocks.table.shape[1]
+            struct.packed_bits, struct.packed_residual = p.bits, RESIDUAL
         if self.k_least is not None and self.k_most is not None:
-            found.k_least, found.k_most = self.k_least.data_ptr(), self.k_most.data_ptr()
-            found.page_slots, found.page_budget = self._page_slots.ctypes.data, self._page_budget
-        return found
+            struct.k_least, struct.k_most = self.k_least.data_ptr(), self.k_most.data_ptr()
+            struct.page_slots, struct.page_budget = self._page_slots.ctypes.data, self._page_budget
+        return struct
 
     @property
     def upper_halves(self) -> "NativeKVCache":
@@ -143,29 +143,29 @@ class NativeKVCache(KVCache):
     ) -> Float[torch.Tensor, "b h s d"]:
         """Keys or values, put in order by torch: for tests and selections, not for passes."""
         blocks = self.table[rows, : blocks_for(slots)].clamp(min=0).flatten()
-        found = self._in_order(part, layer, rows, blocks)
+        numbers = self._in_order(part, layer, rows, blocks)
         if scales is not None:
             low = self.k_low if part is self.k else self.v_low
             if low is None:
-                found = widen(found, self.bits)
+                numbers = widen(numbers, self.bits)
             else:
-                found = join_halves(found, self._in_order(low, layer, rows, blocks))
-            factors = scales[layer].index_select(1, blocks).reshape(*found.shape[:3], 1)
-            found = rotate_blocks(found * factors).to(self.dtype)
-        return found.transpose(0, 1)[:, :, :slots]
+                numbers = join_halves(numbers, self._in_order(low, layer, rows, blocks))
+            factors = scales[layer].index_select(1, blocks).reshape(*numbers.shape[:3], 1)
+            numbers = rotate_blocks(numbers * factors).to(self.dtype)
+        return numbers.transpose(0, 1)[:, :, :slots]
 
     def _in_order(
         self, part: torch.Tensor, layer: int, rows: Int[torch.Tensor, " b"], blocks: Int[torch.Tensor, " n"]
     ) -> Float[torch.Tensor, "h b s n"]:
         """Stored numbers of some blocks, by slot."""
         depth = 2 if self.dtype == torch.bfloat16 else 1
-        found = part[layer].index_select(1, blocks)
-        heads, _, size, dim = found.shape
+        numbers = part[layer].index_select(1, blocks)
+        heads, _, size, dim = numbers.shape
         if part is self.k or part is self.k_low:  # [group of 16 slots][word of the head][slot][number of the word]
-            found = found.view(heads, -1, size // LANES, dim // depth, LANES, depth).transpose(3, 4)
+            numbers = numbers.view(heads, -1, size // LANES, dim // depth, LANES, depth).transpose(3, 4)
         else:  # [group of slots][dimension][slot]
-            found = found.view(heads, -1, size // depth, dim, depth).transpose(3, 4)
-        return found.reshape(heads, len(rows), -1, dim)
+            numbers = numbers.view(heads, -1, size // depth, dim, depth).transpose(3, 4)
+        return numbers.reshape(heads, len(rows), -1, dim)
 
     def copy_slots(
         self, source: KVCache, source_row: int, slots: Int[np.ndarray, "l h n"], row: int, target: int

@@ -222,8 +222,8 @@ def check_tensor(tensor: Tensor, dtype: torch.dtype, name: str, *shape: int) -> 
         ValueError: one of them is not as expected.
     """
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-        found = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
-        raise ValueError(f"{name} must be contiguous {dtype} {shape}, found {found}")
+        actual = f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        raise ValueError(f"{name} must be contiguous {dtype} {shape}, found {actual}")
 
 
 def check_k(count: int, most: int) -> None:

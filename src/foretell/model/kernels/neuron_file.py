@@ -69,9 +69,9 @@ class NeuronFile:
         self.row_words = row_words(hidden, floats)
         self.descriptor = os.open(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self.descriptor)
-        expected, found = layers * self.layer_bytes, os.fstat(self.descriptor).st_size
-        if found != expected:
-            raise ValueError(f"{path}: damaged: {layers} layers of neurons take {expected:,} bytes, found {found:,}")
+        expected, size = layers * self.layer_bytes, os.fstat(self.descriptor).st_size
+        if size != expected:
+            raise ValueError(f"{path}: damaged: {layers} layers of neurons take {expected:,} bytes, found {size:,}")
         self._map = mmap.mmap(self.descriptor, expected, access=mmap.ACCESS_READ)
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_RANDOM)

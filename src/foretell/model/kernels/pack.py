@@ -107,12 +107,12 @@ def plan_rows(parts: Sequence[Matrix], precision: Precision) -> list[Panels]:
     stored = [_stored(part) for part in parts]
     if precision == "int8" or not all(m.quantized for m in stored) or any(m.outputs % PANEL for m in stored[:-1]):
         return [_float_panels(parts, np.arange(sum(m.outputs for m in stored)), precision)]
-    found = []
+    panels = []
     for kind, same in groupby(stored, key=lambda m: m.kind):
         run = tuple(same)
         rows = sum(m.outputs for m in run)
-        found.append(Panels(run, _pad(np.arange(rows), PANEL), rows, kind, precision))
-    return found
+        panels.append(Panels(run, _pad(np.arange(rows), PANEL), rows, kind, precision))
+    return panels
 
 
 def plan_gate_up(gate: Matrix, up: Matrix, precision: Precision) -> Panels:

@@ -25,8 +25,8 @@ def source_hash(sources: Path) -> str:
 
 def packaged_kernels(name: str, sources: Path) -> Path | None:
     """The packaged library of an instruction set; None: there is none, or it was made from other sources."""
-    path, found = DIRECTORY / f"kernels-{name}.so", DIRECTORY / HASH_FILE
-    if not path.exists() or not found.exists() or found.read_text() != source_hash(sources):
+    path, hash_file = DIRECTORY / f"kernels-{name}.so", DIRECTORY / HASH_FILE
+    if not path.exists() or not hash_file.exists() or hash_file.read_text() != source_hash(sources):
         return None
     return path
 

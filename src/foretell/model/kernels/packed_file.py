@@ -114,8 +114,8 @@ def _describe(thing: structures.Memory, part: PackedPart) -> Mapping[str, object
     links = []
     for offset in _pointers(type(thing)):
         value = ctypes.c_void_p.from_address(ctypes.addressof(thing) + offset).value
-        found = (i for i, (start, size) in enumerate(objects) if value and start <= value < start + size)
-        target = next(found, None)
+        targets = (i for i, (start, size) in enumerate(objects) if value and start <= value < start + size)
+        target = next(targets, None)
         if target is not None and value is not None:
             links.append((offset, target, value - objects[target][0]))
     kind, count = (type(thing[0]), len(thing)) if isinstance(thing, ctypes.Array) else (type(thing), 0)
@@ -165,8 +165,8 @@ class PackedReader:
         raw = os.pread(self._file, size, offset)
         if hashlib.sha256(raw).digest() != digest:
             raise ValueError("the header's checksum differs")
-        found: dict[str, Any] = json.loads(raw)
-        return found
+        header: dict[str, Any] = json.loads(raw)
+        return header
 
     def __len__(self) -> int:
         """Number of parts."""

@@ -112,11 +112,11 @@ class SparseBlocks:
         if rule.unit > 1:
             chosen.append(self._choice(rule, rule.unit, self.counts.numbers[i]))
             struct.neurons = ctypes.addressof(chosen[-1].structs[0])
-            found = PackedBlock((struct, *dense.structs[1:]), dense.tensors)
+            block = PackedBlock((struct, *dense.structs[1:]), dense.tensors)
         else:
-            found = self._with_rows(i, dense, struct, rule)
+            block = self._with_rows(i, dense, struct, rule)
         structs = [struct for part in chosen for struct in part.structs]
-        return PackedBlock((*found.structs, *structs), (*found.tensors, *(t for part in chosen for t in part.tensors)))
+        return PackedBlock((*block.structs, *structs), (*block.tensors, *(t for part in chosen for t in part.tensors)))
 
     def _choice(self, rule: Predictor, unit: int, counts: Tensor) -> PackedPart:
         """A predictor of units that are read as they are packed."""

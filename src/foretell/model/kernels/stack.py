@@ -184,7 +184,7 @@ class NativeStack:
         out[-1] = x
         if attention_input is not None:
             check_tensor(attention_input, torch.float32, "attention_input", x.shape[0], self.layers[first].qkv.inputs)
-        found = None if routes is None else self.new_routes(last - first, x.shape[0])
+        route_buffer = None if routes is None else self.new_routes(last - first, x.shape[0])
         for begin, end in self._segments(first, last):
             recorded = [i for i in hidden_layers if begin <= i < end]
             states = out[sum(i < begin for i in hidden_layers) :]
@@ -202,12 +202,12 @@ class NativeStack:
                 (c_int32 * len(recorded))(*recorded),
                 len(recorded),
                 states.data_ptr(),
-                None if found is None else found[begin - first :].data_ptr(),
+                None if route_buffer is None else route_buffer[begin - first :].data_ptr(),
                 torch.get_num_threads(),
             )
             self.check_result(invalid, layout, part[1])
-        if found is not None and routes is not None:
-            routes += routes_of_layers(found)
+        if route_buffer is not None and routes is not None:
+            routes += routes_of_layers(route_buffer)
         return out.unbind()
 
     def new_routes(self, layers: int, tokens: int) -> Tensor | None:

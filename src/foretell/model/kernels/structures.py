@@ -54,16 +54,16 @@ _STRUCTURES = dict(re.findall(r"\bstruct (\w+) \{(.*?)\n\};", _declarations("int
 
 def _fields(structure: str) -> list[tuple[str, Argument]]:
     """Names and types of the fields of a structure; all pointers are addresses."""
-    found = list[tuple[str, Argument]]()
+    fields = list[tuple[str, Argument]]()
     for declaration in filter(None, map(str.strip, _STRUCTURES[structure].split(";"))):
         function = re.search(r"\(\*(\w+)\)", declaration)
         if function is not None:
-            found.append((function[1], c_void_p))
+            fields.append((function[1], c_void_p))
             continue
         kind, names = re.fullmatch(r"(\w+)(.*)", declaration, re.DOTALL).groups()  # type: ignore[union-attr]
         for name in names.split(","):
-            found.append((name.strip(" *\n"), c_void_p if "*" in name else _NUMBERS.get(kind) or globals()[kind]))
-    return found
+            fields.append((name.strip(" *\n"), c_void_p if "*" in name else _NUMBERS.get(kind) or globals()[kind]))
+    return fields
 
 
 class NeuronPlaces(ctypes.Structure):

@@ -105,8 +105,8 @@ class LayerParts:
             skipped = begin % PAGE
             pages = file.read(begin - skipped, -(-(skipped + size) // PAGE) * PAGE)
             tensors[i] = pages[skipped : skipped + size].clone()
-        found = restore_tensors(self.part, tensors)
-        return PackedBlock(found.structs, found.tensors)
+        block = restore_tensors(self.part, tensors)
+        return PackedBlock(block.structs, block.tensors)
 
     def bytes_of(self, expert: int, gate_up: Any, down: Any) -> ExpertBytes:
         """An expert in the file, and the pointers to it; `gate_up`, `down`: arrays of `Weight`."""
@@ -281,13 +281,13 @@ class ExpertOffload:
         """Let the experts of blocks be read through a cache."""
         stack, config, layers = decoder.stack, self._config, [block.struct for block in blocks]
         structs = [structures.Experts.from_address(layer.experts) for layer in layers]
-        found = list[list[ExpertBytes]]()
+        expert_bytes = list[list[ExpertBytes]]()
         for parts, experts in zip(self._layers, structs, strict=True):
             array = structures.Weight * experts.count
             gate_up, down = array.from_address(experts.gate_up), array.from_address(experts.down)
-            found.append([parts.bytes_of(e, gate_up, down) for e in range(experts.count)])
+            expert_bytes.append([parts.bytes_of(e, gate_up, down) for e in range(experts.count)])
         predict = RouterForecast(layers, config.hidden, config.norm_eps, stack.kernels)
-        cache = ExpertCache(found, file.read, predict, config.hidden, slots)
+        cache = ExpertCache(expert_bytes, file.read, predict, config.hidden, slots)
         for i, experts in enumerate(structs):
             experts.load, experts.layer = cache.address, i
         stack.expert_cache = cache

@@ -73,9 +73,9 @@ class VisionLanguage:
         places = (seen[0] != self.model.get_input_embeddings()(tokens)).any(-1)[0]
         if not places.any():
             raise ValueError("the prompt names no place for an image: leave out --raw, or write the image token")
-        found = ImagePrompt(tuple(tokens[0].tolist()), seen[0][0], places.cpu().numpy())
-        self._check(found, logits)
-        return found
+        prompt = ImagePrompt(tuple(tokens[0].tolist()), seen[0][0], places.cpu().numpy())
+        self._check(prompt, logits)
+        return prompt
 
     def _check(self, prompt: ImagePrompt, logits: Float[torch.Tensor, " v"]) -> None:
         """Compare our reading of the prompt with the model's own."""

@@ -9,15 +9,15 @@ _OTHER_BYTES = 512 << 20
 
 def available_memory() -> int | None:
     """Bytes that this process may still allocate, by the system and its control group; None: unknown."""
-    found = []
+    available = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+        available.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        found.append(limit - used)
-    return min(found, default=None)
+        available.append(limit - used)
+    return min(available, default=None)
 
 
 def check_memory(reference: str, dtype: str, needed: int) -> None:

@@ -97,12 +97,12 @@ def build_streamed_network(
             by_expert = build_expert_network(config, weights, precision, limit, kept)
         if isinstance(by_expert, NativeDecoder):
             return by_expert
-        found = native_blocks(config, weights, precision, limit, kept)
-        count, fixed = config.layers + found.head_pieces, weight_bytes(found.outer)
-        if isinstance(by_expert, int) and found.sizes is not None and by_expert < fixed + max(found.sizes):
+        streamed = native_blocks(config, weights, precision, limit, kept)
+        count, fixed = config.layers + streamed.head_pieces, weight_bytes(streamed.outer)
+        if isinstance(by_expert, int) and streamed.sizes is not None and by_expert < fixed + max(streamed.sizes):
             refuse_small_limit(limit, "what all tokens need and one expert", by_expert)
-        store = BlockStore(count, found.fetch, weights.release_pages, limit, fixed, found.sizes)
-        return OffloadedDecoder(found.outer, store, found.head_pieces)
+        store = BlockStore(count, streamed.fetch, weights.release_pages, limit, fixed, streamed.sizes)
+        return OffloadedDecoder(streamed.outer, store, streamed.head_pieces)
     shell = build_without_blocks(config, weights, weight_dtype(precision), device)
 
     def fetch_block(i: int) -> DecoderBlock:

@@ -43,9 +43,9 @@ def cache_limit(folder: Path) -> int:
     Raises:
         ValueError: the variable is no size.
     """
-    wish = os.environ.get("FORETELL_CACHE_LIMIT", "").strip()
-    if wish:
-        return _parse_size(wish)
+    limit = os.environ.get("FORETELL_CACHE_LIMIT", "").strip()
+    if limit:
+        return _parse_size(limit)
     return min(_LARGEST, int(_LARGEST_SHARE * shutil.disk_usage(_existing(folder)).total))
 
 
@@ -85,7 +85,7 @@ class CacheEntry:
 
 def cache_entries() -> list[CacheEntry]:
     """What the cache holds, the last used first."""
-    found = []
+    entries = []
     for path in filter(lambda p: _NAME.fullmatch(p.name), cache_folder().glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError):
             stat = path.stat()
@@ -94,18 +94,18 @@ def cache_entries() -> list[CacheEntry]:
                     model, dtype = str(reader.header.get("model", "")), str(reader.header.get("dtype", ""))
             except PackedFileError:
                 model, dtype = "(damaged)", ""
-            found.append(CacheEntry(path, model, dtype, stat.st_size, stat.st_mtime))
-    return sorted(found, key=lambda entry: -entry.used)
+            entries.append(CacheEntry(path, model, dtype, stat.st_size, stat.st_mtime))
+    return sorted(entries, key=lambda entry: -entry.used)
 
 
 def kernel_entries() -> list[CacheEntry]:
     """The kernels that were compiled on this machine, the last used first."""
-    found = []
+    entries = []
     for path in build.kernel_files():
         with contextlib.suppress(OSError):
             stat = path.stat()
-            found.append(CacheEntry(path, "", KERNELS, stat.st_size, stat.st_mtime))
-    return sorted(found, key=lambda entry: -entry.used)
+            entries.append(CacheEntry(path, "", KERNELS, stat.st_size, stat.st_mtime))
+    return sorted(entries, key=lambda entry: -entry.used)
 
 
 def remove_entries(entries: Iterable[CacheEntry]) -> int:

@@ -110,11 +110,11 @@ def build_placed_network(
         weights.release_pages()
         return packable_block(config, i, weights, precision)
 
-    found = place_network(outer, block_weights, sparse, profile, limit)
+    placed = place_network(outer, block_weights, sparse, profile, limit)
     weights.release_pages()
-    hot = sum(found.placement.hot) / profile.counts.numel()
-    found.network.sparsity = (
-        f"{sparse.file.label}; {hot:.1%} of the neurons in memory, which are {found.placement.share:.1%} of those that "
-        "tokens of the profile choose"
+    hot = sum(placed.placement.hot) / profile.counts.numel()
+    placed.network.sparsity = (
+        f"{sparse.file.label}; {hot:.1%} of the neurons in memory, which are {placed.placement.share:.1%} of those "
+        "that tokens of the profile choose"
     )
-    return found
+    return placed

@@ -71,10 +71,10 @@ def _matches(module: str, targets: tuple[str, ...]) -> bool:
 
 def quantization_method(raw: Mapping[str, Any]) -> str | None:
     """The quantisation method named in a `config.json`; None: there is none."""
-    found = _section(raw)
-    if found is None:
+    section = _section(raw)
+    if section is None:
         return None
-    key, value = found
+    key, value = section
     values = value if isinstance(value, Mapping) else {}
     method = values.get("quant_method") or values.get("format") or values.get("quant_algo")
     return str(method or ("MLX" if "bits" in values else key))
@@ -108,10 +108,10 @@ def parse_quantization(raw: Mapping[str, Any], source: str) -> Quantization | No
     Raises:
         ValueError: a method, format or number of bits that is not supported, or a value of a wrong type.
     """
-    found, method = _section(raw), quantization_method(raw)
-    if found is None or method is None:
+    section, method = _section(raw), quantization_method(raw)
+    if section is None or method is None:
         return None
-    key, value = found
+    key, value = section
     if method not in _METHODS or not isinstance(value, Mapping):
         raise _unsupported(source, method)
     return _METHODS[method](Fields(value, source, f"{key}."))
@@ -128,10 +128,10 @@ def _one_of(read: Fields, name: str, value: Any, known: tuple[Any, ...]) -> None
 
 def _group(read: Fields, name: str = "group_size") -> int:
     """Inputs per scale; the file's -1 and null become 0."""
-    found = int(read.number(name, default=-1))
-    if found != -1 and found < 1:
-        raise read.wrong(name, "-1 or at least 1", found)
-    return max(found, 0)
+    size = int(read.number(name, default=-1))
+    if size != -1 and size < 1:
+        raise read.wrong(name, "-1 or at least 1", size)
+    return max(size, 0)
 
 
 def _gptq(read: Fields) -> Quantization:
@@ -214,12 +214,12 @@ def _compressed_group(group: Fields, stored: str) -> tuple[tuple[str, ...], Sche
 
 def _block_structure(weights: Fields) -> tuple[int, int]:
     """Outputs and inputs per scale: two integers, or a text as 128x128."""
-    found = weights.raw.get("block_structure")
-    if isinstance(found, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", found):
-        found = [int(part) for part in found.split("x")]
-    block = Fields({"block_structure": found}, weights.source).integers("block_structure")
+    structure = weights.raw.get("block_structure")
+    if isinstance(structure, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", structure):
+        structure = [int(part) for part in structure.split("x")]
+    block = Fields({"block_structure": structure}, weights.source).integers("block_structure")
     if len(block) != 2 or min(block) < 1:
-        raise weights.wrong("block_structure", "two integers of at least 1", found)
+        raise weights.wrong("block_structure", "two integers of at least 1", structure)
     return block[0], block[1]
 
 

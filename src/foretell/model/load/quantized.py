@@ -26,15 +26,15 @@ class QuantizedWeights(Weights):
 
     def __init__(self, path: Path, quantization: Quantization) -> None:
         self.source, self._quantization = str(path), quantization
-        found: dict[str, tuple[Path, str]] = {}
+        tensors: dict[str, tuple[Path, str]] = {}
 
         def note(file: Path, name: str, dtype: str) -> None:
-            found[name] = (file, dtype)
+            tensors[name] = (file, dtype)
 
         self._inner = SafetensorsWeights(path, note)
         self.files = [*self._inner.files, path / "config.json"]
         self._modules: dict[str, tuple[QuantizedFormat, Scheme]] = {}
-        for name, (file, dtype) in found.items():
+        for name, (file, dtype) in tensors.items():
             self._find_module(file, name, dtype)
         if not self._modules:
             raise ValueError(
@@ -42,7 +42,7 @@ class QuantizedWeights(Weights):
                 "its tensors is; download it again"
             )
         for module, (form, _) in self._modules.items():
-            self._check_module(module, form, {name: dtype for name, (_, dtype) in found.items()})
+            self._check_module(module, form, {name: dtype for name, (_, dtype) in tensors.items()})
         self.widened: dict[str, str] = {}
         """Why matrices were widened, by name; `matrix` adds to it."""
 
@@ -91,8 +91,8 @@ class QuantizedWeights(Weights):
         Experts in MXFP4 have the shape that they have unquantised: experts, inputs, outputs.
         """
         if name.endswith(_WEIGHT):
-            found = self._read(name)
-            return self._inner.get(name) if found is None else found.widen()
+            quantized = self._read(name)
+            return self._inner.get(name) if quantized is None else quantized.widen()
         packed = self._read(name) if self._quantization.method == "mxfp4" else None
         if packed is None:
             return self._inner.get(name)
@@ -105,13 +105,13 @@ class QuantizedWeights(Weights):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        found = self._read(name)
-        if found is None:
+        quantized = self._read(name)
+        if quantized is None:
             return self._inner.matrix(name, outputs, inputs)
-        stored = found.stored()
+        stored = quantized.stored()
         if isinstance(stored, str):
             self.widened[name] = stored
-            stored = _narrowest(found.widen())
+            stored = _narrowest(quantized.widen())
         self._checked(name, torch.empty(stored.shape, device="meta"), (outputs, inputs))
         return replace(stored, release_pages=self.release_pages)
 
@@ -150,8 +150,8 @@ class QuantizedWeights(Weights):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        found: Tensor = self.require("lm_head.weight", vocab, hidden)
-        return found
+        matrix: Tensor = self.require("lm_head.weight", vocab, hidden)
+        return matrix
 
     def release_pages(self) -> None:
         """Return the files' memory pages to the system."""

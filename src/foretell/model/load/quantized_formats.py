@@ -34,17 +34,17 @@ class QuantizedModule:
         Raises:
             ValueError: it is missing.
         """
-        found = self.find(suffix)
-        if found is None:
+        tensor = self.find(suffix)
+        if tensor is None:
             raise ValueError(f"{self._inner.source}: the checkpoint has no {self.name}{suffix}; is it complete?")
-        return found
+        return tensor
 
     def shaped(self, suffix: str, *shape: int) -> Tensor:
         """The tensor with this suffix, of this shape."""
-        found = self.require(suffix)
-        if tuple(found.shape) != shape:
-            raise self.wrong(suffix, f"has shape {tuple(found.shape)}, its other tensors ask for {shape}")
-        return found
+        tensor = self.require(suffix)
+        if tuple(tensor.shape) != shape:
+            raise self.wrong(suffix, f"has shape {tuple(tensor.shape)}, its other tensors ask for {shape}")
+        return tensor
 
     def wrong(self, suffix: str, reason: str) -> ValueError:
         """An error that names a tensor of the module."""

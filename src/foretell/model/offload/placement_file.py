@@ -79,24 +79,24 @@ def read_placement(
             f"{folder}: a limit of memory was asked for, and it is not known which neurons this model needs most; "
             f"{_HINT}"
         )
-    found = validate(PlacementFile, read_json(path, _HINT), str(path))
-    expected, sizes = (config.layers, config.ffn, config.hidden), (found.layers, found.neurons, found.hidden)
-    if sizes != expected or found.thresholds != thresholds:
+    file = validate(PlacementFile, read_json(path, _HINT), str(path))
+    expected, sizes = (config.layers, config.ffn, config.hidden), (file.layers, file.neurons, file.hidden)
+    if sizes != expected or file.thresholds != thresholds:
         raise ValueError(f"{path}: this profile is of another model or of other thresholds; {_HINT}")
-    if found.floats != floats(precision):
+    if file.floats != floats(precision):
         raise ValueError(
-            f"{path}: its neurons are in {found.floats}, and {precision} was asked for, which needs "
+            f"{path}: its neurons are in {file.floats}, and {precision} was asked for, which needs "
             f"{floats(precision)}; {_HINT} and --dtype {precision}"
         )
-    neurons = _open(folder / NEURONS, found)
+    neurons = _open(folder / NEURONS, file)
     try:
         with safe_open(folder / COUNTS, "pt") as tensors:
             counts = tensors.get_tensor("counts")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder / COUNTS}: the counts cannot be read ({error}); {_HINT}") from error
-    if counts.shape != (found.layers, found.neurons):
-        raise ValueError(f"{folder / COUNTS}: damaged: it does not count the neurons of {found.layers} layers; {_HINT}")
-    return NeuronProfile(found, counts, neurons)
+    if counts.shape != (file.layers, file.neurons):
+        raise ValueError(f"{folder / COUNTS}: damaged: it does not count the neurons of {file.layers} layers; {_HINT}")
+    return NeuronProfile(file, counts, neurons)
 
 
 def _open(path: Path, file: PlacementFile) -> NeuronFile:

@@ -28,7 +28,7 @@ _THRESHOLDS = {"cats": 1, "teal": 4, "deja_vu": 1}
 """Thresholds of a layer."""
 
 
-class SparsityPrice(BaseModel):
+class SparsityLoss(BaseModel):
     """The sparse model beside the dense one, on text that was held back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,7 +46,7 @@ class SparsityPrice(BaseModel):
 class SparsityFile(BaseModel):
     """What `sparsity.json` holds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     kind: Literal["foretell sparsity"] = "foretell sparsity"
     method: SparsityMethod
@@ -65,7 +65,8 @@ class SparsityFile(BaseModel):
     """Where the calibration text comes from."""
     tokens: int = 0
     """Tokens of it."""
-    price: SparsityPrice | None = None
+    loss: SparsityLoss | None = Field(default=None, alias="price")
+    """On text that was held back; the file names it `price`."""
     recall: tuple[float, ...] = ()
     """Per layer the share of the neurons to read that were predicted (`deja_vu`), on text that was held back."""
     recall_ahead: tuple[float, ...] = ()
@@ -90,16 +91,16 @@ class SparsityFile(BaseModel):
     def save(self, folder: Path) -> None:
         """Write the file into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(self.model_dump_json(indent=1) + "\n", "utf-8")
+        (folder / FILE).write_text(self.model_dump_json(indent=1, by_alias=True) + "\n", "utf-8")
 
     @property
     def label(self) -> str:
-        """The method with its price, in a few words."""
+        """The method with its loss, in a few words."""
         heads = f", heads {self.head_sparsity:g}" if self.head_sparsity else ""
         words = f"{self.method} {self.sparsity:g}{heads}"
-        if self.price is None:
+        if self.loss is None:
             return words
-        return f"{words}: KL {self.price.kl:.3f} nats, {self.price.same_top:.1%} equal top tokens on text held back"
+        return f"{words}: KL {self.loss.kl:.3f} nats, {self.loss.same_top:.1%} equal top tokens on text held back"
 
 
 @dataclass(frozen=True)
@@ -127,19 +128,19 @@ def read_sparsity(folder: Path, model: str, config: ModelConfig) -> SparseModel:
     raw = read_json(path, _HINT)
     if raw.get("kind") != SparsityFile.model_fields["kind"].default:
         raise ValueError(f"{path}: not a description of a sparse model; {_HINT}")
-    found = validate(SparsityFile, raw, str(path))
-    if found.layers != config.layers or (model and found.model and found.model != model):
+    file = validate(SparsityFile, raw, str(path))
+    if file.layers != config.layers or (model and file.model and file.model != model):
         raise ValueError(
-            f"{path}: these neurons were chosen for another model ({found.layers} layers, fingerprint {found.model}; "
+            f"{path}: these neurons were chosen for another model ({file.layers} layers, fingerprint {file.model}; "
             f"this one has {config.layers} layers and {model or 'none'}); {_HINT}"
         )
-    expected = _THRESHOLDS.get(found.method)
-    sizes = [1] * len(found.sizes) if expected is None else [len(t) for t in found.thresholds]
-    if sizes != [expected or 1] * found.layers or len(found.head_thresholds) not in (0, found.layers):
-        raise ValueError(f"{path}: damaged: it does not describe each of {found.layers} layers; {_HINT}")
-    rules = _rules(found, directory_of(path))
+    expected = _THRESHOLDS.get(file.method)
+    sizes = [1] * len(file.sizes) if expected is None else [len(t) for t in file.thresholds]
+    if sizes != [expected or 1] * file.layers or len(file.head_thresholds) not in (0, file.layers):
+        raise ValueError(f"{path}: damaged: it does not describe each of {file.layers} layers; {_HINT}")
+    rules = _rules(file, directory_of(path))
     check_sparse(config, rules)
-    return SparseModel(rules, found)
+    return SparseModel(rules, file)
 
 
 def _rules(file: SparsityFile, folder: Path) -> tuple[NeuronRule, ...]:

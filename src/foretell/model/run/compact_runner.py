@@ -39,11 +39,11 @@ def check_compactible(config: ModelConfig) -> None:
             "a part of the cache can be selected where tokens read all of it, and this target's tokens read selected "
             "pages (--kv-cache-policy quest); use another method, or another policy"
         )
-    found = further_state(config) or ("sliding windows" if any(map(config.window_of, range(config.layers))) else "")
-    if found:
+    hindrance = further_state(config) or ("sliding windows" if any(map(config.window_of, range(config.layers))) else "")
+    if hindrance:
         raise ValueError(
             f"a part of the cache can be selected where all layers attend to the whole text, and this model "
-            f"({config.architecture}) has {found}"
+            f"({config.architecture}) has {hindrance}"
         )
 
 
@@ -151,12 +151,12 @@ def select_slots(
     seen = tokens[max(0, len(tokens) - policy.observed) :] if policy.observed else []
     sums = runner.attention_sums.of(row, slots) if policy.accumulates and runner.attention_sums else None
     queries = observe_queries(runner, row, seen, slots) if seen else torch.zeros(c.layers, 0, c.kv_heads, 1, c.head_dim)
-    which, found = torch.tensor([row], device=store.k.device), list[torch.Tensor]()
+    which, selected = torch.tensor([row], device=store.k.device), list[torch.Tensor]()
     for layer in range(c.layers):
         # The keys' numbers do not matter to a policy without queries.
         keys = store.read_keys(layer, which, slots)[0].float() if seen else torch.zeros(c.kv_heads, slots, 0)
-        found.append(policy.select(queries[layer], keys, None if sums is None else sums[layer]))
-    return torch.stack(found).cpu().numpy()
+        selected.append(policy.select(queries[layer], keys, None if sums is None else sums[layer]))
+    return torch.stack(selected).cpu().numpy()
 
 
 class SparseCacheRunner(CompactRunner):

@@ -97,10 +97,10 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         """The pass over a tree, as far as others have run it."""
         if len(begun) == 1 and begun[0].tree is tree and begun[0].rows == tuple(rows) and not begun[0].filled.any():
             return begun[0]
-        found = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
+        resumed = PartialPass(self.network, self.cache, rows, tree, [self._length[row] for row in rows], self._reserve)
         for part in begun:
-            found.adopt(part, scored)
-        return found
+            resumed.adopt(part, scored)
+        return resumed
 
     def _finish(
         self,
@@ -110,12 +110,12 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         hidden_layers: Sequence[int],
     ) -> ModelOutput:
         """Run the layers that are left."""
-        found = begun.advance(active & ~begun.filled, begun.layers)
+        advanced = begun.advance(active & ~begun.filled, begun.layers)
         scored = active if scored is None else scored
-        states = {begun.layers: found.states}
+        states = {begun.layers: advanced.states}
         if begun.layers + 1 in hidden_layers:
-            states[begun.layers + 1] = self.network.final_norm(found.states)
-        return self._output(states, found.index, active & ~begun.filled, scored, hidden_layers, begun.expert_counts)
+            states[begun.layers + 1] = self.network.final_norm(advanced.states)
+        return self._output(states, advanced.index, active & ~begun.filled, scored, hidden_layers, begun.expert_counts)
 
     @torch.inference_mode()
     def grow_dynamic_tree(

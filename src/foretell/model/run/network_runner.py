@@ -58,8 +58,8 @@ class NetworkRunner(Runner, LimitsCache):
         if self.attention_sums is not None:
             layout = self.attention_sums.record(layout, rows, index)
         x = self._embed(tree.token[active], tree.probe_embeddings)
-        states, found = self._hidden_states(x, layout, hidden_layers)
-        routes = tuple(layer.cpu().numpy() for layer in found)
+        states, route_tensors = self._hidden_states(x, layout, hidden_layers)
+        routes = tuple(layer.cpu().numpy() for layer in route_tensors)
         output = self._output(states, index, active, scored, hidden_layers, count_experts(routes))
         return replace(output, routes=routes) if routes else output
 

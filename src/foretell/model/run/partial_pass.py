@@ -28,11 +28,11 @@ def check_spans(config: ModelConfig) -> None:
         ValueError: the model has recurrent states, latent attention, shared keys and values, per-layer inputs, or a
             sliced residual stream.
     """
-    found = _hindrance(config)
-    if found:
+    hindrance = _hindrance(config)
+    if hindrance:
         raise ValueError(
             f"early exit needs layers with keys and values of their own in one basis, and this model "
-            f"({config.architecture}) has {found}; use another method"
+            f"({config.architecture}) has {hindrance}; use another method"
         )
 
 

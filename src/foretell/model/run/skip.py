@@ -90,13 +90,13 @@ class SkipFile:
         raw = read_json(path, "make one with `foretell tune skip`")
         if raw.get("kind") != _KIND:
             raise ValueError(f"{path}: not a skip set; make one with `foretell tune skip`")
-        found = _parse(raw, path)
-        if found.layers != layers or (model and found.model != model):
+        file = _parse(raw, path)
+        if file.layers != layers or (model and file.model != model):
             raise ValueError(
-                f"{path}: this skip set was tuned on another model ({found.layers} layers, fingerprint {found.model}; "
+                f"{path}: this skip set was tuned on another model ({file.layers} layers, fingerprint {file.model}; "
                 f"this one has {layers} layers and {model or 'none'}); run `foretell tune skip` for this model"
             )
-        return found
+        return file
 
 
 def _parse(raw: dict[str, Any], path: Path) -> SkipFile:
@@ -104,14 +104,14 @@ def _parse(raw: dict[str, Any], path: Path) -> SkipFile:
     trials = tuple(
         SkipTrial(t.integers("attention"), t.integers("mlp"), t.number("value")) for t in read.objects("trials")
     )
-    found = SkipFile(
+    file = SkipFile(
         read.text("model"), read.integer("layers", least=1), read.text("objective"), read.text("workload"), trials
     )
-    if any(not 0 <= i < found.layers for t in trials for i in (*t.attention, *t.mlp)):
+    if any(not 0 <= i < file.layers for t in trials for i in (*t.attention, *t.mlp)):
         raise ValueError(
-            f"{path}: damaged skip set: it names a layer outside 0..{found.layers - 1}; delete it and tune again"
+            f"{path}: damaged skip set: it names a layer outside 0..{file.layers - 1}; delete it and tune again"
         )
-    return found
+    return file
 
 
 def read_skip(path: Path, model: str, layers: int) -> SkipSet:
@@ -120,7 +120,7 @@ def read_skip(path: Path, model: str, layers: int) -> SkipSet:
     Raises:
         ValueError: the file is not a skip set of this model, or holds no trial yet.
     """
-    found = SkipFile.read(path, model, layers)
-    if not found.trials:
+    file = SkipFile.read(path, model, layers)
+    if not file.trials:
         raise ValueError(f"{path}: the search was stopped before its first trial; run `foretell tune skip` again")
-    return found.best.skip_set
+    return file.best.skip_set

@@ -71,7 +71,7 @@ class AnswerFormat(ABC):
     ) -> dict[str, Any]:
         """The whole answer as one object; `pieces`: one per choice."""
 
-    def progress(self, found: Mapping[str, Any]) -> bytes:
+    def progress(self, counts: Mapping[str, Any]) -> bytes:
         """An event about the prompt, before the first token; only some APIs have one."""
         return b""
 

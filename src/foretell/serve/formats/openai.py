@@ -39,9 +39,9 @@ class OpenAIFormat(AnswerFormat):
                 own |= timings_so_far(self._choices)
             yield self._chunk([delta], usage, own)
 
-    def progress(self, found: Mapping[str, Any]) -> bytes:
+    def progress(self, counts: Mapping[str, Any]) -> bytes:
         """A chunk without choices."""
-        return self._chunk([], None, {"prompt_progress": found})
+        return self._chunk([], None, {"prompt_progress": counts})
 
     def end(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> Iterator[bytes]:
         """The chunk with the usage, if it is wanted, and the end."""

@@ -34,11 +34,11 @@ def text_of(parts: list[Part]) -> str:
 
 def calls_of(parts: list[Part]) -> list[CallPart]:
     """The calls of some parts, each as one."""
-    found = dict[int, CallPart]()
+    calls = dict[int, CallPart]()
     for part in parts:
         if isinstance(part, CallPart):
-            first = found.get(part.index)
-            found[part.index] = (
+            first = calls.get(part.index)
+            calls[part.index] = (
                 part if first is None else CallPart(part.index, first.arguments + part.arguments, first.id, first.name)
             )
-    return list(found.values())
+    return list(calls.values())

@@ -47,8 +47,8 @@ class FastHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All series."""
-        found = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
+        family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
         for values, series in self._series.items():
             buckets = list(zip(self._shown, accumulate(series.counts), strict=True))
-            found.add_metric(values, buckets, series.sum)
-        yield found
+            family.add_metric(values, buckets, series.sum)
+        yield family

@@ -114,7 +114,7 @@ class RequestMetrics:
         """
 
         def of(read: Callable[[Engine], float]) -> Callable[[], float]:
-            return lambda: 0.0 if (found := engine()) is None else read(found)
+            return lambda: 0.0 if (current := engine()) is None else read(current)
 
         running = of(lambda e: e.load[0])
         shared, own = self._tables.shared, self._tables.own

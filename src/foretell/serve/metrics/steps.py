@@ -117,10 +117,10 @@ class StepMetrics:
         statistics = engine.switch if engine.controller is None else engine.controller.statistics
         if statistics is None:
             return
-        found = statistics.switched_on, statistics.switched_off
-        if found == self._switches_seen:
+        switches = statistics.switched_on, statistics.switched_off
+        if switches == self._switches_seen:
             return
-        for to, now, before in zip(("on", "off"), found, self._switches_seen, strict=True):
+        for to, now, before in zip(("on", "off"), switches, self._switches_seen, strict=True):
             # What switches in a new engine begins at 0.
             self._switched.labels(*self._labels, to).inc(now - before if now >= before else now)
-        self._switches_seen = found
+        self._switches_seen = switches

@@ -66,14 +66,14 @@ def _token_ids(value: Any) -> list[int]:
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ValueError(f"an object of biases by token id was expected, found {show(value)}")
-    found = {}
+    biases = {}
     for token, bias in value.items():
         if not str(token).isascii() or not str(token).isdecimal() or len(str(token)) > len(str(2**31)):
             raise ValueError(f"{show(token)} is no token id")
         if type(bias) not in (int, float) or not -BIAS_LIMIT <= bias <= BIAS_LIMIT:
             raise ValueError(f"the bias of token {token} must lie between -100 and 100, found {show(bias)}")
-        found[int(token)] = float(bias)
-    return found
+        biases[int(token)] = float(bias)
+    return biases
 
 
 def _prompt(value: Any) -> list[str] | list[list[int]]:

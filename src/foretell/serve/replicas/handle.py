@@ -101,10 +101,10 @@ class RayReplicas:
     async def metrics(self) -> Sequence[tuple[int, bytes]]:
         """See `Replicas.metrics`; a replica that dies meanwhile is left out."""
         try:
-            found = await self._connected.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS)
+            replies = await self._connected.broadcast("metrics").results_async(timeout_s=METRICS_SECONDS)
         except (*LOST_ERRORS, TimeoutError):
             return []
-        return sorted(found)
+        return sorted(replies)
 
     @property
     def _connected(self) -> DeploymentHandle:

@@ -67,5 +67,5 @@ class LocalCluster:
         status = serve.status().applications.get(self.application)
         deployment = None if status is None else status.deployments.get(NAME)
         lines = (str(error) if deployment is None else deployment.message).splitlines()
-        found = next((line for line in reversed(lines) if FAILURE in line), "")
-        return found.partition(FAILURE)[2] or "the replicas could not be started: " + next(iter(lines), str(error))
+        failure = next((line for line in reversed(lines) if FAILURE in line), "")
+        return failure.partition(FAILURE)[2] or "the replicas could not be started: " + next(iter(lines), str(error))

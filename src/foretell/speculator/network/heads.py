@@ -47,8 +47,8 @@ class HeadsNetwork(Speculator):
     @property
     def paths(self) -> tuple[RankPath, ...]:
         """Rank paths, the highest acceptance rate first; empty before training."""
-        found = (tuple(r for r in path if r >= 0) for path in self.tree.tolist())
-        return tuple(path for path in found if path)
+        rank_paths = (tuple(r for r in path if r >= 0) for path in self.tree.tolist())
+        return tuple(path for path in rank_paths if path)
 
     def set_tree(self, paths: Sequence[RankPath], chances: Sequence[float]) -> None:
         """Store the paths of the highest acceptance rates, every path after its prefixes, and their rates."""

@@ -127,7 +127,7 @@ def calibrate(
         disagreement=settings.disagreement,
         confidence=settings.confidence,
         answers=len(tested),
-        found=float(test_losses.mean()),
+        mean_loss=float(test_losses.mean()),
         depth=mean_depth(tested, layers, exits, rule),
     )
     check = [_loss(a, layers, exits, rule, settings) for a in checked]
