@@ -91,5 +91,6 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     values = {"target": CARD, "model": TINY, "mask_token": VOCAB}
     with pytest.raises(ValueError, match=f"mask_token {VOCAB} is not among the target's {VOCAB} tokens"):
         PardConfig.model_validate(values)
-    with pytest.raises(ValueError, match="PARD is not supported for targets with sliding windows"):
-        PardConfig.model_validate(values | {"mask_token": 1, "model": replace(TINY, window=4, window_layers=(0,))})
+    with pytest.raises(ValueError, match="PARD is not supported for targets with windows that begin at"):
+        windows = replace(TINY, window=4, window_layers=(0,), chunked=True)
+        PardConfig.model_validate(values | {"mask_token": 1, "model": windows})
