@@ -5,6 +5,7 @@ kernels grow the same trees.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from helpers import (
     unchecked,
 )
 
+HEADS: dict[str, dict[str, Any]]
 HEADS = {"plain": {}, "markov": {"markov_rank": 3}, "all": {"markov_rank": 3, "confidence": True, "fc_norm": True}}
 HEADS |= {"convolution": {"markov_rank": 3, "convolution": True}}
 HEADS |= {

@@ -208,10 +208,11 @@ def test_dspark_as_specforge_writes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["is_causal", "causal"])
 def test_causal_blocks_in_layers_without_a_window_are_refused(key: str, tmp_path: Path) -> None:
     """A flag for all layers, of which one has a window."""
-    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+    types: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    types |= {"use_sliding_window": True}
     assert load(put(tmp_path / "without", *dflash(**types))).config.window_causal
     with pytest.raises(ValueError, match=f"{key} should be False"):
-        load(put(tmp_path / "with", *dflash(**types, **{key: True})))
+        load(put(tmp_path / "with", *dflash(**(types | {key: True}))))
 
 
 def test_an_unknown_key_is_named(tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ def test_specforge_calls_plain_eagle3_a_normed_output(tmp_path: Path) -> None:
     plain = guesses(load(put(tmp_path / "plain", config, tensors)))
     of_specforge = guesses(load(put(tmp_path / "flag", config | {"norm_output": True}, tensors)))
     assert all(torch.equal(one, other) for one, other in zip(plain, of_specforge, strict=True))
-    for i, other in enumerate(({"norm_before_residual": False}, {"architectures": ["LlamaEagle3DraftModel"]})):
+    others: tuple[dict[str, Any], ...] = {"norm_before_residual": False}, {"architectures": ["LlamaEagle3DraftModel"]}
+    for i, other in enumerate(others):
         network = load(put(tmp_path / str(i), config | {"norm_output": True} | other, tensors))
         assert network.config.norm_output, "as vLLM and other trainers say it"
 

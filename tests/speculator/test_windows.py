@@ -17,6 +17,7 @@ from test_export import VERIFIER
 from foretell.draft.cached_states import layout_of
 from foretell.model import kernels as native
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.speculator.checkpoint import save
 from foretell.speculator.export import export
 from foretell.speculator.load import load_speculator
 from foretell.speculator.network.base import Speculator, TargetInfo
@@ -131,7 +132,8 @@ def plain_eagle3(t: Tensors, types: Sequence[str], embedded: torch.Tensor, featu
         at = f"layers.{i}"
         y = norm(x, t[f"{at}.input_layernorm.weight"]) if i else y
         sees = (distance >= 0) & (distance < (WINDOW if kind == "sliding_attention" else len(position)))
-        x = feed_forward(x + attend(*project(y, t, at, position), sees, t, at), t, at)
+        q, k, v = project(y, t, at, position)
+        x = feed_forward(x + attend(q, k, v, sees, t, at), t, at)
     return x
 
 
@@ -187,7 +189,8 @@ def block_logits(network: DFlash) -> torch.Tensor:
     every, slots = np.arange(n), np.arange(n, n + SIZE)
     network.read_target_states(STATES, every, layout_of(np.zeros(n), every, every, every + 1), cache)
     layout = layout_of(np.zeros(SIZE), slots, slots, np.full(SIZE, n + SIZE))
-    return network.compute_logits(network.draft_block(torch.tensor(TEXT[-1:]), layout, cache)[0])
+    logits: torch.Tensor = network.compute_logits(network.draft_block(torch.tensor(TEXT[-1:]), layout, cache)[0])
+    return logits
 
 
 def plain_dflash(t: Tensors, types: Sequence[str], causal: bool, from_anchor: bool) -> torch.Tensor:
@@ -239,7 +242,8 @@ def p_eagle_logits(network: PEagle) -> torch.Tensor:
     every = np.arange(n + masks)
     layout, order = layout_of(np.zeros(n + masks), every, every, every + 1), torch.arange(n + masks)
     out = network.draft(torch.tensor(TEXT[1:]), torch.cat(STATES, -1)[:-1], 1, order, layout, cache)
-    return network.compute_logits(network.head_input(out[n - 1 :]))
+    logits: torch.Tensor = network.compute_logits(network.head_input(out[n - 1 :]))
+    return logits
 
 
 @with_kernels
@@ -255,7 +259,7 @@ def test_p_eagle_drafts_beyond_its_window(tmp_path: Path, types: list[str], kern
     torch.testing.assert_close(p_eagle_logits(network), wanted, atol=1e-4, rtol=1e-4)
 
 
-def unrolled(network: Any) -> torch.Tensor:
+def unrolled(network: Any) -> Any:
     """The forward pass of training: logits of steps, of a rollout, or of a block."""
     token, states = torch.tensor([TEXT]), [s[None] for s in STATES]
     last, every = torch.arange(len(TEXT) - 1)[None] == len(TEXT) - 2, torch.ones(1, 1, dtype=torch.bool)
@@ -301,6 +305,8 @@ def test_what_is_exported_keeps_the_window(tmp_path: Path, kind: str, format_nam
     apart = {"target", "window_from_anchor"}
     assert again.config.model_dump(exclude=apart) == network.config.model_dump(exclude=apart)
     assert again.config.window == WINDOW and again.config.window_layers == (0,)
+    save(tmp_path / "own", network, network.config)
+    assert read(tmp_path / "own").config == network.config
 
 
 def test_sinks_have_no_place_in_the_library(tmp_path: Path) -> None:
