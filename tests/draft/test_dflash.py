@@ -5,6 +5,7 @@ kernels grow the same trees.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,8 +44,14 @@ from helpers import (
     unchecked,
 )
 
+HEADS: dict[str, dict[str, Any]]
 HEADS = {"plain": {}, "markov": {"markov_rank": 3}, "all": {"markov_rank": 3, "confidence": True, "fc_norm": True}}
 HEADS |= {"convolution": {"markov_rank": 3, "convolution": True}}
+HEADS |= {
+    "from anchor": {"window": 3, "window_layers": (1,), "window_from_anchor": True, "window_causal": True},
+    "from slot": {"window": 3, "window_layers": (0, 1), "sink_layers": (0,)},
+    "causal": {"window": 6, "window_layers": (0,), "window_causal": True, "sink_layers": (0, 1)},
+}
 every_network = pytest.mark.parametrize("heads", HEADS)
 
 
@@ -272,7 +279,10 @@ def kernel_network(
     ("precision", "dtype"), [("float32", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)]
 )
 @pytest.mark.parametrize("shape", [DynamicTree(1, 3, 9), DynamicTree(5, 3, 60, 1e-4), DynamicTree(9, 4, 7)], ids=str)
-@pytest.mark.parametrize(("heads", "subset"), [("all", 20), ("markov", None), ("plain", 20)])
+@pytest.mark.parametrize(
+    ("heads", "subset"),
+    [("all", 20), ("markov", None), ("plain", 20), ("from anchor", 20), ("from slot", 20), ("causal", 20)],
+)
 def test_the_kernels_grow_the_trees_that_grow_level_by_level(
     precision: DraftPrecision, dtype: torch.dtype, shape: DynamicTree, heads: str, subset: int | None
 ) -> None:

@@ -321,6 +321,7 @@ def test_the_kernels_draft_what_torch_drafts(kind: str, precision: DraftPrecisio
     card = TargetInfo(name="tiny", hidden=64, vocab=wide.vocab, layers=wide.layers)
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 40, "context": 99, "layers": 2}
     more = {"fc_norm": True, "norm_output": True, "qk_norm": True, "hidden_layers": (0, 1, 3)}
+    more |= {"window": 4, "window_layers": (1,), "sink_layers": (0,)}
     config = EagleConfig.model_validate({"kind": kind, "target": card, "draft_vocab": 20} | sizes | more)
     made = Eagle1 if kind == "eagle" else Eagle3
     torch.manual_seed(5)
@@ -350,7 +351,7 @@ class Stepwise(EagleDrafter):
 @cache
 def kernel_network(precision: DraftPrecision, dtype: torch.dtype, subset: int | None) -> tuple[Decoder, EagleNetwork]:
     """A random EAGLE-3 on the CPU kernels, with its target; with the whole vocabulary one that feeds normed outputs
-    back.
+    back, else one with a window and sinks.
     """
     decoder = tiny_decoder(replace(TINY, hidden=64, vocab=VOCAB), dtype=dtype)
     card = TargetInfo(name="tiny", hidden=64, vocab=VOCAB, layers=2)
@@ -358,6 +359,7 @@ def kernel_network(precision: DraftPrecision, dtype: torch.dtype, subset: int | 
     config = EagleConfig.model_validate(
         {"target": card, "draft_vocab": subset, "fc_norm": True, "norm_output": subset is None}
         | {"hidden_layers": (0, 1, 3), **sizes}
+        | ({} if subset is None else {"window": 5, "window_layers": (0,), "sink_layers": (1,)})
     )
     torch.manual_seed(5)
     network = Eagle3(config, EmbeddingAndHead(decoder.embedding.detach(), 3 * decoder.head.weight.detach()))

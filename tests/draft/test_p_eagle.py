@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256, "h
 
 
 @cache
-def network_of(vocab: int = VOCAB, subset: int | None = 20, wide: bool = False, **changed: bool) -> PEagle:
+def network_of(vocab: int = VOCAB, subset: int | None = 20, wide: bool = False, **changed: Any) -> PEagle:
     """Random weights, in float64 unless for the kernels."""
     of = wide_target() if wide else target(vocab)
     card = TargetInfo(name="tiny", hidden=of.config.hidden, vocab=vocab, layers=2)
@@ -209,9 +210,16 @@ def test_the_kernels_draft_what_torch_drafts() -> None:
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 @pytest.mark.parametrize("precision", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("shape", [DynamicTree(1, 3, 9), DynamicTree(4, 3, 40, 1e-4), DynamicTree(9, 4, 7)], ids=str)
-@pytest.mark.parametrize("changed", [{}, {"norm_output": True, "norm_before_residual": True, "fc_norm": False}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"norm_output": True, "norm_before_residual": True, "fc_norm": False},
+        {"window": 5, "window_layers": (1,), "sink_layers": (0,)},
+    ],
+)
 def test_the_kernels_grow_the_trees_that_grow_level_by_level(
-    precision: DraftPrecision, shape: DynamicTree, changed: dict[str, bool]
+    precision: DraftPrecision, shape: DynamicTree, changed: dict[str, Any]
 ) -> None:
     """Texts of unequal length, one of them with room for two more tokens, one with none."""
     network = pack_network(network_of(wide=True, **changed), precision)

@@ -21,8 +21,9 @@ from helpers import VOCAB, generate, random_tokens, target, unchecked
 CARD = TargetInfo(name="tiny", hidden=TINY.hidden, vocab=VOCAB, layers=2)
 
 
-def network_of(subset: int | None = 20) -> PardNetwork:
-    values = {"target": CARD, "draft_vocab": subset, "model": replace(TINY, vocab=VOCAB), "depth": 4, "mask_token": 28}
+def network_of(subset: int | None = 20, window: int = 0) -> PardNetwork:
+    model = replace(TINY, vocab=VOCAB, window=window, window_layers=(1,) if window else ())
+    values = {"target": CARD, "draft_vocab": subset, "model": model, "depth": 4, "mask_token": 28}
     with torch.random.fork_rng():
         torch.manual_seed(3)
         network = PardNetwork(
@@ -61,10 +62,12 @@ class Recording(PardDrafter):
         return logits
 
 
-@pytest.mark.parametrize("shape", [DynamicTree(9, 2, 12), Chain(3, draw=False)], ids=str)
-def test_drafting_is_the_forward_pass_of_training(shape: DynamicTree | Chain) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window"), [(DynamicTree(9, 2, 12), 0), (Chain(3, draw=False), 0), (Chain(3, draw=False), 5)], ids=str
+)
+def test_drafting_is_the_forward_pass_of_training(shape: DynamicTree | Chain, window: int) -> None:
     """In every step of requests that end, begin and accept paths of all lengths: the same logits at every depth."""
-    network = network_of()
+    network = network_of(window=window)
     drafter = Recording(network)
     requests = [
         Request(random_tokens(n, seed=n), max_new_tokens=8, sampling_params=SamplingParams(1.0)) for n in (2, 21, 9, 1)
@@ -91,5 +94,6 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     values = {"target": CARD, "model": TINY, "mask_token": VOCAB}
     with pytest.raises(ValueError, match=f"mask_token {VOCAB} is not among the target's {VOCAB} tokens"):
         PardConfig.model_validate(values)
-    with pytest.raises(ValueError, match="PARD is not supported for targets with sliding windows"):
-        PardConfig.model_validate(values | {"mask_token": 1, "model": replace(TINY, window=4, window_layers=(0,))})
+    with pytest.raises(ValueError, match="PARD is not supported for targets with windows that begin at"):
+        windows = replace(TINY, window=4, window_layers=(0,), chunked=True)
+        PardConfig.model_validate(values | {"mask_token": 1, "model": windows})

@@ -205,12 +205,22 @@ def test_dspark_as_specforge_writes_it(tmp_path: Path) -> None:
         load(put(tmp_path / "rnn", config | own, tensors))
 
 
-@pytest.mark.parametrize("used", [{}, {"use_sliding_window": True}])
-def test_layers_with_a_sliding_window_are_refused(used: dict[str, bool], tmp_path: Path) -> None:
-    """The authors' code goes by the types of the layers alone."""
-    types = ["sliding_attention", "full_attention"]
-    with pytest.raises(ValueError, match="attend to a sliding window, which is not supported"):
-        load(put(tmp_path, *dflash(layer_types=types, sliding_window=8, **used)))
+@pytest.mark.parametrize("key", ["is_causal", "causal"])
+def test_causal_blocks_in_layers_without_a_window_are_refused(key: str, tmp_path: Path) -> None:
+    """A flag for all layers, of which one has a window."""
+    types: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    types |= {"use_sliding_window": True}
+    assert load(put(tmp_path / "without", *dflash(**types))).config.window_causal
+    with pytest.raises(ValueError, match=f"{key} should be False"):
+        load(put(tmp_path / "with", *dflash(**(types | {key: True}))))
+
+
+def test_an_unknown_key_is_named(tmp_path: Path) -> None:
+    config, tensors = dflash()
+    inside = {"dflash_config": config["dflash_config"] | {"attention_value_scale": 0.7}}
+    for i, changed in enumerate((inside, {"attention_value_scale": 0.7})):
+        with pytest.raises(ValueError, match=r"attention_value_scale should be left out: .*, found 0.7"):
+            load(put(tmp_path / str(i), config | changed, tensors))
 
 
 def test_a_confidence_head_without_markov_embeddings_is_refused(tmp_path: Path) -> None:

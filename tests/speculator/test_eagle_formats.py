@@ -178,6 +178,33 @@ def test_norm_output_feeds_the_normed_state_back(tmp_path: Path) -> None:
     assert not torch.allclose(normed[1], plain[1])
 
 
+def test_specforge_calls_plain_eagle3_a_normed_output(tmp_path: Path) -> None:
+    """Its releases up to 0.2.0: the head reads normed states, and those that are fed back are not."""
+    config, tensors = eagle3()
+    plain = guesses(load(put(tmp_path / "plain", config, tensors)))
+    of_specforge = guesses(load(put(tmp_path / "flag", config | {"norm_output": True}, tensors)))
+    assert all(torch.equal(one, other) for one, other in zip(plain, of_specforge, strict=True))
+    others: tuple[dict[str, Any], ...] = {"norm_before_residual": False}, {"architectures": ["LlamaEagle3DraftModel"]}
+    for i, other in enumerate(others):
+        network = load(put(tmp_path / str(i), config | {"norm_output": True} | other, tensors))
+        assert network.config.norm_output, "as vLLM and other trainers say it"
+
+
+def test_the_norms_of_specforge(tmp_path: Path) -> None:
+    config, tensors = eagle3()
+    tensors |= {f"fc_norm.{i}.weight": matrix(D, seed=71 + i) for i in range(3)}
+    network = load(put(tmp_path, config | {"fc_norm": True, "norm_output": True}, tensors))
+    wanted = plain_eagle3(tensors, "midlayer", embedding_and_head().embedding, {"fc_norm": True}, 3)
+    torch.testing.assert_close(guesses(network)[0], spread(wanted, tensors))
+
+
+@pytest.mark.parametrize("make", [eagle1, eagle3])
+def test_an_unknown_key_is_named(tmp_path: Path, make: Any) -> None:
+    config, tensors = make()
+    with pytest.raises(ValueError, match=r"post_norm should be left out: this key is not known here, .* found True"):
+        load(put(tmp_path, config | {"post_norm": True}, tensors))
+
+
 def test_layers_of_qwen3_norm_queries_and_keys(tmp_path: Path) -> None:
     config, tensors = speculators_eagle3()
     config["transformer_layer_config"]["model_type"] = "qwen3"

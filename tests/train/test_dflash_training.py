@@ -90,7 +90,13 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"}, {"convolution": "1"}]
+    "options",
+    [
+        {},
+        {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"},
+        {"convolution": "1"},
+        {"window": "6"},
+    ],
 )
 def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:
     network = tiny_decoder(replace(TINY, vocab=64, layers=3), dtype=torch.float32)

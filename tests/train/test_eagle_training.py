@@ -171,6 +171,23 @@ def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
 
 
 @every_kind
+def test_all_layers_have_the_window(kind: str) -> None:
+    """With one of a token, positions see themselves alone: their outputs do not depend on the text before."""
+    network = made_target()
+    recipe = recipe_of(kind, network, layers="2", window="1")
+    assert (recipe.config.window, recipe.config.window_layers) == (1, (0, 1))
+    texts = [random_tokens(9, 64, seed=i)[:6] + random_tokens(4, 64, seed=9) for i in range(2)]
+    batch = batch_of(network, texts, 4, recipe.hidden_layers)
+    states = [state[:1].expand(2, -1, -1) for state in batch.features[: len(recipe.network.hidden_layers)]]
+    where = torch.zeros(2, batch.token.shape[1] - 1, dtype=torch.bool)
+    where[:, 6:] = True
+    one, other = recipe.network(batch.token, states, [where])[0].logits.chunk(2)
+    torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="window"):
+        recipe_of(kind, network, window="-1")
+
+
+@every_kind
 def test_options_are_checked(kind: str) -> None:
     with pytest.raises(ValueError, match="step"):
         recipe_of(kind, made_target(), stepz="3")

@@ -33,6 +33,10 @@ class Layout:
     """
     in_pages: Int[torch.Tensor, " t"] | None = None
     """1: the token attends to selected pages of keys, where `ModelConfig.page_budget` says so; None: no token does."""
+    window_end: Int[torch.Tensor, " t"] | None = None
+    """Position before which a sliding window ends: of what the token sees, the window holds what is at `window_end -
+    window` and after; None: the position after the token's own.
+    """
 
     @property
     def token_count(self) -> int:
@@ -115,7 +119,7 @@ class PaddedLayout:
     mask: Bool[torch.Tensor, "b n s"]
     """Slots that each query attends to in layers without a window."""
     distance: Int[torch.Tensor, "b n s"]
-    """Position of the query minus the position of each slot's token, for sliding windows."""
+    """Last position of the query's window minus the position of each slot's token."""
     token: Int[torch.Tensor, " t"]
     """Ids of the tokens; 0 where they are not known."""
     in_pages: Bool[torch.Tensor, " t"]
@@ -135,7 +139,8 @@ class PaddedLayout:
             slot = layout.extra_slots[token, j].long()
             mask[token, slot] = True
             key_position[token, slot] = layout.visible_prefix[token].long() + j
-        distance = layout.position.long()[:, None] - key_position
+        last = layout.position if layout.window_end is None else layout.window_end - 1
+        distance = last.long()[:, None] - key_position
         tensors = (
             layout.row.long()[index[:, 0]],
             index,

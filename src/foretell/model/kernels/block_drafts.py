@@ -39,6 +39,10 @@ class BlockDraftWeights:
     head: NativeLinear
     token_of: Tensor | None
     """The token of each output of the head, int64; None: the output's index."""
+    window_causal: bool = False
+    """In layers with a window a slot attends to no later slots."""
+    window_from_anchor: bool = False
+    """Windows of all slots end before the anchor, in addition to which they see the block."""
     markov: tuple[Tensor, NativeLinear] | None = None
     """Rows of the tokens, [vocab, rank], and from a row to the bias of the next token's scores."""
     confidence: NativeLinear | None = None
@@ -64,6 +68,8 @@ class NativeBlockDrafts:
             feature_norm=feature_norm,
             slots=weights.slots,
             depth=weights.depth,
+            window_causal=weights.window_causal,
+            window_from_anchor=weights.window_from_anchor,
             fusion=structures.Fusion(count=self._state_count, norms=state_norms, fuse=weights.fuse.struct),
             markov=structures.Embedding() if weights.markov is None else markov,
             markov_out=none if weights.markov is None else weights.markov[1].struct,

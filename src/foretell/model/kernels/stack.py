@@ -388,6 +388,9 @@ class NativeStack:
         if layout.in_pages is not None:
             check_tensor(layout.in_pages, torch.int32, "the layout", t)
             struct.in_pages = layout.in_pages.data_ptr()
+        if layout.window_end is not None:
+            check_tensor(layout.window_end, torch.int32, "the layout", t)
+            struct.window_end = layout.window_end.data_ptr()
         if layout.queries is not None:
             if not self.uniform:
                 raise ValueError("queries are recorded of models whose layers have the same sizes only")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.model.config.model import ModelConfig
 from foretell.speculator.formats.base import (
     CheckpointFormat,
     ConvertedCheckpoint,
@@ -22,6 +21,7 @@ from foretell.speculator.formats.base import (
 )
 from foretell.speculator.formats.eagle_export import layer_config, vocabulary
 from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import (
     OwnTensors,
     TensorSource,
@@ -41,6 +41,17 @@ ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
 _TYPES = ("dflash", "dspark")
 _MARKOV_IN, _MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _CONFIDENCE = "confidence_head.proj"
+_SLIDING = "sliding_attention"
+_LIBRARY_KEYS = (
+    "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal", "mask_token_id", "block_size",
+)  # fmt: skip
+_HEAD_KEYS = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
+_OPTIONS = (
+    "is_causal", "causal", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "is_neox_style",
+    "projector_type", "shift_label", "pure_draft_prefix_len", "selector_rank", "conv_kernel_size", "output_multiplier",
+    "input_embedding_scale", "final_logit_softcapping",
+)  # fmt: skip
+"""Options that are checked; see `_check_options`."""
 
 
 def tensor_sources(c: DFlashConfig) -> dict[str, TensorSource]:
@@ -50,7 +61,7 @@ def tensor_sources(c: DFlashConfig) -> dict[str, TensorSource]:
     out = {"fc.weight": TensorSource(("fc.weight",), (d,), (count * d,))}
     out |= {f"{n}.weight": TensorSource((f"{n}.weight",), (d,)) for n in ("hidden_norm", "norm")}
     for i in range(c.layers):
-        out |= layer_sources(c, f"layers.{i}.", d, e, fusing=False, normed=True)
+        out |= layer_sources(c, i, d, e, fusing=False, normed=True)
     if c.markov_rank:
         out["markov_in.weight"] = TensorSource((_MARKOV_IN,), (c.target.vocab,), (c.markov_rank,))
         out["markov_out.weight"] = TensorSource((_MARKOV_OUT,), (outputs,), (c.markov_rank,))
@@ -88,13 +99,25 @@ def _read_authors(
         "block_size": size,
         "predicts_from_anchor": any("DSpark" in a for a in found.architectures),
     }
-    return _read(found, found.config, values, target, embedding_and_head)
+    if found.fields.texts("layer_types"):
+        # In vLLM and SpecForge the type of a layer decides, unless a flag does.
+        flag = found.fields.flag("is_causal", default=own.flag("causal", default=True))
+        values["window_causal"] = flag and _SLIDING in found.fields.texts("layer_types")
+    read = _read(found, found.config, values, target, embedding_and_head)
+    keys = (*_HEAD_KEYS, *_OPTIONS, "target_layer_ids", "mask_token_id", "block_size")
+    refuse_other_keys(found.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
+    refuse_other_keys(own, ("attention_mode",), keys)
+    return read
 
 
 def _read_speculators(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
+    layer = library_layer(found)
+    sliding = _SLIDING in Fields(layer, found.fields.source).texts("layer_types")
     values = {
+        "window_from_anchor": sliding,
+        "window_causal": sliding and not found.fields.flag("sliding_window_non_causal", default=False),
         "hidden_layers": found.fields.integers("aux_hidden_state_layer_ids"),
         "mask_token": found.fields.integer("mask_token_id"),
         "block_size": found.fields.integer("block_size"),
@@ -102,7 +125,9 @@ def _read_speculators(
             "sample_from_anchor", default=found.config.get("speculators_model_type") == "dspark"
         ),
     }
-    return _read(found, library_layer(found), values, target, embedding_and_head)
+    read = _read(found, layer, values, target, embedding_and_head)
+    refuse_other_library_keys(found.fields, layer, _LIBRARY_KEYS, _HEAD_KEYS, _OPTIONS)
+    return read
 
 
 def _read(
@@ -114,7 +139,7 @@ def _read(
 ) -> ConvertedCheckpoint:
     _check_options(found, raw, values, embedding_and_head)
     shape = layer_shape(found, raw, target.vocab)
-    _check(found, raw, shape, values, target)
+    _check(found, values, target)
     markov = found.find(_MARKOV_IN)
     trained_for = target_info(found, target, shape.hidden, target.vocab if markov is None else len(markov))
     own = OwnTensors.find(found, target, embedding_and_head)
@@ -122,7 +147,7 @@ def _read(
         target=trained_for,
         markov_rank=0 if markov is None else markov.shape[1],
         confidence=found.has(f"{_CONFIDENCE}.weight"),
-        **layer_values(found, shape, own),
+        **layer_values(found, raw, shape, own),
         **values,
     )
     return convert(found, config, tensor_sources(config), own)
@@ -142,16 +167,19 @@ def _check_options(
         ValueError: one is set.
     """
     own = {**raw, **found.config, **found.fields.fields("dflash_config").raw}
-    markov = found.has(_MARKOV_IN)
+    markov, types = found.has(_MARKOV_IN), Fields(raw, found.fields.source).texts("layer_types")
+    causal = (False, True) if types and set(types) == {_SLIDING} else (False,)
+    sinks = any(name.endswith("attention_sink_bias") for name in found.names)
     supported: dict[str, tuple[object, ...]] = {
-        "is_causal": (False,),
-        "causal": (False,),
+        "is_causal": causal,
+        "causal": causal,
         "use_swa": (False,),
-        "attention_sink_bias": (False,),
-        "add_swa_attention_sink_bias": (False,),
+        "attention_sink_bias": (sinks,),
+        "add_swa_attention_sink_bias": (sinks,),
         "is_neox_style": (True,),
         "projector_type": _TYPES,
         "shift_label": (values["predicts_from_anchor"],),
+        "pure_draft_prefix_len": (0,),
         "selector_rank": (0,),
         "conv_kernel_size": (0,),
         "output_multiplier": (1,),
@@ -160,33 +188,24 @@ def _check_options(
         "markov_head_type": ("vanilla",) if markov else (own.get("markov_head_type"),),
         "confidence_head_with_markov": (markov,) if found.has(f"{_CONFIDENCE}.weight") else (False, True),
     }
+    assert set(supported) <= {*_OPTIONS, *_HEAD_KEYS}
     for name, known in supported.items():
         if own.get(name) not in (None, *known):
             wanted = " or ".join(map(str, known))
             raise found.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
 
 
-def _check(
-    found: PublishedCheckpoint,
-    raw: Mapping[str, Any],
-    shape: ModelConfig,
-    values: Mapping[str, Any],
-    target: TargetInfo,
-) -> None:
+def _check(found: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
     """Refuse what would draft wrongly.
 
     Raises:
-        ValueError: a layer that the target does not have, a mask token outside its vocabulary, another Markov head than
-            the plain one, or sliding windows.
+        ValueError: a layer that the target does not have, or a mask token outside its vocabulary.
     """
     place = found.folder / "config.json"
     if not values["hidden_layers"]:
         raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
     check_layers_read(found, values["hidden_layers"], target)
     check_mask_token_read(found, values["mask_token"], target)
-    # The authors' code goes by the types alone, and transformers by `use_sliding_window`, too.
-    if shape.window_layers or "sliding_attention" in Fields(raw, str(place)).texts("layer_types"):
-        raise ValueError(f"{place}: its layers attend to a sliding window, which is not supported for DFlash")
 
 
 def _check_exported(network: DFlash, format_name: str) -> None:
@@ -237,6 +256,9 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
         "dflash_config": {
             "mask_token_id": c.mask_token,
             "target_layer_ids": [layer - 1 for layer in c.recorded_layers],
+            # Without the flag other engines read windows as causal, with it all layers.
+            **({} if not c.window or c.window_causal else {"causal": False}),
+            **({"attention_sink_bias": True} if c.sink_layers else {}),
         },
     }
     if c.draft_vocab is not None:

@@ -8,6 +8,7 @@ from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, target_info
 from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import (
     OwnTensors,
     TensorSource,
@@ -24,6 +25,10 @@ from foretell.utils.validation import Fields
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Options of EAGLE-3 that have the same names here and in configurations."""
+_SPECFORGE = "LlamaForCausalLMEagle3"
+_AUX = "eagle_aux_hidden_state_layer_ids"
+EAGLE3_KEYS = (*FLAGS, _AUX)
+"""Keys that EAGLE-3's formats share beside those of its layers."""
 
 
 def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
@@ -34,7 +39,7 @@ def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
     if c.fc_bias or (c.fc_bias is None and not eagle3):
         out["fc.bias"] = TensorSource(("fc.bias",), (d,))
     for i in range(c.layers):
-        out |= layer_sources(c, f"layers.{i}.", d, e, fusing=eagle3 and i == 0, normed=eagle3 or i > 0)
+        out |= layer_sources(c, i, d, e, fusing=eagle3 and i == 0, normed=eagle3 or i > 0)
     if eagle3:
         out["norm.weight"] = TensorSource(("norm.weight",), (d,))
     if c.norm_before_fc:
@@ -65,13 +70,19 @@ def _read_eagle1(
 ) -> ConvertedCheckpoint:
     found = found.strip_prefixes("model.")
     raw = found.config.get("model")
-    raw = raw if isinstance(raw, dict) else found.config
+    if isinstance(raw, dict):
+        refuse_other_keys(found.fields, LAYER, ("model",))
+        refuse_other_keys(found.fields.fields("model"), LAYER)
+    else:
+        raw = found.config
+        refuse_other_keys(found.fields, LAYER)
     return convert_layers(found, raw, EagleConfig, {"kind": "eagle"}, target, embedding_and_head)
 
 
 def _read_eagle3(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
+    refuse_other_keys(found.fields, LAYER, EAGLE3_KEYS, ("eagle_config",))
     found, values = read_flat(found)
     return convert_layers(found, found.config, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
 
@@ -79,11 +90,16 @@ def _read_eagle3(
 def read_flat(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
     """A checkpoint of EAGLE-3's authors or SpecForge with plain names of its tensors, and its options."""
     own = found.fields.fields("eagle_config")
+    refuse_other_keys(own, ("use_aux_hidden_state", _AUX))
     if not own.flag("use_aux_hidden_state", default=True):
         raise own.wrong("use_aux_hidden_state", "true: a draft of the last hidden state alone is not supported", False)
     # `eagle_config` counts a layer's output; Foretell and vLLM count the input of the next layer.
-    hidden_layers = [i + 1 for i in own.integers("eagle_aux_hidden_state_layer_ids")]
-    return _midlayer(found.strip_prefixes("model.")), _flags(found, hidden_layers)
+    hidden_layers = [i + 1 for i in own.integers(_AUX)]
+    values = _flags(found, hidden_layers)
+    # In SpecForge up to 0.2.0 the flag says that the head reads normed states; those that are fed back are not.
+    if _SPECFORGE in found.architectures and not found.fields.has("norm_before_residual"):
+        values["norm_output"] = False
+    return _midlayer(found.strip_prefixes("model.")), values
 
 
 def _read_speculators(
@@ -95,8 +111,9 @@ def _read_speculators(
             f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3, peagle, dflash, "
             "dspark"
         )
-    found, values = read_library(found)
     layer = library_layer(found)
+    refuse_other_library_keys(found.fields, layer, EAGLE3_KEYS)
+    found, values = read_library(found)
     return convert_layers(found, layer, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
 
 
@@ -115,7 +132,7 @@ def _midlayer(found: PublishedCheckpoint) -> PublishedCheckpoint:
 def _flags(found: PublishedCheckpoint, hidden_layers: Sequence[int]) -> dict[str, Any]:
     """The keys that EAGLE-3's two formats share."""
     return {
-        "hidden_layers": found.fields.integers("eagle_aux_hidden_state_layer_ids") or tuple(hidden_layers),
+        "hidden_layers": found.fields.integers(_AUX) or tuple(hidden_layers),
         **{name: found.fields.flag(name, default=False) for name in FLAGS},
     }
 
@@ -148,7 +165,9 @@ def convert_layers(
     vocab = fields.integer("vocab_size", default=target.vocab, least=1) if is_drafted is None else len(is_drafted)
     trained_for = target_info(found, target, shape.hidden, vocab, _verifier(found))
     own = OwnTensors.find(found, target, embedding_and_head, values["kind"] != "eagle", mask_token)
-    config = config_type(target=trained_for, fc_bias=found.has("fc.bias"), **layer_values(found, shape, own), **values)
+    config = config_type(
+        target=trained_for, fc_bias=found.has("fc.bias"), **layer_values(found, raw, shape, own), **values
+    )
     return convert(found, config, tensor_sources(config), own)
 
 

@@ -69,6 +69,9 @@ def layer_config(c: CachedLayersConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
     }
+    if c.window:
+        types = ["sliding_attention" if c.window_of(i) else "full_attention" for i in range(c.layers)]
+        out |= {"layer_types": types, "sliding_window": c.window, "use_sliding_window": True}
     return out
 
 
@@ -96,6 +99,7 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
         ("the target's state after its final norm", eagle3 and most in c.recorded_layers, hidden_layers),
         ("a reduced vocabulary", not eagle3 and c.draft_vocab is not None, " (--draft-vocab 0)"),
         ("an output matrix of its own", not eagle3 and c.own_head, ""),
+        ("attention sinks", bool(c.sink_layers), ""),
     )
     for what, present, how in unsupported:
         if present:

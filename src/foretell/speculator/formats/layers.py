@@ -1,12 +1,13 @@
 """What the published formats of speculators made of decoder layers share: names, sizes and tensors of their own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.config.families.base import read_layer_types
 from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.config.readers.hf import from_hf
 from foretell.speculator.checkpoint import CONFIG
@@ -14,9 +15,19 @@ from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, refus
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.cached_layers import CachedLayersConfig
+from foretell.utils.validation import Fields, show
 
 _OTHER_TENSORS = ("rotary_emb", "verifier_lm_head", "verifier_norm", "t2d", "d2t", "lm_head", "embed_tokens", "dummy")
 """Parts of the names of tensors that are read separately, or are not needed."""
+_SINKS = "layers.{}.self_attn.attention_sink_bias"
+_READ = frozenset({
+    "architecture", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "context",
+    "longest_context", "norm_eps", "rope", "tied", "qkv_bias", "output_bias", "qk_norm", "window",
+    "window_layers", "bos", "eos", "mask_token",
+})  # fmt: skip
+"""Properties of a decoder that are read, or that the tensors decide."""
+_PLAIN = ModelConfig("llama", vocab=1, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=1, ffn=1, context=1)
+"""What the layers have of the others."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +40,10 @@ class TensorSource:
 
 
 def layer_sources(
-    c: CachedLayersConfig, at: str, d: int, e: int, fusing: bool, normed: bool
+    c: CachedLayersConfig, layer: int, d: int, e: int, fusing: bool, normed: bool
 ) -> dict[str, TensorSource]:
-    """The published tensors of a layer whose names begin with `at`."""
+    """The published tensors of a layer."""
+    at = f"layers.{layer}."
     rows = (c.heads * e, c.kv_heads * e, c.kv_heads * e)
     norms = ["post_attention_layernorm"] + ["input_layernorm"] * normed + ["hidden_norm"] * fusing
     out = {f"{at}{n}.weight": TensorSource((f"{at}{n}.weight",), (d,)) for n in norms}
@@ -40,6 +52,8 @@ def layer_sources(
             f"{at}self_attn.{n}.weight": TensorSource((f"{at}self_attn.{n}.weight",), (e,))
             for n in ("q_norm", "k_norm")
         }
+    if layer in c.sink_layers:
+        out[f"{at}self_attn.sinks"] = TensorSource((_SINKS.format(layer),), (c.heads,))
     for part, rest in (("weight", (2 * d if fusing else d,)), ("bias", ())):
         if part == "weight" or c.qkv_bias:
             names = tuple(f"{at}self_attn.{n}_proj.{part}" for n in "qkv")
@@ -65,7 +79,37 @@ def layer_shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) 
         )
     if shape.activation != "silu":
         raise ValueError(f"{found.folder}: its activation is {shape.activation}, and only silu is supported")
+    for name in (f.name for f in fields(shape) if f.name not in _READ):
+        value, expected = getattr(shape, name), getattr(_PLAIN, name)
+        if value != expected and not (name == "local_rope" and value == shape.rope):
+            raise ValueError(
+                f"{found.folder / CONFIG}: its layers are of the type {shape.architecture}, which has {name} "
+                f"({show(value)}); layers of the Llama family are supported"
+            )
     return shape
+
+
+def layer_windows(found: PublishedCheckpoint, raw: Mapping[str, Any], shape: ModelConfig) -> dict[str, Any]:
+    """The sliding window of layers and which have it, as values of a `CachedLayersConfig`.
+
+    As in the authors' code and in vLLM, `layer_types` decides; where it is missing, layers of Qwen have those that
+    transformers gives them.
+
+    Raises:
+        ValueError: the keys contradict each other.
+    """
+    read, qwen = Fields(raw, str(found.folder / CONFIG)), shape.architecture.startswith("qwen")
+    layers, window = read_layer_types(read, shape.layers), read.integer("sliding_window", default=0)
+    if layers is None:
+        return {"window": shape.window, "window_layers": shape.window_layers} if qwen and shape.window_layers else {}
+    if not layers:
+        return {}
+    # Configurations of Qwen have no window without this flag.
+    if not read.flag("use_sliding_window", default=not qwen):
+        raise read.wrong("use_sliding_window", "true beside layer_types of sliding_attention", False)
+    if not window:
+        raise read.wrong("sliding_window", "above 0 beside layer_types of sliding_attention", raw.get("sliding_window"))
+    return {"window": window, "window_layers": layers}
 
 
 def library_layer(found: PublishedCheckpoint) -> Mapping[str, Any]:
@@ -135,11 +179,15 @@ class OwnTensors(NamedTuple):
         return cls(tokens, head, _own_embedding(found, target, embedding_and_head, mask_token))
 
 
-def layer_values(found: PublishedCheckpoint, shape: ModelConfig, own: OwnTensors) -> dict[str, Any]:
-    """Values of a `CachedLayersConfig`, except the target."""
+def layer_values(
+    found: PublishedCheckpoint, raw: Mapping[str, Any], shape: ModelConfig, own: OwnTensors
+) -> dict[str, Any]:
+    """Values of a `CachedLayersConfig`, except the target; `raw`: the layers' configuration."""
     names = ("heads", "kv_heads", "head_dim", "ffn", "context", "layers", "norm_eps")
     return {
         **{name: getattr(shape, name) for name in names},
+        **layer_windows(found, raw, shape),
+        "sink_layers": tuple(i for i in range(shape.layers) if found.has(_SINKS.format(i))),
         "rope": shape.rope or RopeConfig(),
         "qkv_bias": found.has("layers.0.self_attn.q_proj.bias"),
         "qk_norm": found.has("layers.0.self_attn.q_norm.weight"),

@@ -19,10 +19,18 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.files import PublishedCheckpoint, check_shape
+from foretell.speculator.formats.keys import LAYER, refuse_other_keys
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.medusa import Medusa, MedusaConfig
 
 Names = dict[str, str]
+_KEYS = ("medusa_num_heads", "medusa_num_layers", "version", "medusa_choices")
+"""Keys of the authors; the last two describe their code and its trees."""
+_VLLM_KEYS = (
+    "num_heads", "num_medusa_heads", "num_layers", "num_medusa_layers", "logit_scale", "original_lm_head",
+    "medusa_fc_bias", "max_paths", "topk", "max_seq_len",
+)  # fmt: skip
+"""The last three and `medusa_fc_bias`, which the tensors say, too, change no prediction."""
 _PREFIXES = ("medusa_heads.", "medusa_head.", "heads.")
 
 
@@ -61,6 +69,8 @@ def _read_authors(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
     found = found.strip_prefixes(*_PREFIXES)
+    # Beside the model that the heads are for, which some configurations describe whole.
+    refuse_other_keys(found.fields, LAYER, _KEYS)
     heads, blocks = found.fields.integer("medusa_num_heads"), found.fields.integer("medusa_num_layers", default=1)
     # Heads of text-generation-inference end in the target's output matrix.
     own = not found.has("0.0.linear.weight") or any(found.has(f"{h}.{blocks}.weight") for h in range(heads))
@@ -77,6 +87,7 @@ def _read_vllm(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
     found = found.strip_prefixes(*_PREFIXES)
+    refuse_other_keys(found.fields, LAYER, _KEYS, _VLLM_KEYS)
     heads = _count(found, "heads", 5)
     blocks = _count(found, "layers", 1, "num_hidden_layers")
     hidden, vocab = found.fields.integer("hidden_size"), found.fields.integer("vocab_size", default=target.vocab)

@@ -13,11 +13,17 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.formats.keys import refuse_other_keys
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.mlp_speculator import MLPSpeculator, MLPSpeculatorConfig
 
 ARCHITECTURES = ("MLPSpeculatorPreTrainedModel", "MLPSpeculatorModel", "MLPSpeculator")
 _OURS = {"emb": "token", "proj": "project", "head": "output", "ln": "norm"}
+_KEYS = (
+    "model_type", "emb_dim", "vocab_size", "n_predict", "inner_dim", "tie_weights", "tie_wts", "scale_input",
+    "top_k_tokens_per_head", "n_candidates",
+)  # fmt: skip
+"""The last two are the trees of the authors' code."""
 
 
 def published_names(stages: int, tied: bool) -> dict[str, str]:
@@ -33,6 +39,7 @@ def _fits(found: PublishedCheckpoint) -> bool:
 
 def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
     found = found.strip_prefixes("speculator.")
+    refuse_other_keys(found.fields, _KEYS)
     hidden, vocab, stages = (
         found.fields.integer("emb_dim"),
         found.fields.integer("vocab_size"),

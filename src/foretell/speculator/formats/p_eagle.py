@@ -15,9 +15,10 @@ from foretell.speculator.formats.base import (
     Verifier,
     write_checkpoint,
 )
-from foretell.speculator.formats.eagle import convert_layers, read_flat, read_library
+from foretell.speculator.formats.eagle import EAGLE3_KEYS, convert_layers, read_flat, read_library
 from foretell.speculator.formats.eagle_export import check_exported, library_config, vocabulary, weights
 from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import check_mask_token_read, library_layer
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.p_eagle import PEagle, PEagleConfig
@@ -26,6 +27,8 @@ from foretell.utils.validation import Fields
 _ARCHITECTURES = ("PEagleSpeculator", "PEagleDraftModel")
 _MASK_STATES = "mask_hidden"
 _MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_PARALLEL = "parallel_drafting"
+_DEPTHS = ("num_depths", "num_speculative_tokens")
 _DEFAULT_DEPTH = 8
 """Tokens of a draft where a checkpoint does not say for how many it was trained: the fewest of AWS's models."""
 
@@ -42,6 +45,7 @@ def _fits_flat(found: PublishedCheckpoint) -> bool:
 def _read_library(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
+    refuse_other_library_keys(found.fields, library_layer(found), EAGLE3_KEYS, _MASK_TOKEN_KEYS)
     found, values = read_library(found)
     depth = _proposed_tokens(found)
     return _read(found, library_layer(found), values | {"depth": depth}, target, embedding_and_head)
@@ -50,8 +54,11 @@ def _read_library(
 def _read_flat(
     found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
+    refuse_other_keys(found.fields, LAYER, EAGLE3_KEYS, ("eagle_config", _PARALLEL), _MASK_TOKEN_KEYS, _DEPTHS)
+    if not found.fields.flag(_PARALLEL, default=True):
+        raise found.fields.wrong(_PARALLEL, f"true in a checkpoint with {_MASK_STATES}", False)
     found, values = read_flat(found)
-    depth = found.fields.integer("num_depths", "num_speculative_tokens", default=_DEFAULT_DEPTH)
+    depth = found.fields.integer(*_DEPTHS, default=_DEFAULT_DEPTH)
     return _read(found, found.config, values | {"depth": depth}, target, embedding_and_head)
 
 

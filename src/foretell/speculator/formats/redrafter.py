@@ -20,6 +20,7 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.files import PublishedCheckpoint
+from foretell.speculator.formats.keys import refuse_other_keys
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.speculator.network.redrafter import ReDrafter, ReDrafterConfig
 
@@ -30,6 +31,8 @@ _OTHER_NAMES = {"input_projs.": "input_proj.", "lm_heads.": "lm_head.", "0.": "l
 _DEFAULT_STAGES = 5
 """Tokens that the authors' trainer teaches; only a key of Foretell's exports says it."""
 _STAGES = "drafter_predict_n_tokens"
+_MORE = (_STAGES, "emb_norm", "num_lookback_tokens")
+"""The last two are not used by the authors' code."""
 _UNUSED = "emb_norm."
 """A norm that some checkpoints have and that the authors' code does not apply."""
 
@@ -40,6 +43,7 @@ def _fits(found: PublishedCheckpoint) -> bool:
 
 def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
     found, fields = _present_names(found.strip_prefixes(_PREFIX)), found.fields
+    refuse_other_keys(fields, ("model_type", "hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn"), _MORE)
     hidden, vocab = fields.integer("hidden_size", least=1), fields.integer("vocab_size", least=1)
     width, layers = fields.integer("exit_dim", least=1), fields.integer("num_draft_layers")
     combined, recurrent = width != 2 * hidden, fields.flag("rnn", default=False)

@@ -1,9 +1,12 @@
 """Speculators made of decoder layers with a key-value cache of their own: their configuration and what they share."""
 
+from dataclasses import replace
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from foretell.model.block.cached_attention import new_store
@@ -37,6 +40,28 @@ class CachedLayersConfig(SpeculatorConfig):
     """Normalise queries and keys per head, as Qwen 3 does."""
     own_embedding: bool = False
     """Whether it has its own embedding, as published checkpoints may; otherwise it uses the target's."""
+    window: int = Field(0, ge=0)
+    """Sliding attention window of `window_layers` in tokens, the own one included."""
+    window_layers: tuple[int, ...] = ()
+    sink_layers: tuple[int, ...] = ()
+    """Layers in which a learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        if bool(self.window) != bool(self.window_layers):
+            raise ValueError("a window needs layers that have it, and these a window; give both, or neither")
+        for name in ("window_layers", "sink_layers"):
+            if not set(getattr(self, name)) <= set(range(self.layers)):
+                raise ValueError(f"{name} names layers beyond the {self.layers} that there are")
+        return self
+
+    def window_of(self, layer: int) -> int:
+        """Sliding window of one layer in tokens; 0: it has none."""
+        return self.window if layer in self.window_layers else 0
+
+    def layer_config_of(self, layer: int) -> EagleLayerConfig:
+        """Sizes and parts of one layer."""
+        return replace(self.layer_config, sinks=layer in self.sink_layers)
 
     @property
     def layer_config(self) -> EagleLayerConfig:
@@ -68,6 +93,9 @@ class CachedLayersConfig(SpeculatorConfig):
             norm_eps=self.norm_eps,
             rope=self.rope,
             qkv_bias=self.qkv_bias,
+            window=self.window,
+            window_layers=self.window_layers,
+            sinks=bool(self.sink_layers),
         )
 
 

@@ -1,6 +1,8 @@
 """DFlash: a few decoder layers that draft a whole block of tokens in one pass over the target's hidden states."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
@@ -47,6 +49,12 @@ class DFlashConfig(CachedLayersConfig):
     convolution: bool = False
     """Whether every layer mixes neighbouring slots before and after its attention and its feed-forward network (two
     taps, DFlash-2).
+    """
+    window_causal: bool = False
+    """In layers with a window a slot attends to no later slots of its block."""
+    window_from_anchor: bool = False
+    """The window of all slots holds the last positions before the anchor, in addition to the block, as the library
+    `speculators` trains it; else the window of a slot counts itself and what is before it, as in SpecForge and vLLM.
     """
 
     @model_validator(mode="after")
@@ -103,10 +111,10 @@ class DFlash(CachedLayersNetwork):
         self.fc = nn.Linear(count * d, d, bias=False)
         self.hidden_norm = make_norm(d, eps)
         self.layers = nn.ModuleList(
-            BlockLayer(config.layer_config, config.block_size)
+            BlockLayer(config.layer_config_of(i), config.block_size)
             if config.convolution
-            else EagleLayer(config.layer_config)
-            for _ in range(config.layers)
+            else EagleLayer(config.layer_config_of(i))
+            for i in range(config.layers)
         )
         self.norm = make_norm(d, eps)
         self.mask: nn.Parameter | None
@@ -182,15 +190,31 @@ class DFlash(CachedLayersNetwork):
         slots.
         """
         x = self.block_inputs(anchor.to(self.device)).flatten(0, 1)
-        if self.native_stack is not None:
-            x = self.native_stack(x.contiguous(), layout, cache, 0, len(self.layers))
-        else:
-            attention = cached_attention(cache, layout, self.config.decoder_config, cache.k.device)
-            angles = self.rope_angles(attention.position)
-            for i, layer in enumerate(self.layers):
-                x = layer(x, angles, i, attention)
+        for windowed, run in groupby(range(len(self.layers)), lambda i: self.config.window_of(i) > 0):
+            x = self._run_layers(x, tuple(run), self._windowed(layout) if windowed else layout, cache)
         out: torch.Tensor = self.norm(self.predicting_slots(x.unflatten(0, (len(anchor), -1))))
         return out
+
+    def _run_layers(
+        self, x: Float[torch.Tensor, "t d"], which: Sequence[int], layout: Layout, cache: KVCache
+    ) -> Float[torch.Tensor, "t d"]:
+        """The slots after consecutive layers."""
+        if self.native_stack is not None:
+            return self.native_stack(x.contiguous(), layout, cache, which[0], which[-1] + 1)
+        attention = cached_attention(cache, layout, self.config.decoder_config, cache.k.device)
+        angles = self.rope_angles(attention.position)
+        for i in which:
+            x = self.layers[i](x, angles, i, attention)
+        return x
+
+    def _windowed(self, layout: Layout) -> Layout:
+        """The layout of all slots in layers with a window."""
+        c, after = self.config, layout.position + 1
+        return replace(
+            layout,
+            visible_prefix=after if c.window_causal else layout.visible_prefix,
+            window_end=layout.visible_prefix - c.block_size if c.window_from_anchor else after,
+        )
 
     def add_markov_bias(
         self, logits: Float[torch.Tensor, "k w"], before: Int[torch.Tensor, " k"], subset: TokenSubset | None = None
@@ -225,7 +249,8 @@ class DFlash(CachedLayersNetwork):
         """
         b, a = anchor.shape
         angles = self.rope_angles(torch.arange(token.shape[1], device=token.device))
-        feature, sight = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)), BlockAttention(anchor)
+        c, feature = self.config, self.fuse(torch.cat(tuple(features), -1).to(self.dtype))
+        sight = BlockAttention(anchor, c.window_of, c.window_causal, c.window_from_anchor)
         position = anchor[..., None] + torch.arange(self.config.block_size, device=anchor.device)
         block_angles = self.rope_angles(position.flatten(1))
         x = self.block_inputs(token.gather(1, anchor)).flatten(1, 2)

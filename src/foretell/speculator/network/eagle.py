@@ -222,7 +222,7 @@ class EagleNetwork(CachedLayersNetwork):
         """
         feature = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
         token, length, begin = F.pad(token, (0, len(wanted))), feature.shape[1], 0
-        sight, steps = TrainingTimeTestAttention(), list[DraftStep]()
+        sight, steps = TrainingTimeTestAttention(self.config.window_of), list[DraftStep]()
         for i, mask in enumerate(wanted):
             if i == 1:
                 begin = int(torch.stack([w.any(0) for w in wanted[1:]]).any(0).int().argmax())
@@ -245,7 +245,9 @@ class Eagle1(EagleNetwork):
         super().__init__(config, embedding_and_head)
         d = config.target.hidden
         self.fc = nn.Linear(2 * d, d, bias=config.fc_bias is not False)
-        self.layers = nn.ModuleList(EagleLayer(config.layer_config, input_norm=i > 0) for i in range(config.layers))
+        self.layers = nn.ModuleList(
+            EagleLayer(config.layer_config_of(i), input_norm=i > 0) for i in range(config.layers)
+        )
 
     def fuse(self, features: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
         """The hidden state itself."""
@@ -276,8 +278,8 @@ class Eagle3(EagleNetwork):
         self.input_norm = make_norm(count * d, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(make_norm(d, eps) for _ in range(count)) if config.fc_norm else None
         self.fc = nn.Linear(count * d, d, bias=config.fc_bias is True)
-        first = Eagle3FirstLayer(config.layer_config, config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(EagleLayer(config.layer_config) for _ in range(1, config.layers))])
+        first = Eagle3FirstLayer(config.layer_config_of(0), config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(EagleLayer(config.layer_config_of(i)) for i in range(1, config.layers))])
         self.norm = make_norm(d, eps)
 
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:

@@ -1,5 +1,6 @@
 """The decoder layer of EAGLE speculators, and its attention during training."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,13 @@ class EagleLayerConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     """Normalise queries and keys per head, as Qwen 3 does."""
+    sinks: bool = False
+    """A learned score per query head joins the softmax over its keys (gpt-oss, arXiv 2508.10925)."""
+
+
+def no_window(layer: int) -> int:
+    """The window of a layer without one."""
+    return 0
 
 
 def make_norm(width: int, eps: float) -> RMSNorm:
@@ -43,6 +51,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
         self.q_norm = make_norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = make_norm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.sinks: nn.Parameter | None
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(config.heads)) if config.sinks else None)
 
 
 class FeedForward(nn.Module):
@@ -75,7 +85,8 @@ class EagleLayer(DecoderLayer):
     def layer_modules(self) -> LayerModules:
         """Its modules."""
         a = self.self_attn
-        return LayerModules(a.qkv_proj, a.o_proj, self.post_attention_layernorm, self.mlp, a.q_norm, a.k_norm)
+        norm = self.post_attention_layernorm
+        return LayerModules(a.qkv_proj, a.o_proj, norm, self.mlp, a.q_norm, a.k_norm, sinks=a.sinks)
 
     def forward(
         self, x: Float[torch.Tensor, "*t d"], angles: RopeAngles, layer: int, sight: AttentionBackend
@@ -123,10 +134,12 @@ class TrainingTimeTestAttention(AttentionBackend):
 
     In step `i` position `j` attends to what it would attend to when drafting: keys of step 0 up to `j` (made from the
     target's features), then its own keys of steps `1 .. i` (made from its own outputs). Padding is at the end. Later
-    steps may leave out positions at the beginning.
+    steps may leave out positions at the beginning. `window_of`: the sliding window of a layer, which counts these
+    positions; 0: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window_of: Callable[[int], int] = no_window) -> None:
+        self._window_of = window_of
         self._past: dict[int, list[KeyValue]] = {}
         """Keys and values of every step so far, per layer."""
 
@@ -144,5 +157,5 @@ class TrainingTimeTestAttention(AttentionBackend):
         past.append((k, v))
         n = q.shape[2]
         own = [(key[:, :, -n:], value[:, :, -n:]) for key, value in past[1:]]
-        out = causal_attention(q, *past[0], q.shape[-1] ** -0.5, own)
+        out = causal_attention(q, *past[0], q.shape[-1] ** -0.5, own, self._window_of(layer), extra)
         return out.transpose(1, 2).flatten(2)

@@ -106,7 +106,9 @@ class PEagle(Eagle3):
         after = anchor[..., None] + torch.arange(1, self.depth, device=token.device)
         read = torch.arange(length, device=token.device).expand(len(token), -1)
         angles = self.rope_angles(torch.cat((read, after.flatten(1)), 1))
-        out = self.head_input(self.layers_over(embedded, feature, angles, RolloutAttention(length, anchor)))
+        out = self.head_input(
+            self.layers_over(embedded, feature, angles, RolloutAttention(length, anchor, self.config.window_of))
+        )
         rollouts = out[:, length:].unflatten(1, (anchor.shape[1], masks))
         states = [out[:, :length][wanted[0]], *(rollouts[:, :, i][mask] for i, mask in enumerate(wanted[1:]))]
         return tuple(self.compute_logits(state, subset) for state in states)

@@ -206,6 +206,7 @@ def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
             LinearWeights(tuple(layer.mlp.gate_up_proj.weight.chunk(2))),
             LinearWeights((layer.mlp.down_proj.weight,)),
         ),
+        sinks=attention.sinks,
     )
     return map_matrices(weights, lambda path, matrix: form.matrix(matrix))
 
@@ -269,6 +270,8 @@ def _pack_dflash(network: DFlash) -> NativeBlockDrafts | None:
         mask=network.mask_embedding,
         slots=network.config.block_size,
         depth=network.depth,
+        window_causal=network.config.window_causal,
+        window_from_anchor=network.config.window_from_anchor,
         fuse=_linear(network.fc),
         state_norms=None if norms is None else torch.stack([_scale(norm) for norm in norms]),
         feature_norm=_scale(network.hidden_norm),

@@ -26,10 +26,10 @@ class PardConfig(DraftModelConfig):
     def _check(self) -> Self:
         c = self.model
         check_mask_token(self.mask_token, self.target.vocab)
-        if c.window or c.attention_softcap or c.query_scaling is not None or c.scale != c.head_dim**-0.5:
+        if c.chunked or c.attention_softcap or c.query_scaling is not None or c.scale != c.head_dim**-0.5:
             raise ValueError(
-                "PARD is not supported for targets with sliding windows or with scores that are scaled or bounded in "
-                "another way than Llama's; train p_eagle, or a draft_model"
+                "PARD is not supported for targets with windows that begin at fixed places, or with scores that are "
+                "scaled or bounded in another way than Llama's; train p_eagle, or a draft_model"
             )
         return self
 
@@ -61,7 +61,7 @@ class PardNetwork(DraftNetwork):
         after = anchor[..., None] + torch.arange(1, self.depth, device=token.device)
         position = torch.cat((torch.arange(s, device=token.device).expand(b, -1), after.flatten(1)), 1)
         inputs = torch.cat((token, torch.full_like(after.flatten(1), self.config.mask_token)), 1)
-        attention = RolloutAttention(s, anchor)
+        attention = RolloutAttention(s, anchor, self.model.window_of)
         # Masks near the end of the context may stand beyond it; nothing is learned there.
         position = position.clamp_max(self.model.context - 1)
         x = self.norm(forward_blocks(self.blocks, self.model, self.ropes, self.embed(inputs), 0, attention, position))

@@ -48,6 +48,8 @@ class DFlashTraining(BaseModel):
     convolution: bool = False
     """Mix neighbouring slots in every layer (two taps, DFlash-2); such layers do not run on the CPU kernels."""
     own_head: bool = False
+    window: int = Field(0, ge=0)
+    """Sliding attention window of all layers in tokens, counted back from every slot; 0: none."""
     anchors: int = Field(64, ge=1)
     """Maximum number of random blocks per text of a batch."""
     weighting: Weighting = "dpace"
@@ -144,6 +146,8 @@ def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
         "ffn": o.ffn or c.ffn,
         "context": c.context,
         "norm_eps": c.norm_eps,
+        "window": o.window,
+        "window_layers": tuple(range(o.layers if o.window else 0)),
         "rope": c.rope or RopeConfig(),
         "mask_token": o.mask_token,
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),

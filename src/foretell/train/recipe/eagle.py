@@ -38,6 +38,8 @@ class EagleTraining(BaseModel):
     layers: int = Field(1, ge=1, le=MAX_COUNT)
     ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
     own_head: bool = False
+    window: int = Field(0, ge=0)
+    """Sliding attention window of all layers in tokens; 0: none."""
     positions: int = Field(4096, ge=1)
     """Maximum number of random positions of a batch at which the loss is computed."""
     decay: float = Field(0.8, gt=0, le=1)
@@ -303,6 +305,8 @@ def eagle_values(setup: RecipeSetup, kind: str, options: EagleTraining) -> dict[
         "ffn": options.ffn or c.ffn,
         "context": c.context,
         "layers": options.layers,
+        "window": options.window,
+        "window_layers": tuple(range(options.layers if options.window else 0)),
         "norm_eps": c.norm_eps,
         "rope": c.rope or RopeConfig(),
     }

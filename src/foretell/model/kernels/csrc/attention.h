@@ -376,7 +376,8 @@ class Attention {
   int first_visible(const Layer& layer, int token) const {
     const int length = visibility_[token].length;
     if (layer.chunked && layer.window) return (length - 1) / layer.window * layer.window;
-    return layer.window ? std::max(0, length - layer.window) : 0;
+    const int32_t* ends = visibility_.layout().window_end;
+    return layer.window ? std::max(0, (ends ? ends[token] : length) - layer.window) : 0;
   }
 
   // All chunks of a tile's text, one after the other.

@@ -9,15 +9,19 @@
 
 namespace {
 
-// New tokens of several requests, each attending to a prefix of its row.
+// New tokens of several requests, each attending to a prefix of its row, in layers with a window to its last slots
+// before `window_end`.
 struct PrefixTokens {
-  std::vector<int32_t> row, slot, visible_prefix;
+  std::vector<int32_t> row, slot, visible_prefix, window_end;
 
-  void add(int64_t of_row, int64_t at, int64_t sees) {
+  void add(int64_t of_row, int64_t at, int64_t sees) { add(of_row, at, sees, sees); }
+  void add(int64_t of_row, int64_t at, int64_t sees, int64_t ends) {
     row.push_back((int32_t)of_row), slot.push_back((int32_t)at), visible_prefix.push_back((int32_t)sees);
+    window_end.push_back((int32_t)ends);
   }
   Layout layout() const {
-    return {(int32_t)row.size(), 0, row.data(), slot.data(), slot.data(), visible_prefix.data(), nullptr};
+    return {.count = (int32_t)row.size(), .row = row.data(), .slot = slot.data(), .position = slot.data(),
+            .visible_prefix = visible_prefix.data(), .window_end = window_end.data()};
   }
 };
 
@@ -99,18 +103,25 @@ Buffer<float> run_blocks(const Model& m, const Layer* layers, int count, const B
   const size_t d = (size_t)m.hidden, slots = (size_t)e.slots, depth = (size_t)e.depth;
   const Buffer<float> x = buffer<float>((size_t)b.requests * slots * d);
   Buffer<float> states = buffer<float>((size_t)b.requests * depth * d);
-  PrefixTokens tokens;
+  PrefixTokens tokens, windowed;  // in layers without and with a window
   for (int i = 0; i < b.requests; ++i)
     for (int64_t j = 0; j < e.slots; ++j) {
       float* row = x.get() + ((size_t)i * slots + (size_t)j) * d;
-      tokens.add(b.row[i], b.length[i] + j, b.length[i] + e.slots);
+      const int64_t slot = b.length[i] + j, end = b.length[i] + e.slots;
+      tokens.add(b.row[i], slot, end);
+      windowed.add(b.row[i], slot, e.window_causal ? slot + 1 : end, e.window_from_anchor ? b.length[i] : slot + 1);
       if (j)
         std::memcpy(row, e.mask, 4 * d);
       else
         embed(e.embedding, root[i], m.hidden, row);
     }
-  invalid = stack(m, layers, 0, count, x.get(), nullptr, tokens.layout(), cache, {nullptr, 0, nullptr}, threads);
-  if (invalid >= 0) return states;
+  for (int first = 0, last = 0; first < count; first = last) {
+    const bool window = layers[first].window;
+    while (last < count && (layers[last].window > 0) == window) ++last;
+    const Layout layout = (window ? windowed : tokens).layout();
+    invalid = stack(m, layers, first, last, x.get(), nullptr, layout, cache, {nullptr, 0, nullptr}, threads);
+    if (invalid >= 0) return states;
+  }
   for (size_t i = 0; i < (size_t)b.requests; ++i)
     norm_rows(x.get() + (i * slots + slots - depth) * d, norm, m.eps, states.get() + i * depth * d, (int)depth,
               m.hidden, threads);

@@ -231,6 +231,7 @@ struct BlockInput {  // what DFlash's layers read, and its heads beside the outp
   Embedding embedding;
   const float *mask, *feature_norm;  // [hidden]: what fills the slots after the anchor; the norm of the features
   int32_t slots, depth;              // slots of a block; the last `depth` of them predict a token
+  int32_t window_causal, window_from_anchor;  // of layers with a window; see `DFlashConfig`
   Fusion fusion;
   // The bias that a token gives to the scores of the next one: its row of `markov`, [vocab, inputs of markov_out],
   // through `markov_out`; table null: none.
@@ -287,6 +288,7 @@ struct Layout {  // where the new tokens are in the cache; see `Layout` in layou
   int32_t input_width;
   float* queries;  // [layers, count, heads, head_dim], receives the queries that attention multiplies; or null
   const int32_t* in_pages;  // 1: the token attends to selected pages of the cache, if it has some; or null: none does
+  const int32_t* window_end;  // windows end before this place of the visible slots; or null: after all of them
 };
 
 struct TreePass {  // a pass over token trees of `requests` requests with `nodes` nodes each; see core/tree.py
