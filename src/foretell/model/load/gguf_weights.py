@@ -4,9 +4,11 @@ import re
 
 import torch
 
+from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
+from foretell.model.load.build import OUTER_NAMES
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.weights import HEAD, Storage, Weights
 from foretell.model.matrices.stored import StoredMatrix
@@ -18,7 +20,9 @@ _GGUF_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_OF_CONFIG = {f"{name}.weight" for name in ("rope_freqs", "rope_factors_short", "rope_factors_long")}
+"""Tensors that are a part of the configuration."""
+_EXPERT = re.compile(r"\.experts\.(\d+|\{\})\.")
 
 
 def gguf_config(file: GGUF) -> ModelConfig:
@@ -29,7 +33,7 @@ def gguf_config(file: GGUF) -> ModelConfig:
     """
     names = [n for n in ("rope_freqs", "rope_factors_short", "rope_factors_long") if f"{n}.weight" in file.tensors]
     factors = {n: file.load_tensor(f"{n}.weight").flatten().tolist() for n in names}
-    return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
+    return from_gguf(file.metadata, str(file.path), factors, file.tensors)
 
 
 def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
@@ -41,7 +45,7 @@ def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
     expert = _EXPERT.search(rest)
     own = family_of(config.architecture).gguf_name(_EXPERT.sub(".experts.{}.", rest))
-    return f"blk.{layer}.{own}", None if expert is None else int(expert[1])
+    return f"blk.{layer}.{own}", None if expert is None or expert[1] == "{}" else int(expert[1])
 
 
 class GGUFWeights(Weights):
@@ -49,7 +53,24 @@ class GGUFWeights(Weights):
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
-        self.files = [file.path]
+        self.files = file.files
+        self._require_read()
+
+    def _require_read(self) -> None:
+        """Check that every tensor of the file is read.
+
+        Raises:
+            ValueError: one is not, so the numbers would be others.
+        """
+        config, outer = self._config, (*_GGUF_NAMES, *OUTER_NAMES)
+        inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
+        known = {gguf_place(name, config)[0] for name in (*outer, *inner)} | _OF_CONFIG
+        unread = next((name for name in self._file.tensors if name not in known), None)
+        if unread is not None:
+            raise ValueError(
+                f"{self.source}: the file has a tensor {unread}, which the decoder of {config.architecture} does not "
+                "read, so its answers would be others; it may be of an architecture that is not supported yet"
+            )
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""

@@ -25,14 +25,18 @@ LLAMA = Family(
     read_windows=no_windows,
     read_further=_mlp_bias,
 )
+_MINISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 MISTRAL = Family(
     kinds={
         "mistral": Kind(
             defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
             text_of="mistral3",
-        )
+        ),
+        "ministral": Kind(defaults=_MINISTRAL),
     },
-    read_windows=lambda read, kind, layers: windowed(read, layers, lambda: tuple(range(layers)), types=False),
+    read_windows=lambda read, kind, layers: windowed(
+        read, layers, lambda: tuple(range(layers)), types=kind != "mixtral"
+    ),
 )
 
 
