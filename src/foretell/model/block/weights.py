@@ -111,6 +111,8 @@ class _Reader:
         stored = family.expert_storage
         if stored == "alternating" and self._source.get(f"{gate_up}_bias") is None:
             stored = "each"  # in GGUF
+        if stored == "stacked" and self._source.get(gate_up) is None:
+            stored = "each"  # in GGUF
         if stored == "each" and self._source.get(gate_up) is not None:
             stored = "stacked"
         if stored == "each":

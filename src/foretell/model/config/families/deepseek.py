@@ -2,12 +2,12 @@
 attention in all but GLM-4.5.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import log
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, PredictionNames
+from foretell.model.config.families.base import Family, Kind, PredictionNames, gguf_experts
 from foretell.model.config.model import MLAConfig, MoEConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
@@ -137,9 +137,43 @@ _GLM4_MOE: Mapping[str, Any] = {
     "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_shared_experts": 1,
     "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+
+
+def _read_gguf_glm(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    """GLM-4.5: sigmoid is what llama.cpp takes where the file does not say how experts are weighted."""
+    layers, scoring = values["layers"], read.integer("expert_gating_func", default=_SIGMOID)
+    groups = {name: read.integer(name, default=1) or 1 for name in ("expert_group_count", "expert_group_used_count")}
+    for name, value, known in (("expert_gating_func", scoring, _SIGMOID), *((k, v, 1) for k, v in groups.items())):
+        if value != known:
+            raise read.wrong(name, f"{known} for {kind}", value)
+    whole = gguf_experts(read, layers)
+    experts = replace(
+        whole,
+        layers=tuple(range(read.integer("leading_dense_block_count", default=0), layers)),
+        shared_ffn=read.integer("expert_shared_count", default=0) * whole.ffn,
+        renormalize=read.flag("expert_weights_norm", default=True),
+        scoring="sigmoid",
+        selection_bias=True,
+        ranked_by=2,
+        scale=read.number("expert_weights_scale", default=1.0) or 1.0,
+    )
+    return {"experts": experts, "qk_norm": "blk.0.attn_q_norm.weight" in tensors}
+
+
+_SIGMOID = 2
+"""A `gguf.ExpertGatingFuncType`."""
 GLM = Family(
     prediction=_prediction,
     kinds={"glm4_moe": Kind(defaults=_GLM4_MOE)},
+    gguf_kinds={"glm4moe": "glm4_moe"},
+    gguf_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_experts.up_proj": "ffn_up_shexp",
+        "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    },
+    read_gguf=_read_gguf_glm,
     read_experts=_experts,
     read_further=lambda read, kind, values: {name: read.flag(key, default=False) for name, key in _GLM_FLAGS.items()},
 )

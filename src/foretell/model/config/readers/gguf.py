@@ -54,11 +54,13 @@ def from_gguf(
         )
     kind = GGUF_KINDS[name]
     own = {k.removeprefix(name + "."): v for k, v in meta.items()}
-    read = Fields({k: _one_number(v, own.get("block_count")) for k, v in own.items()}, source, f"{name}.")
+    own = {k: _one_number(v, own.get("block_count")) for k, v in own.items()}
+    family = family_of(kind)
+    read = Fields(family.prepare_gguf(own), source, f"{name}.")
     if kind == "llama" and read.integer("expert_count", default=0):
         kind = "mixtral"
     hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
-    layers = read.integer("block_count", least=1, most=MAX_LAYERS)
+    layers = read.integer("block_count", least=1, most=MAX_LAYERS) - read.integer("nextn_predict_layers", default=0)
     context = read.integer("context_length", least=1, most=MAX_CONTEXT)
     head_dim = read_head_dim(read, ("attention.key_length",), hidden // heads)
     rope, window = read_gguf_rope(read, context, head_dim, rope_factors or {}), "attention.sliding_window"
@@ -84,7 +86,8 @@ def from_gguf(
         "tied": tensors is not None and "output.weight" not in tensors,
     }
     biases = {} if tensors is None else {k: any(n in tensors for n in names) for k, names in _BIASES.items()}
-    return checked_config(source, **{**values, **family_of(kind).read_gguf(read, kind, values), **biases})
+    further = family_of(kind).read_gguf(Fields(own, source, f"{name}."), kind, values, tensors or ())
+    return checked_config(source, **{**values, **further, **biases})
 
 
 _BIASES = {
