@@ -148,6 +148,54 @@ def _glm4(name: str, tensor: torch.Tensor, config: Any) -> Named:
     yield from _experts(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)
 
 
+def _deepseek(name: str, tensor: torch.Tensor, config: Any) -> Named:
+    """Keys and values expanded apart."""
+    if name.endswith("kv_b_proj.weight"):
+        at = name.split(".self_attn.")[0].replace("model.layers.", "blk.")
+        whole = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = whole.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        yield f"{at}.attn_k_b.weight", keys.transpose(1, 2)
+        yield f"{at}.attn_v_b.weight", values
+    else:
+        yield from _glm4(name, tensor, config)
+
+
+def _deepseek_meta(config: Any) -> Meta:
+    """Of files with keys and values apart."""
+    sigmoid, rope = config.model_type == "deepseek_v3", config.rope_parameters
+    meta: Meta = {
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank, "attention.value_length_mla": config.v_head_dim,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim, "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_count": config.n_routed_experts, "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size, "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": float(config.routed_scaling_factor), "expert_weights_norm": sigmoid,
+        "expert_gating_func": 2 if sigmoid else 1,
+    }  # fmt: skip
+    if sigmoid:
+        meta |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    if config.q_lora_rank:
+        meta["attention.q_lora_rank"] = config.q_lora_rank
+    if rope["rope_type"] == "yarn":
+        meta |= {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }  # fmt: skip
+    return meta
+
+
+def _whole_latent_meta(config: Any) -> Meta:
+    """Of files with keys and values together."""
+    meta = {k: v for k, v in _deepseek_meta(config).items() if not k.endswith("_mla")}
+    return meta | {
+        "attention.head_count_kv": config.num_attention_heads, "attention.value_length": config.v_head_dim,
+        "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+    }  # fmt: skip
+
+
 def _state_heads(config: Any) -> list[int]:
     return [0 if kind in (L, C, "mamba") else config.num_key_value_heads for kind in config.layer_types]
 
@@ -186,7 +234,7 @@ def _delta_meta(config: Any) -> Meta:
         "ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim,
         "ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads,
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads, "full_attention_interval": 2,
-        "rope.dimension_count": config.head_dim // 4,
+        "rope.dimension_sections": [1, 1, 0, 0], "rope.dimension_count": config.head_dim // 4,
     }  # fmt: skip
     if getattr(config, "num_experts", 0):
         meta |= {
@@ -231,6 +279,17 @@ def _mistral3_meta(config: Any) -> Meta:
     }  # fmt: skip
 
 
+def _longrope_meta(config: Any) -> Meta:
+    factor = config.max_position_embeddings / config.original_max_position_embeddings
+    return {
+        "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        "rope.dimension_count": 12,
+        "rope.scaling.attn_factor": float(
+            np.sqrt(1 + np.log(factor) / np.log(config.original_max_position_embeddings))
+        ),
+    }
+
+
 def _glm4_meta(config: Any) -> Meta:
     return {
         "rope.dimension_count": config.head_dim // 2, "expert_count": config.n_routed_experts,
@@ -267,6 +326,18 @@ _MAMBA = _SCALES | {
     "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
     "mamba_d_state": 8, "mamba_d_conv": 4, "shared_intermediate_size": 32, "position_embedding_type": "nope",
 }  # fmt: skip
+_MLA = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_key_value_heads": 4, "num_mtp_layers": 0,
+}  # fmt: skip
+_LONG = {
+    "max_position_embeddings": 512, "original_max_position_embeddings": 256, "sliding_window": None,
+    "partial_rotary_factor": 0.75,
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    "original_max_position_embeddings": 256},
+}  # fmt: skip
 _GEMMA4_FULL = 32
 """Width of heads with full attention."""
 _GEMMA4 = {
@@ -301,6 +372,16 @@ CASES: Mapping[str, GGUFCase] = {
     "mistral3": GGUFCase("mistral3", "Ministral3Config", {"head_dim": 16, "rope_parameters": YARN | {"mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}, _permuted, _mistral3_meta),
     "smollm3": GGUFCase("smollm3", "SmolLM3Config", {"num_hidden_layers": 5}, _permuted),
+    "deepseek2 V3": GGUFCase("deepseek2", "DeepseekV3Config", _MLA | {"n_group": 2, "topk_group": 1,
+    "n_routed_experts": 8, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, _deepseek,
+    _deepseek_meta),
+    "deepseek2 V2 Lite": GGUFCase("deepseek2", "DeepseekV2Config", _MLA | {"q_lora_rank": None, "topk_method": "greedy",
+    "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}, _deepseek, _deepseek_meta),
+    "deepseek2 whole": GGUFCase("deepseek2", "DeepseekV3Config", _MLA | {"n_group": 1, "topk_group": 1}, _glm4,
+    _whole_latent_meta),
+    "phi3": GGUFCase("phi3", "Phi3Config", {"sliding_window": None}),
+    "phi3 longrope": GGUFCase("phi3", "Phi3Config", _LONG, _same, _longrope_meta),
+    "seed_oss": GGUFCase("seed_oss", "SeedOssConfig", {"head_dim": 16}),
     "glm4moe": GGUFCase("glm4moe", "Glm4MoeConfig", {"head_dim": 16, "use_qk_norm": True, "attention_bias": True,
     "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "num_mtp_layers": 0, "routed_scaling_factor": 1.5}, _glm4, _glm4_meta),
@@ -343,10 +424,13 @@ def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -
     for key, value in (meta | case.meta(config)).items():
         if value is not None:
             write[type(value)](f"{arch}.{key}", value)
+    writer.add_string("tokenizer.ggml.model", "none")  # llama.cpp then loads a file without a tokenizer
     if arch == "gemma4":
         half = _GEMMA4_FULL // 2
         rotated = int(half * rope[F]["partial_rotary_factor"])
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32))
+    for name in ("short", "long") if rope.get("rope_type") == "longrope" else ():
+        writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
     names = gguf.get_tensor_name_map(
         next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
     )
@@ -359,7 +443,9 @@ def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -
         for each, data in case.change(name, tensor, config):
             own = each if each.startswith("blk.") else names.get_name(each, (".weight", ".bias"))
             assert own is not None, f"{each} has no name in GGUF"
-            writer.add_tensor(own, quantize(np.ascontiguousarray(data.numpy()), stored), raw_dtype=stored)
+            # Transposed keys are quantised along another axis than those of the model.
+            form = Kind.F32 if own.endswith("attn_k_b.weight") else stored
+            writer.add_tensor(own, quantize(np.ascontiguousarray(data.numpy()), form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,7 +1,7 @@
 """Model configurations from the built-in table, a config.json, or GGUF metadata.
 
 The decoder runs the architectures of `foretell.model.config.readers`. The analyzer also knows a few that the decoder
-does not run (OPT, GPT-J, Phi-3, Falcon, GLM-4); they are read here, so that the loader rejects them.
+does not run (OPT, GPT-J, Falcon, GLM-4); they are read here, so that the loader rejects them.
 """
 
 import re
@@ -22,7 +22,7 @@ from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
-ANALYSIS_ONLY = ("opt", "gptj", "phi3", "falcon", "glm", "chatglm")
+ANALYSIS_ONLY = ("opt", "gptj", "falcon", "glm", "chatglm")
 """Architectures that are analysed and not run."""
 
 
@@ -108,9 +108,6 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         return _gptj(read)
     if kind == "falcon":
         return _falcon(read)
-    if kind == "phi3":
-        # Llama with the projections of attention, and of gate and up, stored as one matrix each.
-        return from_hf({**raw, "model_type": "llama"}, source)
     if kind == "glm":
         return _glm(read, raw)
     if kind == "chatglm":

@@ -115,6 +115,10 @@ class GGUFWeights(Weights):
         parts = self._parts(name)
         if not parts:
             return None
+        if joined := self._joined(name):
+            _, join = self._family.gguf_joined[_split(name)[1]]
+            made: Tensor = join(*(self._file.load_tensor(part.tensor) for part in joined), self._config)
+            return made
         loaded = [(self._file.load_tensor(part.tensor, part.expert), part.rows) for part in parts]
         tensor = torch.cat([whole if rows is None else whole[rows] for whole, rows in loaded])
         _, own, _ = _split(name)
@@ -144,10 +148,17 @@ class GGUFWeights(Weights):
         stored = self._stored(name)
         return super().matrix(name, outputs, inputs) if stored is None or stored.shape != (outputs, inputs) else stored
 
+    def _joined(self, name: str) -> list[_Part]:
+        """The tensors that one is made of; none: it is not."""
+        layer, own, _ = _split(name)
+        names, _ = self._family.gguf_joined.get(own, ((), None))
+        made = [_Part(f"blk.{layer}.{each}", None) for each in names]
+        return made if all(part.tensor in self._file.tensors for part in made) else []
+
     def _stored(self, name: str) -> StoredMatrix | None:
         """The matrix of this name as the file stores it; None: it has to be widened."""
         pieces = list[StoredMatrix]()
-        for part in self._parts(name):
+        for part in () if self._joined(name) else self._parts(name):
             whole = self._file.stored_matrix(part.tensor, part.expert)
             if whole is None:
                 return None
@@ -184,6 +195,8 @@ class GGUFWeights(Weights):
             ]
             if made and all(part.tensor in self._file.tensors for part in made):
                 return made
+        if joined := self._joined(name):
+            return joined
         place, expert = gguf_place(name, self._config)
         if place not in self._file.tensors:
             return []

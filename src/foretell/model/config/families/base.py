@@ -188,6 +188,10 @@ class Family:
     other, of a configuration and an architecture of GGUF; None, or where a file has no such tensors: they have their
     own.
     """
+    gguf_joined: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]] = field(default_factory=dict)
+    """Tensors of a block, by their names in safetensors, that are made of others in GGUF where a file has these: their
+    names, and what makes it of them and the configuration.
+    """
     gguf_inputs: Mapping[str, Callable[[ModelConfig, str], Sequence[int] | None]] = field(default_factory=dict)
     """The columns in GGUF of the inputs of linear layers; None: in their order."""
     gguf_vectors: Mapping[str, Callable[[Any, ModelConfig, str], Any]] = field(default_factory=dict)
