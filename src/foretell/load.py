@@ -352,6 +352,8 @@ def open_checkpoint(
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)
     weights = SafetensorsWeights(path) if quantization is None else QuantizedWeights(path, quantization)
     weights.check_layers(config.layers)
+    weights.check_tensors(config)
+    config = weights.settle_head(config)
     require_tokenizer(path)
     return OpenCheckpoint(config, weights, partial(from_directory, path), _eos_tokens(path, config))
 

@@ -61,6 +61,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3Config",
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8, "pad_token_id": 0},
     ),
+    "phi3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": 8}),
+    "phi3 longrope": ("Phi3Config", {"pad_token_id": 0, "original_max_position_embeddings": 128, "rope_parameters": {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 128}}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
     "granite": (
         "GraniteConfig", {"embedding_multiplier": 3.0, "logits_scaling": 0.8, "residual_multiplier": 0.6,
         "attention_multiplier": 0.4, "mlp_bias": True},

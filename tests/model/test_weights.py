@@ -95,7 +95,7 @@ def write_gguf(path: Path, oracle: Any, kind: Kind = Kind.F32, scaling: Mapping[
         tensor.copy_(torch.from_numpy(dequantize(quantize(data, stored), stored).astype(np.float32)))
         if name == "llama" and parts[-2] in ("q_proj", "k_proj"):
             data = as_stored(data, config.num_attention_heads if parts[-2] == "q_proj" else config.num_key_value_heads)
-        writer.add_tensor(f"{block}{NAMES[parts[-2]]}.weight", quantize(data, stored), raw_dtype=stored)
+        writer.add_tensor(f"{block}{NAMES[parts[-2]]}.{parts[-1]}", quantize(data, stored), raw_dtype=stored)
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "llama3":
         inverse = oracle.model.rotary_emb.inv_freq.numpy()
         plain = 10000.0 ** -(np.arange(len(inverse)) / len(inverse))
@@ -414,7 +414,7 @@ def test_a_gguf_file_without_a_tensor_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama"]),
+        ({"model_type": "gpt2"}, ["gpt2", "docs/models.md"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"num_key_value_heads": 3}, ["4 query heads", "3"]),
         ({"num_hidden_layers": 0}, ["layers"]),

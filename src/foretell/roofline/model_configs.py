@@ -1,7 +1,7 @@
 """Model configurations from the built-in table, a config.json, or GGUF metadata.
 
 The decoder runs the architectures of `foretell.model.config.readers`. The analyzer also knows a few that the decoder
-does not run (OPT, GPT-J, Phi-3, Falcon, GLM-4); they are read here, so that the loader rejects them.
+does not run (OPT, GPT-J, Falcon, GLM-4); they are read here, so that the loader rejects them.
 """
 
 import re
@@ -22,7 +22,7 @@ from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
-ANALYSIS_ONLY = ("opt", "gptj", "phi3", "falcon", "glm", "chatglm")
+ANALYSIS_ONLY = ("opt", "gptj", "falcon", "glm", "chatglm")
 """Architectures that are analysed and not run."""
 
 
@@ -42,12 +42,13 @@ def find_model(name: str) -> tuple[str, ModelConfig]:
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
-    if path.suffix in (".json", ".gguf"):
+    is_gguf = path.suffix.lower() == ".gguf"
+    if is_gguf or path.suffix == ".json":
         if not path.is_file():
             raise ValueError(
                 f"there is no file {path}; give a config.json, a GGUF file, or a built-in name such as llama-3-8b"
             )
-        return (path.stem if path.suffix == ".gguf" else path.parent.name or path.stem), _from_file(path)
+        return (path.stem if is_gguf else path.parent.name or path.stem), _from_file(path)
     table = builtin_models()
     hub = {str(entry["source"]).lower(): key for key, entry in table.items()}
     key = hub.get(name.lower()) or _without_suffixes(name, table)
@@ -67,13 +68,15 @@ def _without_suffixes(name: str, table: Mapping[str, Any]) -> str:
 
 
 def _from_file(path: Path) -> ModelConfig:
-    if path.suffix == ".gguf":
-        return from_gguf(gguf_metadata(path), str(path))
+    if path.suffix.lower() == ".gguf":
+        meta, tensors = _gguf_contents(path)
+        return _counted(from_gguf(meta, str(path), tensors=tensors), str(path))
     return read_config(read_json(path, "a config.json holds one object"), str(path))
 
 
-def gguf_metadata(path: Path) -> dict[str, Any]:
-    """Metadata of a GGUF file as Python objects; arrays other than the token list are left out.
+def _gguf_contents(path: Path) -> tuple[dict[str, Any], set[str]]:
+    """Metadata of a GGUF file as Python objects, and the names of its tensors; of the lists of the tokenizer only that
+    of its tokens, of which no more than their number is read.
 
     Raises:
         ValueError: the file is not GGUF.
@@ -84,8 +87,11 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
         reader = GGUFReader(path)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{path} is not a GGUF file: {error}") from None
-    wanted = {k: f for k, f in reader.fields.items() if len(f.types) == 1 or k == "tokenizer.ggml.tokens"}
-    return {key: [0] * len(f.data) if len(f.types) > 1 else f.contents() for key, f in wanted.items()}
+    fields, tokens = reader.fields, "tokenizer.ggml.tokens"
+    meta = {k: f.contents() for k, f in fields.items() if len(f.types) == 1 or not k.startswith("tokenizer.")}
+    if tokens in fields:
+        meta[tokens] = [0] * len(fields[tokens].data)
+    return meta, {tensor.name for tensor in reader.tensors}
 
 
 def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -102,9 +108,6 @@ def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
         return _gptj(read)
     if kind == "falcon":
         return _falcon(read)
-    if kind == "phi3":
-        # Llama with the projections of attention, and of gate and up, stored as one matrix each.
-        return from_hf({**raw, "model_type": "llama"}, source)
     if kind == "glm":
         return _glm(read, raw)
     if kind == "chatglm":

@@ -111,6 +111,8 @@ class _Reader:
         stored = family.expert_storage
         if stored == "alternating" and self._source.get(f"{gate_up}_bias") is None:
             stored = "each"  # in GGUF
+        if stored == "stacked" and self._source.get(gate_up) is None:
+            stored = "each"  # in GGUF
         if stored == "each" and self._source.get(gate_up) is not None:
             stored = "stacked"
         if stored == "each":
@@ -230,6 +232,32 @@ def places_of(config: ModelConfig, i: int) -> Iterator[TensorPlace]:
         ValueError: the checkpoint holds rows in another order than the block, or the block has experts.
     """
     yield from _places(BlockWeights, Place(config, i), "")
+
+
+def names_of(config: ModelConfig, i: int) -> set[str]:
+    """Names in block `i` of all its tensors in a checkpoint; `{}` is the number of an expert. Of experts they are those
+    of one tensor for each matrix, and those of all experts in one tensor.
+    """
+    return {family_of(config.architecture).name(name) for name in _names(BlockWeights, Place(config, i), "")}
+
+
+def _names(kind: type[Any], at: Place, path: str) -> Iterator[str]:
+    for field, spec in specs_of(kind).items():
+        whole = f"{path}{field}"
+        if not spec.when(at):
+            continue
+        if isinstance(spec, VectorSpec):
+            name = spec.name(at)
+            yield from () if name is None else (name,)
+        elif isinstance(spec, PartSpec):
+            yield from _names(spec.kind, spec.at(at), f"{whole}.")
+            stacked = family_of(at.config.architecture).stacked_names if spec.each else ()
+            yield from (f"{name}{end}" for name in stacked for end in ("", "_bias"))
+        else:
+            layer = linear_of(spec, at, whole)
+            yield from (f"{layer.factor}.weight",) if layer.rank else ()
+            for part in layer.rows:
+                yield from (f"{part.name}.{end}" for end in (("weight", "bias") if spec.bias(at) else ("weight",)))
 
 
 def _places(kind: type[Any], at: Place, path: str) -> Iterator[TensorPlace]:

@@ -170,7 +170,7 @@ def _read_longrope(read: Fields, rope: RopeConfig, dim: int) -> RopeConfig:
     )
 
 
-_GGUF_SCALING = "rope.scaling."
+_GGUF_SCALING, _GGUF_OLD_FACTOR = "rope.scaling.", "rope.scale_linear"
 _GGUF_KEYS = {
     "type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier", "yarn_beta_fast",
     "yarn_beta_slow", "yarn_ext_factor", "yarn_attn_factor",
@@ -196,7 +196,9 @@ def read_gguf_rope(read: Fields, trained: int, head_dim: int, factors: Mapping[s
                 _GGUF_SCALING + name, f"{default:g}: no other value is supported", read.raw[_GGUF_SCALING + name]
             )
     scaling = Fields({name: read.raw.get(_GGUF_SCALING + name) for name in _GGUF_KEYS}, read.source, "rope scaling: ")
-    kind = scaling.text("type", default="none")
+    if not scaling.number("factor", default=0.0):
+        scaling = Fields({**scaling.raw, "factor": read.raw.get(_GGUF_OLD_FACTOR)}, read.source, "rope scaling: ")
+    kind = scaling.text("type", default="linear" if scaling.number("factor", default=0.0) else "none")
     values: dict[str, Any] = {
         "rope_type": "longrope" if "rope_factors_long" in factors else "default" if kind == "none" else kind,
         _ORIGINAL: scaling.raw["original_context_length"],

@@ -1,5 +1,6 @@
 """Configuration of layers with a recurrent state instead of attention, and of what such models have beside them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from foretell.utils.validation import Fields
@@ -95,6 +96,25 @@ def layers_of_type(read: Fields, layers: int, name: str, default: list[str]) -> 
     if len(types) != layers or not set(types) <= {name, "full_attention"}:
         raise read.wrong("layer_types", f"{layers} of {name} or full_attention", list(types))
     return tuple(i for i, kind in enumerate(types) if kind == name)
+
+
+def gguf_mamba2(read: Fields, layers: tuple[int, ...], tensors: Collection[str]) -> Mamba2Config:
+    """Mamba-2 layers of a GGUF file."""
+    heads, inner = read.integer("ssm.time_step_rank", least=1), read.integer("ssm.inner_size", least=1)
+    groups = read.integer("ssm.group_count", least=1)
+    if inner % heads or heads % groups:
+        raise read.wrong("ssm.time_step_rank", f"a divisor of {inner} channels and a multiple of {groups}", heads)
+    at = f"blk.{layers[0]}.ssm_"
+    return Mamba2Config(
+        layers=layers,
+        heads=heads,
+        head_dim=inner // heads,
+        groups=groups,
+        state_dim=read.integer("ssm.state_size", least=1),
+        taps=read.integer("ssm.conv_kernel", least=1),
+        conv_bias=f"{at}conv1d.bias" in tensors,
+        bias=f"{at}in.bias" in tensors,
+    )
 
 
 def check_time_step(read: Fields) -> None:

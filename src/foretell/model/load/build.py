@@ -16,6 +16,8 @@ from foretell.model.load.weights import Weights
 LAYER_INPUTS_TABLE = "model.embed_tokens_per_layer.weight"
 LAYER_INPUTS_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_INPUTS_NORM = "model.per_layer_projection_norm.weight"
+OUTER_NAMES = (LAYER_INPUTS_TABLE, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_NORM)
+"""Tensors outside of the blocks that only some models have."""
 
 
 def build_decoder(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -3,10 +3,11 @@ tensors are dequantised by `gguf.quants`.
 """
 
 import mmap
+import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -55,6 +56,8 @@ class TensorInfo:
     ggml_type: int
     """A `GGMLQuantizationType`."""
     offset: int
+    part: int = 0
+    """Which of the files it is in."""
 
 
 class _Cursor:
@@ -103,31 +106,52 @@ class _Cursor:
 
 
 class GGUF:
-    """A GGUF file (versions 2 and 3): metadata by key, tensors by name.
+    """A GGUF file (versions 2 and 3), or one that is split in parts, by its first: metadata by key, tensors by name.
 
     Raises:
-        ValueError: the file is not a GGUF file, truncated or damaged.
+        ValueError: the file is not a GGUF file, truncated or damaged, or a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.files = path, _parts(path, 1)
+        self._data = list[mmap.mmap]()
+        self.metadata, self.tensors = self._open(path, 0)
+        count = self.metadata.get("split.count", 0)
+        if not isinstance(count, int) or count < 2:
+            return
+        self.files, tensors = _parts(path, count), dict(self.tensors)
+        for part, file in enumerate(self.files[1:], 1):
+            _, more = self._open(file, part)
+            tensors |= more
+        self.tensors = tensors
+
+    def _open(self, path: Path, part: int) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
+        """Map one of the files; its metadata and its tensors."""
         size = path.stat().st_size
         if size < 24:
             raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
-        self._data = map_file(path)
-        cursor = _Cursor(self._data)
-        if self._data[:4] != b"GGUF":
-            raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(self._data[:4])!r})")
+        data = map_file(path)
+        self._data.append(data)
+        cursor = _Cursor(data)
+        if data[:4] != b"GGUF":
+            raise ValueError(f"{path}: not a GGUF file (it starts with {bytes(data[:4])!r})")
         try:
-            self.metadata, self.tensors = self._read(cursor)
+            metadata, tensors = self._read(cursor, part)
         except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
             raise ValueError(
                 f"{path}: damaged GGUF file near byte {cursor.position} of {size}: {error}; download it again"
             ) from error
-        for name, entry in self.tensors.items():
+        number = metadata.get("split.no", part)
+        if number != part:
+            raise ValueError(
+                f"{path}: part {part + 1} of a split GGUF file is needed here, and this is part {number + 1}; name "
+                "the first part, which ends in -00001-of- and their number"
+            )
+        for name, entry in tensors.items():
             self._check(name, entry)
+        return metadata, tensors
 
-    def _read(self, cursor: _Cursor) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
+    def _read(self, cursor: _Cursor, part: int) -> tuple[Mapping[str, Any], Mapping[str, TensorInfo]]:
         cursor.position = 4
         version = cursor.scalar("I")
         if version not in (2, 3):
@@ -141,7 +165,7 @@ class GGUF:
             found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
         base = -(-cursor.position // align) * align
-        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset) for n, e in found.items()}
+        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset, part) for n, e in found.items()}
 
     def _check(self, name: str, e: TensorInfo) -> None:
         try:
@@ -153,7 +177,7 @@ class GGUF:
                 f"{self.path}: rows of {e.shape[-1]} numbers in the tensor {name} are no whole blocks of {per_block}, "
                 f"as its type {_type_name(e.ggml_type)} needs; download it again"
             )
-        if e.offset + self._bytes(e) > len(self._data):
+        if e.offset + self._bytes(e) > len(self._data[e.part]):
             raise ValueError(
                 f"{self.path}: damaged GGUF file: the tensor {name} reaches past its end; download it again"
             )
@@ -171,7 +195,8 @@ class GGUF:
 
     def release_pages(self) -> None:
         """Return the file's memory pages to the system; they are read again when needed."""
-        release_pages(self._data)
+        for data in self._data:
+            release_pages(data)
 
     @property
     def storage(self) -> Literal["quantized", "float32", "half"]:
@@ -189,13 +214,13 @@ class GGUF:
         kind = _KIND_OF_TYPE.get(e.ggml_type)
         if len(e.shape) != 2 or kind is None:
             return None
-        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
+        raw = torch.frombuffer(self._data[e.part], dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
         return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1), self.release_pages)
 
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, or one expert's part of it, dequantised to float32."""
         e = self._part(name, expert)
-        raw = np.frombuffer(self._data, np.uint8, self._bytes(e), e.offset)
+        raw = np.frombuffer(self._data[e.part], np.uint8, self._bytes(e), e.offset)
         kind = _KIND_OF_TYPE.get(e.ggml_type)
         if kind == "F32":
             return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
@@ -222,5 +247,32 @@ class GGUF:
             return e
         if len(e.shape) < 2 or expert >= e.shape[0]:
             raise ValueError(f"{self.path}: {name} of shape {e.shape} has no part for expert {expert}")
-        part = TensorInfo(e.shape[1:], e.ggml_type, e.offset)
-        return TensorInfo(part.shape, part.ggml_type, e.offset + expert * self._bytes(part))
+        part = replace(e, shape=e.shape[1:])
+        return replace(part, offset=e.offset + expert * self._bytes(part))
+
+
+_PART = re.compile(r"-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
+"""How the name of the first part of a split file ends."""
+
+
+def _parts(path: Path, count: int) -> list[Path]:
+    """The files of a file that is split in `count` parts, of which `path` is the first.
+
+    Raises:
+        ValueError: one is missing, or the name does not say that it is the first.
+    """
+    if count < 2:
+        return [path]
+    match = _PART.search(path.name)
+    if match is None or int(match[1]) != count:
+        raise ValueError(
+            f"{path}: the first of {count} parts of a split GGUF file, and its name does not end in "
+            f"-00001-of-{count:05}.gguf, by which the others are known; give the parts their own names again"
+        )
+    files = [
+        path.with_name(f"{path.name[: match.start()]}-{i:05}-of-{match[1]}{match[2]}") for i in range(1, count + 1)
+    ]
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise ValueError(f"{missing}: a part of a split GGUF file is not here; download it, too")
+    return files

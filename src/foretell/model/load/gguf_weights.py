@@ -1,24 +1,32 @@
 """The tensors of a GGUF file by their Hugging Face names."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
+from foretell.model.load.build import LAYER_INPUTS_NORM, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_TABLE
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.weights import HEAD, Storage, Weights
-from foretell.model.matrices.stored import StoredMatrix
+from foretell.model.load.weights import EMBEDDING, HEAD, Storage, Weights
+from foretell.model.matrices.stored import BLOCKS, StoredMatrix
 
 Tensor = torch.Tensor
 
 _GGUF_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+    EMBEDDING: "token_embd.weight",
+    HEAD: "output.weight",
+    LAYER_INPUTS_TABLE: "per_layer_token_embd.weight",
+    LAYER_INPUTS_PROJECTION: "per_layer_model_proj.weight",
+    LAYER_INPUTS_NORM: "per_layer_proj_norm.weight",
 }
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_OF_CONFIG = {f"{name}.weight" for name in ("rope_freqs", "rope_factors_short", "rope_factors_long")}
+"""Tensors that are a part of the configuration."""
+_EXPERT = re.compile(r"(?:^|(?<=\.))experts\.(\d+|\{\})\.")
 
 
 def gguf_config(file: GGUF) -> ModelConfig:
@@ -29,19 +37,40 @@ def gguf_config(file: GGUF) -> ModelConfig:
     """
     names = [n for n in ("rope_freqs", "rope_factors_short", "rope_factors_long") if f"{n}.weight" in file.tensors]
     factors = {n: file.load_tensor(f"{n}.weight").flatten().tolist() for n in names}
-    return from_gguf(file.metadata, str(file.path), factors, tied="output.weight" not in file.tensors)
+    return from_gguf(file.metadata, str(file.path), factors, file.tensors)
 
 
 def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:
     """The name in GGUF of the tensor that holds this tensor of Hugging Face, and the index of the expert whose part it
     is; None: all of it.
     """
-    if name in _GGUF_NAMES:
-        return _GGUF_NAMES[name], None
+    layer, own, expert = _split(name)
+    family = family_of(config.architecture)
+    if layer is not None:
+        return f"blk.{layer}.{family.gguf_name(own)}", expert
+    if name == f"{family.final_norm}.weight":
+        return f"{family.gguf_names.get(family.final_norm, 'output_norm')}.weight", None
+    return _GGUF_NAMES.get(name, name), None
+
+
+def _split(name: str) -> tuple[str | None, str, int | None]:
+    """The layer of a tensor, its name in the block with `{}` for the number of an expert, and this number."""
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    if not name.startswith("model.layers."):
+        return None, name, None
     expert = _EXPERT.search(rest)
-    own = family_of(config.architecture).gguf_name(_EXPERT.sub(".experts.{}.", rest))
-    return f"blk.{layer}.{own}", None if expert is None else int(expert[1])
+    number = None if expert is None or expert[1] == "{}" else int(expert[1])
+    return layer, _EXPERT.sub("experts.{}.", rest), number
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a tensor in the file."""
+
+    tensor: str
+    expert: int | None
+    rows: Tensor | None = None
+    """In this order; None: all."""
 
 
 class GGUFWeights(Weights):
@@ -49,25 +78,66 @@ class GGUFWeights(Weights):
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
-        self.files = [file.path]
+        self.files, self._family = file.files, family_of(config.architecture)
+        self._require_read()
+
+    def _require_read(self) -> None:
+        """Check that every tensor of the file is read.
+
+        Raises:
+            ValueError: one is not, so the numbers would be others.
+        """
+        config = self._config
+        outer = *_GGUF_NAMES, f"{family_of(config.architecture).final_norm}.weight"
+        inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
+        known = {part.tensor for name in (*outer, *inner) for part in self._parts(name)} | _OF_CONFIG
+        own = [name for name in self._file.tensors if not self._predicts(name)]
+        unread = next((name for name in own if name not in known), None)
+        if unread is not None:
+            raise ValueError(
+                f"{self.source}: the file has a tensor {unread}, which the decoder of {config.architecture} does not "
+                "read, so its answers would be others; it may be of an architecture that is not supported yet"
+            )
+
+    def _predicts(self, name: str) -> bool:
+        """Whether a tensor belongs to a layer of multi-token prediction, which follows the model's own."""
+        layer = name.removeprefix("blk.").partition(".")[0]
+        further = self._file.metadata.get(f"{self._kind}.nextn_predict_layers", 0)
+        return bool(further) and name.startswith("blk.") and int(layer) >= self._config.layers
+
+    @property
+    def _kind(self) -> str:
+        """The architecture that the file names."""
+        return str(self._file.metadata["general.architecture"])
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
-        place = self._place_in_file(name)
-        if place is None:
+        parts = self._parts(name)
+        if not parts:
             return None
-        tensor: Tensor = self._file.load_tensor(*place)
-        return tensor[self._half_split_order(len(tensor))] if self._is_interleaved(name) else tensor
+        if joined := self._joined(name):
+            _, join = self._family.gguf_joined[_split(name)[1]]
+            made: Tensor = join(*(self._file.load_tensor(part.tensor) for part in joined), self._config)
+            return made
+        loaded = [(self._file.load_tensor(part.tensor, part.expert), part.rows) for part in parts]
+        tensor = torch.cat([whole if rows is None else whole[rows] for whole, rows in loaded])
+        _, own, _ = _split(name)
+        change = self._family.gguf_vectors.get(own)
+        tensor = tensor if change is None else change(tensor, self._config, self._kind)
+        columns = self._columns(own)
+        return tensor if columns is None else tensor[:, columns]
 
     def require(self, name: str, *shape: int) -> Tensor:
-        """The tensor of this name and shape; a matrix of one row may be stored as a vector.
+        """The tensor of this name and shape; dimensions of one may be left out or added.
 
         Raises:
             ValueError: it is missing or has another shape.
         """
-        found = self.get(name)
-        if found is not None and shape[0] == 1 and found.shape == shape[1:]:
-            return found.unsqueeze(0)
+        tensor = self.get(name)
+        if tensor is not None and tensor.shape != shape:
+            same = [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]
+            if same or (len(shape) == 1 and tensor.numel() == shape[0]):
+                return tensor.reshape(shape)
         checked: Tensor = super().require(name, *shape)
         return checked
 
@@ -75,11 +145,30 @@ class GGUFWeights(Weights):
         """The matrix of this name and shape, as the file stores it: a view of the mapped file where rows keep their
         order. Storage types without a `Kind` are widened.
         """
-        place = self._place_in_file(name)
-        found = None if place is None else self._file.stored_matrix(*place)
-        if found is None or found.shape != (outputs, inputs):
-            return super().matrix(name, outputs, inputs)
-        return found.rows(self._half_split_order(outputs)) if self._is_interleaved(name) else found
+        stored = self._stored(name)
+        return super().matrix(name, outputs, inputs) if stored is None or stored.shape != (outputs, inputs) else stored
+
+    def _joined(self, name: str) -> list[_Part]:
+        """The tensors that one is made of; none: it is not."""
+        layer, own, _ = _split(name)
+        names, _ = self._family.gguf_joined.get(own, ((), None))
+        made = [_Part(f"blk.{layer}.{each}", None) for each in names]
+        return made if all(part.tensor in self._file.tensors for part in made) else []
+
+    def _stored(self, name: str) -> StoredMatrix | None:
+        """The matrix of this name as the file stores it; None: it has to be widened."""
+        pieces = list[StoredMatrix]()
+        for part in () if self._joined(name) else self._parts(name):
+            whole = self._file.stored_matrix(part.tensor, part.expert)
+            if whole is None:
+                return None
+            pieces.append(whole if part.rows is None else whole.rows(part.rows))
+        if not pieces or any((p.kind, p.inputs) != (pieces[0].kind, pieces[0].inputs) for p in pieces):
+            return None
+        first, columns = pieces[0], self._columns(_split(name)[1])
+        if len(pieces) > 1:
+            first = StoredMatrix(first.kind, first.inputs, torch.cat([piece.data for piece in pieces]))
+        return first if columns is None else _with_columns(first, columns)
 
     @property
     def storage(self) -> Storage:
@@ -88,25 +177,59 @@ class GGUFWeights(Weights):
 
     def maps(self, name: str) -> bool:
         """Whether the file stores it in one of the known kinds."""
-        place = self._place_in_file(name)
-        return place is not None and self._file.stored_matrix(*place) is not None
+        return self._stored(name) is not None
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """The output matrix as the file stores it; None: it is tied to the embedding."""
-        return None if self._place_in_file(HEAD) is None else self.matrix(HEAD, vocab, hidden)
+        return self.matrix(HEAD, vocab, hidden) if self._parts(HEAD) else None
 
-    def _place_in_file(self, name: str) -> tuple[str, int | None] | None:
-        """The tensor that holds this one, and the index of the expert whose part it is."""
-        found, expert = gguf_place(name, self._config)
-        return (found, expert) if found in self._file.tensors else None
+    def _parts(self, name: str) -> list[_Part]:
+        """The rows of which a tensor consists; none: the file does not have it."""
+        layer, own, expert = _split(name)
+        module, _, end = own.rpartition(".")
+        rows = self._family.gguf_rows.get(module)
+        if layer is not None and rows is not None:
+            made = [
+                _Part(f"blk.{layer}.{each.name}.{end}", expert, _order(each.chosen))
+                for each in rows(self._config, self._kind) or ()
+            ]
+            if made and all(part.tensor in self._file.tensors for part in made):
+                return made
+        if joined := self._joined(name):
+            return joined
+        place, expert = gguf_place(name, self._config)
+        if place not in self._file.tensors:
+            return []
+        return [_Part(place, expert, self._half_split_order(place) if self._is_interleaved(name) else None)]
+
+    def _columns(self, own: str) -> Tensor | None:
+        """The columns of a matrix of a block in the file."""
+        columns = self._family.gguf_inputs.get(own.removesuffix(".weight"))
+        return None if columns is None else _order(columns(self._config, self._kind))
 
     def _is_interleaved(self, name: str) -> bool:
         """Whether the rows of a head are in llama.cpp's order: pairs of the two halves."""
-        return self._file.metadata["general.architecture"] == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
+        return self._family.gguf_interleaved and name.split(".")[-2] in ("q_proj", "k_proj")
 
-    def _half_split_order(self, rows: int) -> Tensor:
+    def _half_split_order(self, tensor: str) -> Tensor:
+        rows = self._file.tensors[tensor].shape[0]
         return torch.arange(rows).view(-1, self._config.head_dim // 2, 2).transpose(1, 2).flatten()
 
     def release_pages(self) -> None:
         """Return the file's memory pages to the system."""
         self._file.release_pages()
+
+
+def _order(chosen: Sequence[int] | None) -> Tensor | None:
+    return None if chosen is None else torch.tensor(chosen)
+
+
+def _with_columns(matrix: StoredMatrix, columns: Tensor) -> StoredMatrix:
+    """The matrix with its columns in this order: its blocks where they stay whole, else widened."""
+    per_block, size = BLOCKS[matrix.kind]
+    blocks = columns.view(-1, per_block)
+    first = blocks[:, 0]
+    if torch.equal(blocks, first[:, None] + torch.arange(per_block)) and not (first % per_block).any():
+        data = matrix.data.view(matrix.outputs, -1, size)[:, first // per_block]
+        return StoredMatrix(matrix.kind, matrix.inputs, data.reshape(matrix.outputs, -1))
+    return StoredMatrix.of(matrix.widen()[:, columns])

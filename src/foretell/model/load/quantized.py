@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 
+from foretell.model.config.model import ModelConfig
 from foretell.model.load.quantization_config import Quantization, Scheme
 from foretell.model.load.quantized_formats import FORMATS, NOT_READ, QuantizedFormat, QuantizedModule
 from foretell.model.load.quantized_matrix import QuantizedMatrix
@@ -127,6 +128,15 @@ class QuantizedWeights(Weights):
     def check_layers(self, count: int) -> None:
         """See `SafetensorsWeights`."""
         self._inner.check_layers(count)
+
+    def check_tensors(self, config: ModelConfig) -> None:
+        """See `SafetensorsWeights`."""
+        self._inner.check_tensors(config)
+
+    def settle_head(self, config: ModelConfig) -> ModelConfig:
+        """See `SafetensorsWeights`; a quantised head is one of its own."""
+        own = any(name in self._modules for name in candidate_names("lm_head"))
+        return replace(config, tied=False) if own else self._inner.settle_head(config)
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix:
         """The output matrix in the nearest storage type."""

@@ -21,7 +21,7 @@ def resolve_reference(reference: str) -> Path:
     if reference == DEFAULT_MODEL:
         return _default_model_path()
     path = Path(reference).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
         return path
     if path.is_file() and path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
         raise ValueError(

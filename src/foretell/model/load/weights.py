@@ -3,12 +3,15 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 
+from foretell.model.block.weights import names_of
+from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.safetensors_file import SafetensorsFile
@@ -27,12 +30,19 @@ _QUANTIZED = re.compile(
 MLX.
 """
 _LAYER = re.compile(
-    r"(?:(?:language_model\.)?model\.(?:language_model\.)?layers|backbone\.layers|model\.transformer\.blocks)"
+    r"(?:(?:(?:language_model\.)?model\.(?:language_model\.)?|backbone\.|)layers|model\.transformer\.blocks)"
     r"\.(\d+)\.(.+)"
 )
 """Names of the tensors of a layer: its number, and the tensor in it."""
 _PREDICTION = "eh_proj."
 """A matrix that, of all layers, those of multi-token prediction have, which follow the model's own (DeepSeek-V3)."""
+_NEVER_READ = ("rotary_emb.inv_freq", "attn.masked_bias")
+"""Ends of the names of tensors of a layer that repeat the configuration."""
+_BLOCKS = ("_blocks", "_scales")
+"""Ends of the names of experts in MXFP4."""
+_NUMBER = re.compile(r"\.experts\.\d+\.")
+EMBEDDING = "model.embed_tokens.weight"
+"""Name of the embedding."""
 HEAD = "lm_head.weight"
 """Name of the output matrix."""
 _AGAIN = "download it again"
@@ -114,7 +124,7 @@ class Weights(ABC):
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The output matrix as the file stores it; the embedding where the two are tied."""
         own = None if config.tied else self.head_matrix(config.vocab, config.hidden)
-        return self.matrix("model.embed_tokens.weight", config.vocab, config.hidden) if own is None else own
+        return self.matrix(EMBEDDING, config.vocab, config.hidden) if own is None else own
 
     def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
         if tuple(found.shape) != shape:
@@ -144,11 +154,11 @@ def refuse_quantized(file: Path, name: str, dtype: str) -> None:
 def candidate_names(name: str) -> tuple[str, ...]:
     """Names that a tensor or module has in checkpoints of a language model, and of a multimodal model that holds it.
 
-    Nemotron-H calls the model `backbone`, and its embedding `embeddings`.
+    Nemotron-H calls the model `backbone`, and its embedding `embeddings`; a base model is saved without `model.`.
     """
     multimodal = f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
     backbone = name.replace("embed_tokens", "embeddings")
-    return name, *multimodal, backbone.replace("model.", "backbone.", 1), backbone
+    return name, *multimodal, backbone.replace("model.", "backbone.", 1), backbone, name.removeprefix("model.")
 
 
 class SafetensorsWeights(Weights):
@@ -174,6 +184,7 @@ class SafetensorsWeights(Weights):
         self.files = [path / name for name in files]
         self._mapped = [SafetensorsFile(file) for file in self.files]
         self._file_of = {name: file for file in self._mapped for name in file.dtypes}
+        self._stored_as = dict[str, str]()
         for file in self._mapped:
             for name, dtype in file.dtypes.items():
                 check(file.path, name, dtype)
@@ -193,18 +204,59 @@ class SafetensorsWeights(Weights):
                 f"{max(own)}, counted from 0; they are of different models, or config.json was changed: {_AGAIN}"
             )
 
+    def check_tensors(self, config: ModelConfig) -> None:
+        """Check that every tensor of the layers is read, those of quantised matrices by the name of the matrix.
+
+        Raises:
+            ValueError: one is not, so the numbers would be others.
+        """
+        known = [names_of(config, i) for i in range(config.layers)]
+        for name in self._file_of:
+            match = _LAYER.fullmatch(name)
+            if match is None or int(match[1]) >= config.layers or match[2].endswith(_NEVER_READ):
+                continue
+            inner = _NUMBER.sub(".experts.{}.", match[2])
+            quantized = _QUANTIZED.search(inner) or inner.endswith(_BLOCKS)
+            if inner not in known[int(match[1])] and not quantized:
+                raise ValueError(
+                    f"{self.source}: the checkpoint has a tensor {name}, which the decoder of {config.architecture} "
+                    "does not read with this config.json, so its answers would be others; is config.json of this model?"
+                )
+        outer = EMBEDDING, HEAD, f"{family_of(config.architecture).final_norm}.weight"
+        for biased in (f"{name.removesuffix('.weight')}.bias" for name in outer):
+            if any(name in self._file_of for name in candidate_names(biased)):
+                raise ValueError(
+                    f"{self.source}: the checkpoint has a tensor {biased}, which the decoder does not read"
+                )
+
+    def settle_head(self, config: ModelConfig) -> ModelConfig:
+        """The configuration with an output matrix of its own if it is said to be tied to the embedding and has other
+        numbers, as transformers takes it. A head that stands alone is the embedding, too.
+        """
+        if not config.tied or HEAD not in self._file_of:
+            return config
+        table = self.get(EMBEDDING)
+        if table is None:
+            self._file_of[EMBEDDING] = self._file_of[HEAD]
+            self._stored_as[EMBEDDING] = HEAD
+            return config
+        head = self._file_of[HEAD].tensor(HEAD)
+        same = head.shape == table.shape and torch.equal(head, table)
+        self.release_pages()
+        return config if same else replace(config, tied=False)
+
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, or None."""
         for candidate in candidate_names(name):
             if candidate in self._file_of:
-                found: Tensor = self._file_of[candidate].tensor(candidate)
+                found: Tensor = self._file_of[candidate].tensor(self._stored_as.get(candidate, candidate))
                 return found
         return None
 
     @property
     def storage(self) -> Storage:
         """By the embedding, which is there in every checkpoint."""
-        table = self.get("model.embed_tokens.weight")
+        table = self.get(EMBEDDING)
         return "float32" if table is not None and table.dtype == torch.float32 else "half"
 
     def maps(self, name: str) -> bool:

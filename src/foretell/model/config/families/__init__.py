@@ -14,11 +14,13 @@ from foretell.model.config.families.llama4 import LLAMA4
 from foretell.model.config.families.ministral3 import MINISTRAL3
 from foretell.model.config.families.mixtral import MIXTRAL
 from foretell.model.config.families.nemotron import NEMOTRON
+from foretell.model.config.families.phi3 import PHI3
 from foretell.model.config.families.qwen import QWEN, QWEN3_5, QWEN3_NEXT, QWEN_MOE
+from foretell.model.config.families.seed_oss import SEED_OSS
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN, GEMMA, MIXTRAL, QWEN_MOE, QWEN3_NEXT, QWEN3_5, LFM2, GRANITE, NEMOTRON, SMOLLM3, GPT_OSS,
-    DEEPSEEK, GLM, GEMMA4, LLAMA4, MINISTRAL3,
+    DEEPSEEK, GLM, GEMMA4, LLAMA4, MINISTRAL3, PHI3, SEED_OSS,
 )  # fmt: skip
 """All families."""
 _BY_KIND = {kind: family for family in FAMILIES for kind in family.kinds}

@@ -3,7 +3,7 @@
 Names of tensors are those of Llama's checkpoints (`foretell.model.block.spec` has them) unless a family gives others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -103,15 +103,51 @@ def gguf_windows(read: Fields, layers: int, pattern: int, default: int = 0) -> d
     return {"window": window, "window_layers": chosen}
 
 
+def largest_kv_heads(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """GGUF metadata with one number of key-value heads, where layers without attention have 0."""
+    heads = raw.get("attention.head_count_kv")
+    several = isinstance(heads, list) and heads and all(isinstance(each, int) for each in heads)
+    return {**raw, "attention.head_count_kv": max(heads)} if several else raw  # type: ignore[arg-type]
+
+
+def gguf_state_layers(read: Fields, layers: int) -> tuple[int, ...]:
+    """The layers without key-value heads in GGUF, which have a recurrent state; the others have one number of heads.
+
+    Raises:
+        ValueError: they have several numbers of heads, or are not as many as the layers.
+    """
+    heads = read.integers("attention.head_count_kv")
+    if len(heads) == 1:
+        return () if heads[0] else tuple(range(layers))
+    if len(heads) != layers or len({each for each in heads if each}) > 1:
+        raise read.wrong("attention.head_count_kv", f"{layers} numbers, 0 or the same one", list(heads))
+    return tuple(i for i, each in enumerate(heads) if not each)
+
+
 def gguf_experts(read: Fields, layers: int) -> MoEConfig:
     """The mixture of experts of a GGUF file: in all layers."""
-    count, dense = read.integer("expert_count", least=1), read.integer("feed_forward_length", least=1)
+    count = read.integer("expert_count", least=1)
     return MoEConfig(
         count=count,
         active=read.integer("expert_used_count", least=1, most=count),
-        ffn=read.integer("expert_feed_forward_length", default=dense, least=1),
+        ffn=read.integer("expert_feed_forward_length", "feed_forward_length", least=1),
         layers=tuple(range(layers)),
     )
+
+
+def fused_experts(experts: str) -> dict[str, Callable[[ModelConfig, str], list[Rows] | None]]:
+    """Rows in GGUF of gate and up of experts whose names begin so, where these are one tensor."""
+
+    def rows(first: int) -> Callable[[ModelConfig, str], list[Rows] | None]:
+        def of(config: ModelConfig, kind: str) -> list[Rows] | None:
+            if config.experts is None:
+                return None
+            ffn = config.experts.ffn
+            return [Rows("ffn_gate_up_exps", 2 * ffn, range(first * ffn, (first + 1) * ffn))]
+
+        return of
+
+    return {f"{experts}.{{}}.{name}_proj": rows(first) for first, name in enumerate(("gate", "up"))}
 
 
 def _dense_ffn(read: Fields, kind: str) -> int:
@@ -145,8 +181,29 @@ class Family:
     """The `model_type` of architectures in GGUF files."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules of a block in GGUF, by their names in safetensors, where Llama has others."""
-    read_gguf: Callable[[Fields, str, Mapping[str, Any]], Mapping[str, Any]] = lambda read, kind, values: {}
-    """Further values of `ModelConfig` from the metadata of a GGUF file, or others than Llama's reader found."""
+    gguf_interleaved: bool = False
+    """Whether rotary pairs of queries and keys lie side by side in GGUF."""
+    gguf_rows: Mapping[str, Callable[[ModelConfig, str], list[Rows] | None]] = field(default_factory=dict)
+    """Linear layers of a block, by their names in safetensors, that are other rows of tensors in GGUF, one below the
+    other, of a configuration and an architecture of GGUF; None, or where a file has no such tensors: they have their
+    own.
+    """
+    gguf_joined: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]] = field(default_factory=dict)
+    """Tensors of a block, by their names in safetensors, that are made of others in GGUF where a file has these: their
+    names, and what makes it of them and the configuration.
+    """
+    gguf_inputs: Mapping[str, Callable[[ModelConfig, str], Sequence[int] | None]] = field(default_factory=dict)
+    """The columns in GGUF of the inputs of linear layers; None: in their order."""
+    gguf_vectors: Mapping[str, Callable[[Any, ModelConfig, str], Any]] = field(default_factory=dict)
+    """What makes tensors that are no matrices of those in GGUF, by their names in safetensors."""
+    prepare_gguf: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    """The metadata in the form that Llama's reader expects, without the name of the architecture."""
+    read_gguf: Callable[[Fields, str, Mapping[str, Any], Collection[str]], Mapping[str, Any]] = (
+        lambda read, kind, values, tensors: {}
+    )
+    """Further values of `ModelConfig` from the metadata of a GGUF file and the names of its tensors, or others than
+    Llama's reader found.
+    """
 
     # Readers of config.json.
     prepare: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda raw, source: raw

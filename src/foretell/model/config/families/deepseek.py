@@ -2,13 +2,13 @@
 attention in all but GLM-4.5.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import log
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, PredictionNames
-from foretell.model.config.model import MLAConfig, MoEConfig
+from foretell.model.config.families.base import Family, Kind, PredictionNames, gguf_experts
+from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
@@ -119,6 +119,78 @@ _GLM4_MOE_LITE: Mapping[str, Any] = {
     "num_experts_per_tok": 4, "norm_topk_prob": True, "q_lora_rank": 768, **_HEADS, "qk_nope_head_dim": 192,
     "v_head_dim": 256,
 }  # fmt: skip
+_GGUF_EXPERTS = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+_SOFTMAX, _SIGMOID = 1, 2
+"""Of `gguf.ExpertGatingFuncType`."""
+_GGUF_MSCALE = "rope.scaling.yarn_log_multiplier"
+
+
+def _join_latent(keys: Any, values: Any, config: ModelConfig) -> Any:
+    """The matrix that expands latent vectors, from keys [heads, rank, width] and values [heads, width, rank]."""
+    c = config.latent
+    assert c is not None
+    whole = values.new_empty(config.heads, c.nope_dim + c.value_dim, c.kv_rank)
+    whole[:, : c.nope_dim], whole[:, c.nope_dim :] = keys.transpose(1, 2), values
+    return whole.flatten(0, 1)
+
+
+def _gguf_experts(read: Fields, values: Mapping[str, Any], tensors: Collection[str], scoring: int) -> MoEConfig:
+    """Experts as llama.cpp reads them; `scoring`: where the file does not say it."""
+    layers, whole = values["layers"], gguf_experts(read, values["layers"])
+    scoring = read.integer("expert_gating_func", default=0) or scoring
+    if scoring not in (_SOFTMAX, _SIGMOID):
+        raise read.wrong("expert_gating_func", f"{_SOFTMAX} (softmax) or {_SIGMOID} (sigmoid)", scoring)
+    dense = read.integer("leading_dense_block_count", default=0)
+    return replace(
+        whole,
+        layers=tuple(range(dense, layers)),
+        shared_ffn=read.integer("expert_shared_count", default=0) * whole.ffn,
+        renormalize=read.flag("expert_weights_norm", default=False),
+        scoring="softmax" if scoring == _SOFTMAX else "sigmoid",
+        selection_bias=f"blk.{dense}.exp_probs_b.bias" in tensors,
+        groups=read.integer("expert_group_count", default=0) or 1,
+        active_groups=read.integer("expert_group_used_count", default=0) or 1,
+        ranked_by=1 if scoring == _SOFTMAX else 2,
+        scale=read.number("expert_weights_scale", default=1.0) or 1.0,
+    )
+
+
+def _prepare_gguf(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the width of the heads in place of that of the cached vector, and without what `_read_gguf` reads."""
+    width = raw.get("attention.key_length_mla", raw.get("attention.key_length"))
+    return {k: v for k, v in raw.items() if k != _GGUF_MSCALE} | {"attention.key_length": width}
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    """Latent attention; YaRN changes the scale of its products, as `mscale_all_dim` says."""
+    rope, head_dim = values["rope"], values["head_dim"]
+    rope_dim = read.integer("rope.dimension_count", least=2, most=head_dim)
+    scale: float = head_dim**-0.5
+    if rope.kind == "yarn":
+        mscale = 10 * read.number(_GGUF_MSCALE, least=0)
+        scale *= (0.1 * mscale * log(max(rope.factor, 1.0)) + 1) ** 2
+        rope = replace(rope, attention_factor=1.0)
+    latent = MLAConfig(
+        q_rank=read.integer("attention.q_lora_rank", default=0),
+        kv_rank=read.integer("attention.kv_lora_rank", least=1),
+        nope_dim=head_dim - rope_dim,
+        rope_dim=rope_dim,
+        value_dim=read.integer("attention.value_length_mla", "attention.value_length", least=1),
+    )
+    return {
+        "latent": latent,
+        "kv_heads": values["heads"],
+        "rope": rope,
+        "attention_scale": scale,
+        "experts": _gguf_experts(read, values, tensors, _SOFTMAX) if read.integer("expert_count", default=0) else None,
+    }
+
+
 DEEPSEEK = Family(
     kinds={
         "deepseek_v2": Kind(
@@ -128,6 +200,19 @@ DEEPSEEK = Family(
         "glm4_moe_lite": Kind(defaults=_GLM4_MOE_LITE),
     },
     prediction=_prediction,
+    gguf_kinds={"deepseek2": "deepseek_v3"},
+    gguf_names={
+        **_GGUF_EXPERTS,
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+    },
+    gguf_joined={"self_attn.kv_b_proj.weight": (("attn_k_b.weight", "attn_v_b.weight"), _join_latent)},
+    prepare_gguf=_prepare_gguf,
+    read_gguf=_read_gguf,
     read_head_dim=_latent_head_dim,
     read_experts=_experts,
     read_further=_further,
@@ -137,9 +222,21 @@ _GLM4_MOE: Mapping[str, Any] = {
     "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_shared_experts": 1,
     "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+
+
+def _read_gguf_glm(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    return {
+        "experts": _gguf_experts(read, values, tensors, _SIGMOID),
+        "qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+
+
 GLM = Family(
     prediction=_prediction,
     kinds={"glm4_moe": Kind(defaults=_GLM4_MOE)},
+    gguf_kinds={"glm4moe": "glm4_moe"},
+    gguf_names={**_GGUF_EXPERTS, "post_attention_layernorm": "post_attention_norm"},
+    read_gguf=_read_gguf_glm,
     read_experts=_experts,
     read_further=lambda read, kind, values: {name: read.flag(key, default=False) for name, key in _GLM_FLAGS.items()},
 )

@@ -1,6 +1,6 @@
 """Gemma 2 and 3: norms after attention and feed-forward, norms that are stored less one, scaled embeddings."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from foretell.model.config.families.base import Family, Kind, gguf_windows, windowed
@@ -42,7 +42,7 @@ _LAYERS_27B = {"gemma2": 46, "gemma3_text": 62}
 """
 
 
-def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     """GGUF files hold the weights of norms with the offset added."""
     hidden, layers, second = values["hidden"], values["layers"], kind == "gemma2"
     return {

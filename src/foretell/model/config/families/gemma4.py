@@ -1,10 +1,11 @@
 """Gemma 4: per-layer inputs, keys and values that the last layers share, heads of two sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from foretell.model.config.attention import LayerInputConfig
-from foretell.model.config.families.base import Family, Kind
+from foretell.model.config.families.base import Family, Kind, fused_experts, gguf_experts
 from foretell.model.config.rope import RopeConfig, read_rope
 from foretell.utils.validation import Fields
 
@@ -95,7 +96,11 @@ def _ropes(read: Fields, full_dim: int, local_dim: int) -> tuple[RopeConfig, Rop
 
 def _kv_layers(read: Fields, types: Sequence[str]) -> tuple[int, ...]:
     """For every layer the one whose keys and values it reads: of those shared the last one before, of the same type."""
-    layers, shared = len(types), read.integer("num_kv_shared_layers", default=0)
+    return _shared_layers(read, types, read.integer("num_kv_shared_layers", default=0))
+
+
+def _shared_layers(read: Fields, types: Sequence[str], shared: int) -> tuple[int, ...]:
+    layers = len(types)
     own = layers - shared
     if not shared:
         return ()
@@ -118,6 +123,65 @@ def _experts(read: Fields, layers: int) -> dict[str, Any]:
     }
 
 
+_LISTS = ("attention.head_count_kv", "feed_forward_length")
+
+
+def _prepare_gguf(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One number in place of those of the layers, which `_read_gguf` reads."""
+    return {k: v[0] if k in _LISTS and isinstance(v, list) and v else v for k, v in raw.items()}
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    layers = values["layers"]
+    local = _gguf_flags(read, "attention.sliding_window_pattern", layers)
+    full = [i for i, is_local in enumerate(local) if not is_local]
+    shared = read.integer("attention.shared_kv_layers", default=0, most=layers)
+    heads, widths = (_of_layers(read, name, layers) for name in _LISTS)
+    kv_heads, local_heads = ({heads[i] for i in range(layers) if local[i] == which} for which in (False, True))
+    own, readers = set(widths[: layers - shared]), set(widths[layers - shared :])
+    if not full or any(len(each) > 1 for each in (kv_heads, local_heads, own, readers)):
+        raise read.wrong("attention.sliding_window_pattern", "layers of two kinds with one size each", list(local))
+    local_dim = read.integer("attention.key_length_swa", least=2)
+    rotated = read.integer("rope.dimension_count_swa", default=local_dim, least=2, most=local_dim)
+    width, experts = read.integer("embedding_length_per_layer_input", default=0), None
+    if read.integer("expert_count", default=0):
+        experts = replace(gguf_experts(read, layers), beside_dense=True)
+    return {
+        "kv_heads": kv_heads.pop(),
+        "local_head_dim": local_dim,
+        "local_kv_heads": local_heads.pop() if local_heads else 0,
+        "ffn": own.pop(),
+        "reader_ffn": readers.pop() if readers else 0,
+        "local_rope": RopeConfig(
+            theta=read.positive("rope.freq_base_swa", default=10000.0), fraction=rotated / local_dim
+        ),
+        "window": read.integer("attention.sliding_window", least=1),
+        "window_layers": tuple(i for i, is_local in enumerate(local) if is_local),
+        "kv_layers": _shared_layers(read, [_SLIDING if each else _FULL for each in local], shared),
+        "values_are_keys": f"blk.{full[0]}.attn_v.weight" not in tensors,
+        "attention_scale": 1.0,
+        "embedding_scale": values["hidden"] ** 0.5,
+        "layer_inputs": LayerInputConfig(width, values["vocab"]) if width else None,
+        "layer_scales": "blk.0.layer_output_scale.weight" in tensors,
+        "experts": experts,
+    }
+
+
+def _gguf_flags(read: Fields, name: str, layers: int) -> tuple[bool, ...]:
+    flags = read.raw.get(name)
+    if not isinstance(flags, list) or len(flags) != layers or not all(isinstance(each, bool) for each in flags):
+        raise read.wrong(name, f"a list of {layers} booleans", flags)
+    return tuple(flags)
+
+
+def _of_layers(read: Fields, name: str, layers: int) -> tuple[int, ...]:
+    """A number for every layer, where GGUF has one for all, or one for each."""
+    numbers = read.integers(name)
+    if len(numbers) not in (1, layers) or min(numbers) < 1:
+        raise read.wrong(name, f"one number, or {layers}, above zero", list(numbers))
+    return numbers * layers if len(numbers) == 1 else numbers
+
+
 _SETTINGS: Mapping[str, Any] = {
     "post_norms": True, "qk_norm": True, "value_norm": True, "activation": "gelu_tanh", "layer_scales": True,
     "tied": True,
@@ -133,5 +197,27 @@ GEMMA4 = Family(
         ),
     },
     names={"mlp.gate": "router.proj", "mlp.experts": "experts"},
+    gguf_kinds={"gemma4": "gemma4_text"},
+    gguf_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "layer_scalar": "layer_output_scale.weight",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "router.proj": "ffn_gate_inp",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.{}.gate_proj": "ffn_gate_exps",
+        "experts.{}.up_proj": "ffn_up_exps",
+        "experts.{}.down_proj": "ffn_down_exps",
+    },
+    gguf_rows=fused_experts("experts"),
+    prepare_gguf=_prepare_gguf,
+    read_gguf=_read_gguf,
     read_all=_read,
 )

@@ -1,6 +1,6 @@
 """gpt-oss (arXiv 2508.10925): a score per query head beside those of the keys, experts with biases."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ def _activation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[s
     return {"activation": "clamped_swiglu"}
 
 
-def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     layers = values["layers"]
     return {
         **gguf_windows(read, layers, 2),

@@ -1,11 +1,20 @@
 """Granite 3 and 4: multipliers, experts in one tensor per layer beside a shared network, Mamba-2 layers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, Rows, no_windows
+from foretell.model.config.families.base import (
+    Family,
+    Kind,
+    Rows,
+    gguf_experts,
+    gguf_state_layers,
+    largest_kv_heads,
+    no_windows,
+)
 from foretell.model.config.model import ModelConfig, MoEConfig
-from foretell.model.config.states import Mamba2Config, check_time_step, layers_of_type
+from foretell.model.config.states import Mamba2Config, check_time_step, gguf_mamba2, layers_of_type
 from foretell.utils.validation import Fields
 
 _BOTH, _DOWN = "shared_mlp.input_linear", "shared_mlp.output_linear"
@@ -83,6 +92,34 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     }
 
 
+def _gguf_both(config: ModelConfig, kind: str) -> list[Rows]:
+    """Gate and up, which are two tensors in GGUF."""
+    ffn, ending = (config.ffn, "") if config.experts is None else (config.experts.shared_ffn, "_shexp")
+    return [Rows(f"ffn_{name}{ending}", ffn) for name in ("gate", "up")]
+
+
+def _gguf_down(config: ModelConfig, kind: str) -> list[Rows]:
+    return [Rows("ffn_down" if config.experts is None else "ffn_down_shexp", config.hidden)]
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    layers, experts = values["layers"], None
+    if read.integer("expert_count", default=0):
+        shared = read.integer("expert_shared_feed_forward_length", default=0)
+        experts = replace(gguf_experts(read, layers), shared_ffn=shared)
+    states = gguf_state_layers(read, layers) if kind == "granitemoehybrid" else ()
+    rotated = read.flag("rope.scaling.finetuned", default=True)
+    return {
+        "experts": experts,
+        "state": gguf_mamba2(read, states, tensors) if states else None,
+        "attention_scale": read.number("attention.scale", default=0.0) or None,
+        "embedding_scale": read.number("embedding_scale", default=0.0) or 1.0,
+        "residual_scale": read.number("residual_scale", default=0.0) or 1.0,
+        "logit_scale": 1 / (read.number("logit_scale", default=0.0) or 1.0),
+        "unrotated_layers": () if rotated else tuple(range(layers)),
+    }
+
+
 _SPARSE = {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
 GRANITE = Family(
     kinds={
@@ -107,6 +144,22 @@ GRANITE = Family(
         "experts.shared.gate_up": _shared_network,
     },
     expert_storage="stacked",
+    gguf_kinds={"granite": "granite", "granitemoe": "granitemoe", "granitehybrid": "granitemoehybrid"},
+    gguf_names={
+        "block_sparse_moe.router.layer": "ffn_gate_inp",
+        "mamba.in_proj": "ssm_in",
+        "mamba.out_proj": "ssm_out",
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.norm": "ssm_norm",
+        "mamba.A_log": "ssm_a",
+        "mamba.D": "ssm_d",
+        "mamba.dt_bias": "ssm_dt.bias",
+    },
+    gguf_interleaved=True,
+    gguf_rows={_BOTH: _gguf_both, _DOWN: _gguf_down},
+    gguf_vectors={"mamba.A_log": lambda stored, config, kind: (-stored).log()},
+    prepare_gguf=largest_kv_heads,
+    read_gguf=_read_gguf,
     read_ffn=_ffn,
     read_windows=no_windows,
     read_experts=_experts,

@@ -1,9 +1,9 @@
 """LFM2 (arXiv 2511.23404): short convolutions in most layers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, no_windows
+from foretell.model.config.families.base import Family, Kind, gguf_state_layers, largest_kv_heads, no_windows
 from foretell.model.config.states import ShortConvConfig, layers_of_type
 from foretell.utils.validation import Fields
 
@@ -32,6 +32,16 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     return {"tied": read.flag("tie_embedding", "tie_word_embeddings", default=True)}
 
 
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    state = ShortConvConfig(
+        layers=gguf_state_layers(read, values["layers"]),
+        channels=values["hidden"],
+        taps=read.integer("shortconv.l_cache", least=1),
+        bias="blk.0.shortconv.conv.bias" in tensors,
+    )
+    return {"state": state}
+
+
 _LFM2: Mapping[str, Any] = {
     "max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2,
     "norm_eps": 1e-5,
@@ -54,6 +64,23 @@ LFM2 = Family(
         "mlp.down_proj": "feed_forward.w2",
     },
     final_norm="model.embedding_norm",
+    gguf_kinds={"lfm2": "lfm2"},
+    gguf_names={
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "self_attn.out_proj": "attn_output",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+        "conv.conv": "shortconv.conv",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+        "model.embedding_norm": "token_embd_norm",
+    },
+    prepare_gguf=largest_kv_heads,
+    read_gguf=_read_gguf,
     read_ffn=_ffn,
     read_windows=no_windows,
     read_state=_state,

@@ -1,6 +1,6 @@
 """Llama and its likes, which differ by settings and defaults: SmolLM3, Mistral."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from foretell.model.config.families.base import Family, Kind, no_windows, windowed
@@ -11,7 +11,7 @@ def _mlp_bias(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str
     return {"mlp_bias": read.flag("mlp_bias", default=False)}
 
 
-def _whole_rotation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _whole_rotation(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     size = values["head_dim"]
     if read.integer("rope.dimension_count", default=size) != size:
         raise read.wrong("rope.dimension_count", f"{size}, all of a head", read.raw["rope.dimension_count"])
@@ -21,18 +21,23 @@ def _whole_rotation(read: Fields, kind: str, values: Mapping[str, Any]) -> Mappi
 LLAMA = Family(
     kinds={"llama": Kind(defaults={"max_position_embeddings": 2048}, optional_bias=True)},
     gguf_kinds={"llama": "llama"},
+    gguf_interleaved=True,
     read_gguf=_whole_rotation,
     read_windows=no_windows,
     read_further=_mlp_bias,
 )
+_MINISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 MISTRAL = Family(
     kinds={
         "mistral": Kind(
             defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
             text_of="mistral3",
-        )
+        ),
+        "ministral": Kind(defaults=_MINISTRAL),
     },
-    read_windows=lambda read, kind, layers: windowed(read, layers, lambda: tuple(range(layers)), types=False),
+    read_windows=lambda read, kind, layers: windowed(
+        read, layers, lambda: tuple(range(layers)), types=kind != "mixtral"
+    ),
 )
 
 
@@ -59,6 +64,9 @@ SMOLLM3 = Family(
             optional_bias=True,
         )
     },
+    gguf_kinds={"smollm3": "smollm3"},
+    gguf_interleaved=True,
+    read_gguf=lambda read, kind, values, tensors: {"unrotated_layers": tuple(range(3, values["layers"], 4))},
     read_windows=_smollm3_windows,
     read_further=lambda read, kind, values: {
         **_mlp_bias(read, kind, values),

@@ -1,5 +1,8 @@
 """Ministral 3: Mistral with queries that are scaled by their position."""
 
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from foretell.model.config.attention import QueryScaling
@@ -35,11 +38,30 @@ def _read(read: Fields, layers: int) -> dict[str, Any]:
     }
 
 
+_MSCALE = "rope.scaling.yarn_log_multiplier"
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    beta, mscale, rope = (
+        read.number("attention.temperature_scale", default=0.0),
+        read.number(_MSCALE, default=0.0),
+        values["rope"],
+    )
+    if mscale and rope.kind == "yarn":
+        log = 0.1 * math.log(max(rope.factor, 1.0))
+        rope = replace(rope, attention_factor=(log + 1) / (log * mscale + 1))
+    return {"rope": rope, "query_scaling": QueryScaling(beta, rope.original_context) if beta else None}
+
+
 MINISTRAL3 = Family(
     kinds={
         "ministral3": Kind(
             defaults={"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
         )
     },
+    gguf_kinds={"mistral3": "ministral3"},
+    gguf_interleaved=True,
+    prepare_gguf=lambda raw: {key: value for key, value in raw.items() if key != _MSCALE},
+    read_gguf=_read_gguf,
     read_all=_read,
 )

@@ -33,7 +33,8 @@ MIXTRAL = Family(
         "block_sparse_moe.experts.{}.w3": "ffn_up_exps",
         "block_sparse_moe.experts.{}.w2": "ffn_down_exps",
     },
-    read_gguf=lambda read, kind, values: {"experts": gguf_experts(read, values["layers"])},
+    gguf_interleaved=True,
+    read_gguf=lambda read, kind, values, tensors: {"experts": gguf_experts(read, values["layers"])},
     read_windows=MISTRAL.read_windows,
     read_experts=_experts,
 )

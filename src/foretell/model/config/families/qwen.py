@@ -2,12 +2,21 @@
 attention beside layers of Gated DeltaNet.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, PredictionNames, Rows, gguf_experts, no_windows, windowed
+from foretell.model.config.families.base import (
+    Family,
+    Kind,
+    PredictionNames,
+    Rows,
+    fused_experts,
+    gguf_experts,
+    no_windows,
+    windowed,
+)
 from foretell.model.config.model import ModelConfig, MoEConfig
 from foretell.model.config.states import DeltaNetConfig, layers_of_type
 from foretell.utils.validation import Fields
@@ -17,6 +26,12 @@ _HYBRID: Mapping[str, Any] = {
     "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "hidden_act": "silu",
 }  # fmt: skip
 _HYBRID_SETTINGS: Mapping[str, Any] = {"qk_norm": True, "norm_offset": 1.0, "attention_gate": True}
+_SHARED_GGUF = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
 _SHARED_EXPERT = {"mlp.shared_experts": "mlp.shared_expert"}
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -72,7 +87,7 @@ QWEN = Family(
 )
 
 
-def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     experts = gguf_experts(read, values["layers"])
     if kind == "qwen2_moe":
         narrow, shared = values["ffn"] // experts.active, "expert_shared_feed_forward_length"
@@ -104,12 +119,7 @@ QWEN_MOE = Family(
     names=_SHARED_EXPERT,
     gguf_kinds={"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"},
     read_gguf=_read_gguf,
-    gguf_names={
-        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-        "mlp.shared_expert.up_proj": "ffn_up_shexp",
-        "mlp.shared_expert.down_proj": "ffn_down_shexp",
-        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    },
+    gguf_names=_SHARED_GGUF,
     read_windows=_windows,
     read_experts=_experts,
     read_further=lambda read, kind, values: (
@@ -157,6 +167,79 @@ QWEN3_NEXT = Family(
     read_experts=_experts,
     read_state=_state,
 )
+_NEXT = "qwen3next"
+"""The architecture in GGUF of Qwen3-Next, which has the projections of Qwen3.5 there."""
+
+
+def _delta(config: ModelConfig) -> DeltaNetConfig:
+    assert isinstance(config.state, DeltaNetConfig)
+    return config.state
+
+
+def _gguf_heads(config: ModelConfig, kind: str) -> list[int] | None:
+    """Places in GGUF of the value heads: those of a key head are apart, except in Qwen3-Next; None: in their order."""
+    c = _delta(config)
+    shared = c.value_heads // c.key_heads
+    if kind == _NEXT or shared == 1:
+        return None
+    return [i * c.key_heads + key for key in range(c.key_heads) for i in range(shared)]
+
+
+def _gguf_values(config: ModelConfig, kind: str, first: int = 0) -> list[int] | None:
+    """Places in GGUF of the numbers of the value heads; `first`: what comes before them."""
+    heads, width = _gguf_heads(config, kind), _delta(config).value_dim
+    return None if heads is None else [first + head * width + i for head in heads for i in range(width)]
+
+
+def _gguf_channels(config: ModelConfig, kind: str) -> list[int] | None:
+    """Places in GGUF of the channels of the convolution."""
+    c = _delta(config)
+    keys = 2 * c.key_heads * c.key_dim
+    values = _gguf_values(config, kind, keys)
+    return None if values is None else [*range(keys), *values]
+
+
+def _gguf_gates(config: ModelConfig, kind: str, name: str, which: int) -> list[Rows] | None:
+    c = _delta(config)
+    if kind != _NEXT:
+        return _reordered(name, _gguf_heads(config, kind))
+    shared = c.value_heads // c.key_heads
+    chosen = [(2 * key + which) * shared + i for key in range(c.key_heads) for i in range(shared)]
+    return [Rows("ssm_ba", 2 * c.value_heads, chosen)]
+
+
+def _reordered(name: str, order: Sequence[int] | None) -> list[Rows] | None:
+    return None if order is None else [Rows(name, len(order), order)]
+
+
+def _chosen(stored: Any, order: Sequence[int] | None) -> Any:
+    return stored if order is None else stored[list(order)]
+
+
+def _read_gguf_hybrid(
+    read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]
+) -> Mapping[str, Any]:
+    """GGUF files hold the weights of norms with the offset added."""
+    layers, interval = values["layers"], read.integer("full_attention_interval", default=4, least=1)
+    keys, heads = read.integer("ssm.group_count", least=1), read.integer("ssm.time_step_rank", least=1)
+    inner = read.integer("ssm.inner_size", least=1)
+    if heads % keys or inner % heads:
+        raise read.wrong("ssm.time_step_rank", f"a multiple of {keys} and a divisor of {inner}", heads)
+    state = DeltaNetConfig(
+        layers=tuple(i for i in range(layers) if (i + 1) % interval),
+        key_heads=keys,
+        value_heads=heads,
+        key_dim=read.integer("ssm.state_size", least=1),
+        value_dim=inner // heads,
+        taps=read.integer("ssm.conv_kernel", least=1),
+    )
+    experts = None
+    if kind == "qwen3_5_moe_text":
+        shared = read.integer("expert_shared_feed_forward_length", default=0)
+        experts = replace(gguf_experts(read, layers), shared_ffn=shared, shared_gate=shared > 0)
+    return {"state": state, "experts": experts, "norm_offset": 0.0}
+
+
 QWEN3_5 = Family(
     kinds={
         "qwen3_5_text": Kind(_HYBRID_SETTINGS, {**_HYBRID, "num_key_value_heads": 4}, True, text_of="qwen3_5"),
@@ -166,6 +249,35 @@ QWEN3_5 = Family(
     },
     names=_SHARED_EXPERT,
     prediction=lambda kind, layers: _PREDICTION,
+    gguf_kinds={"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", _NEXT: "qwen3_5_moe_text"},
+    gguf_names={
+        **_SHARED_GGUF,
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+        "linear_attn.A_log": "ssm_a",
+        "linear_attn.dt_bias": "ssm_dt.bias",
+    },
+    gguf_rows={
+        **fused_experts("mlp.experts"),
+        "linear_attn.in_proj_qkv": lambda config, kind: _reordered("attn_qkv", _gguf_channels(config, kind)),
+        "linear_attn.in_proj_z": lambda config, kind: _reordered("attn_gate", _gguf_values(config, kind)),
+        "linear_attn.in_proj_b": lambda config, kind: _gguf_gates(config, kind, "ssm_beta", 0),
+        "linear_attn.in_proj_a": lambda config, kind: _gguf_gates(config, kind, "ssm_alpha", 1),
+    },
+    gguf_inputs={"linear_attn.out_proj": lambda config, kind: _gguf_values(config, kind)},
+    gguf_vectors={
+        "linear_attn.A_log": lambda stored, config, kind: _chosen(-stored, _gguf_heads(config, kind)).log(),
+        "linear_attn.dt_bias": lambda stored, config, kind: _chosen(stored, _gguf_heads(config, kind)),
+        "linear_attn.conv1d.weight": lambda stored, config, kind: _chosen(stored, _gguf_channels(config, kind)),
+    },
+    prepare_gguf=lambda raw: {"feed_forward_length": raw.get("expert_feed_forward_length"), **raw},
+    read_gguf=_read_gguf_hybrid,
     read_windows=no_windows,
     read_experts=lambda read, kind, layers: _experts(read, kind, layers) if kind == "qwen3_5_moe_text" else None,
     read_state=_state,

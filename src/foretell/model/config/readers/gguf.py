@@ -1,6 +1,6 @@
 """Reads `ModelConfig` from the metadata of a GGUF file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from foretell.model.config.families import GGUF_KINDS, KINDS, family_of
@@ -12,6 +12,7 @@ from foretell.model.config.readers.values import (
     checked_config,
     contexts_of,
     eos_token_ids,
+    known_architectures,
     read_head_dim,
 )
 from foretell.model.config.rope import read_gguf_rope
@@ -33,12 +34,13 @@ def from_gguf(
     meta: Mapping[str, Any],
     source: str = "GGUF file",
     rope_factors: Mapping[str, Sequence[float]] | None = None,
-    tied: bool = False,
+    tensors: Collection[str] | None = None,
 ) -> ModelConfig:
     """Read the metadata of a GGUF file (keys of the format's specification, values as Python objects).
 
     `rope_factors`: the file's tensors `rope_freqs`, `rope_factors_short` and `rope_factors_long`, those that it has.
-    `tied`: the file has no `output.weight`.
+    `tensors`: the names of the file's tensors, which say whether the output matrix is the embedding, and which biases
+    there are; None: the architecture says.
 
     Raises:
         ValueError: a required key is missing, a value has the wrong type or is out of range, or the architecture is not
@@ -48,14 +50,17 @@ def from_gguf(
     name = whole.text("general.architecture")
     if name not in GGUF_KINDS:
         raise ValueError(
-            f"{source}: the decoder does not know GGUF architecture {name!r}; it knows {', '.join(GGUF_KINDS)}"
+            f"{source}: the decoder does not know GGUF architecture {name!r}; {known_architectures(name, GGUF_KINDS)}"
         )
     kind = GGUF_KINDS[name]
-    read = Fields({k.removeprefix(name + "."): v for k, v in meta.items()}, source, f"{name}.")
+    own = {k.removeprefix(name + "."): v for k, v in meta.items()}
+    own = {k: _one_number(v, own.get("block_count")) for k, v in own.items()}
+    family = family_of(kind)
+    read = Fields(family.prepare_gguf(own), source, f"{name}.")
     if kind == "llama" and read.integer("expert_count", default=0):
         kind = "mixtral"
     hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
-    layers = read.integer("block_count", least=1, most=MAX_LAYERS)
+    layers = read.integer("block_count", least=1, most=MAX_LAYERS) - read.integer("nextn_predict_layers", default=0)
     context = read.integer("context_length", least=1, most=MAX_CONTEXT)
     head_dim = read_head_dim(read, ("attention.key_length",), hidden // heads)
     rope, window = read_gguf_rope(read, context, head_dim, rope_factors or {}), "attention.sliding_window"
@@ -78,9 +83,26 @@ def from_gguf(
         "bos": next(iter(whole.integers("tokenizer.ggml.bos_token_id")), None),
         "eos": _gguf_eos(whole),
         **KINDS[kind].settings,
-        "tied": tied,
+        "tied": tensors is not None and "output.weight" not in tensors,
     }
-    return checked_config(source, **{**values, **family_of(kind).read_gguf(read, kind, values)})
+    biases = {} if tensors is None else {k: any(n in tensors for n in names) for k, names in _BIASES.items()}
+    further = family_of(kind).read_gguf(Fields(own, source, f"{name}."), kind, values, tensors or ())
+    return checked_config(source, **{**values, **further, **biases})
+
+
+_BIASES = {
+    "qkv_bias": ("blk.0.attn_q.bias", "blk.0.attn_k.bias", "blk.0.attn_v.bias", "blk.0.attn_qkv.bias"),
+    "output_bias": ("blk.0.attn_output.bias",),
+    "mlp_bias": ("blk.0.ffn_gate.bias", "blk.0.ffn_up.bias", "blk.0.ffn_down.bias"),
+}
+"""Settings of biases, and the tensors of which a file has one if they are on."""
+
+
+def _one_number(value: Any, layers: Any) -> Any:
+    """The number that a list has for every layer, where it is the same for all; other values as they are."""
+    if not isinstance(value, list) or len(value) != layers or not value or isinstance(value[0], bool | str | list):
+        return value
+    return value[0] if all(each == value[0] for each in value) else value
 
 
 def _require_list(read: Fields, name: str) -> list[Any]:

@@ -6,7 +6,14 @@ from typing import Any
 from foretell.model.config.families import KINDS, TEXT_MODELS, family_of
 from foretell.model.config.model import Activation, ModelConfig, MoEConfig
 from foretell.model.config.readers.compressed import COMPRESSED, base_config, read_compressed
-from foretell.model.config.readers.values import MAX_CONTEXT, MAX_LAYERS, checked_config, contexts_of, eos_token_ids
+from foretell.model.config.readers.values import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    checked_config,
+    contexts_of,
+    eos_token_ids,
+    known_architectures,
+)
 from foretell.model.config.rope import RopeConfig, read_rope
 from foretell.utils.validation import Fields
 
@@ -30,7 +37,7 @@ def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     raw = _text_config(base, source)
     kind = Fields(raw, source).text("model_type")
     if kind not in KINDS:
-        raise ValueError(f"{source}: the decoder does not know model_type {kind!r}; it knows {', '.join(KINDS)}")
+        raise ValueError(f"{source}: the decoder does not know model_type {kind!r}; {known_architectures(kind, KINDS)}")
     family, settings = family_of(kind), KINDS[kind]
     raw = family.prepare(raw, source)
     read = Fields({**settings.defaults, **raw}, source)

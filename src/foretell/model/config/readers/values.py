@@ -1,5 +1,7 @@
 """Values that readers of several formats need: contexts, head widths, end-of-sequence tokens."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from foretell.model.config.model import ModelConfig
@@ -17,6 +19,12 @@ def contexts_of(rope: RopeConfig, trained: int) -> dict[str, int]:
     """The context and the longest context of a model that was trained for so many positions."""
     context, longest = rope.default_context(trained), rope.longest_context(trained)
     return {"context": context, "longest_context": longest if longest != context else 0}
+
+
+def known_architectures(name: str, known: Iterable[str]) -> str:
+    """Where the architectures are listed that are read, and the one with the nearest name."""
+    near = get_close_matches(name, list(known), n=1)
+    return (f"did you mean {near[0]}? " if near else "") + "docs/models.md lists those that it knows"
 
 
 def eos_token_ids(read: Fields, *names: str) -> tuple[int, ...]:
