@@ -8,6 +8,7 @@ from foretell.engine.provenance import PassDrafts
 from foretell.engine.request import Request, Update, describe_error
 from foretell.engine.statistics import RequestStatistics
 from foretell.serve.errors import bad_request, server_error, unavailable
+from foretell.serve.thinking import Phase, Phases
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """The likeliest tokens of a position with their log-probabilities."""
@@ -75,6 +76,9 @@ class Choice:
     """Drafts that were verified, and tokens that were drafted."""
     statistics: RequestStatistics | None = None
     """Once it is over."""
+    phases: Phases | None = None
+    phase: Phase | None = None
+    """Of an answer that may begin with reasoning."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -97,6 +101,9 @@ class Choice:
         piece = Piece.of(self.index, updates)
         self.first_at, self.last_at = self.first_at or at, at
         self.tokens += len(piece.tokens)
+        for token in piece.tokens if self.phases is not None else ():
+            assert self.phases is not None
+            self.phase = self.phases.advance(self.phase or self.phases.start(), token)
         self.drafted += sum(u.drafted for u in updates)
         self.accepted += sum(u.accepted for u in updates)
         self.statistics = last.statistics
@@ -106,8 +113,10 @@ class Choice:
 class Choices:
     """All choices of a request; `started`: seconds of the monotonic clock."""
 
-    def __init__(self, requests: Sequence[Request], per_prompt: int, started: float | None = None) -> None:
-        self.all = [Choice(i, request) for i, request in enumerate(requests)]
+    def __init__(
+        self, requests: Sequence[Request], per_prompt: int, started: float | None = None, phases: Phases | None = None
+    ) -> None:
+        self.all = [Choice(i, request, phases=phases) for i, request in enumerate(requests)]
         self.per_prompt = per_prompt
         self.started = time.monotonic() if started is None else started
 
@@ -134,3 +143,8 @@ class Choices:
     def completion_tokens(self) -> int:
         """New tokens of all choices."""
         return sum(c.tokens for c in self.all)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """New tokens of all choices that are reasoning."""
+        return sum(c.phase.tokens for c in self.all if c.phase is not None)

@@ -42,7 +42,7 @@ class ResponsesFormat(ItemFormat):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
         }
         if self.finish_reason == "length":
@@ -55,11 +55,13 @@ class ResponsesFormat(ItemFormat):
         shown = self._item(item, "in_progress", empty=True)
         yield self._event("response.output_item.added", output_index=item.index, item=shown)
         if item.call is None:
-            yield self._event("response.content_part.added", **self._place(item), part=_content(""))
+            yield self._event("response.content_part.added", **self._place(item), part=_content(item, ""))
 
     def delta(self, item: Item, text: str) -> Iterator[bytes]:
         """New text or arguments."""
-        if item.call is None:
+        if item.is_reasoning:
+            yield self._event("response.reasoning_text.delta", **self._place(item), delta=text)
+        elif item.call is None:
             yield self._event("response.output_text.delta", **self._place(item), delta=text, logprobs=[])
         else:
             yield self._event("response.function_call_arguments.delta", **self._place(item), delta=text)
@@ -67,8 +69,9 @@ class ResponsesFormat(ItemFormat):
     def end_item(self, item: Item) -> Iterator[bytes]:
         """The whole text or arguments, and the item."""
         if item.call is None:
-            yield self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=[])
-            yield self._event("response.content_part.done", **self._place(item), part=_content(item.text))
+            name, logprobs = ("reasoning_text", {}) if item.is_reasoning else ("output_text", {"logprobs": []})
+            yield self._event(f"response.{name}.done", **self._place(item), text=item.text, **logprobs)
+            yield self._event("response.content_part.done", **self._place(item), part=_content(item, item.text))
         else:
             named = {"name": item.call.name, "arguments": item.text}
             yield self._event("response.function_call_arguments.done", **self._place(item), **named)
@@ -84,16 +87,16 @@ class ResponsesFormat(ItemFormat):
         return {"item_id": self._id(item), "output_index": item.index, **content}
 
     def _id(self, item: Item) -> str:
-        return f"{'msg' if item.call is None else 'fc'}_{self.head.number}{item.index}"
+        prefix = "rs" if item.is_reasoning else "msg" if item.call is None else "fc"
+        return f"{prefix}_{self.head.number}{item.index}"
 
     def _item(self, item: Item, status: str, empty: bool = False) -> dict[str, Any]:
         text = "" if empty else item.text
         if item.call is None:
-            kind: dict[str, Any] = {
-                "type": "message",
-                "role": "assistant",
-                "content": [] if empty else [_content(text)],
-            }
+            kind: dict[str, Any] = (
+                {"type": "reasoning", "summary": []} if item.is_reasoning else {"type": "message", "role": "assistant"}
+            )
+            kind["content"] = [] if empty else [_content(item, text)]
         else:
             kind = {"type": "function_call", "call_id": item.call.id, "name": item.call.name, "arguments": text}
         return {"id": self._id(item), "status": status, **kind}
@@ -128,5 +131,7 @@ class ResponsesFormat(ItemFormat):
         return event({"type": name, "sequence_number": number, **data}, name)
 
 
-def _content(text: str) -> dict[str, Any]:
+def _content(item: Item, text: str) -> dict[str, Any]:
+    if item.is_reasoning:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -71,6 +71,9 @@ class ChatMessage(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same under vLLM's name."""
 
 
 class ResponseFormat(Body):
@@ -107,9 +110,10 @@ class ChatBody(TextBody):
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    """For chat templates that read it."""
 
     # Accepted and without effect on this model.
-    reasoning_effort: Any = None
     verbosity: Any = None
     modalities: Any = None
 
@@ -148,6 +152,8 @@ class ChatAnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[AnswerToolCall] | None = None
     function_call: CalledFunction | None = None
 

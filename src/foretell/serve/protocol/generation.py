@@ -82,6 +82,8 @@ class GenerationBody(Body):
     json_schema: dict[str, Any] | None = None
     """What the answer must match (llama.cpp)."""
 
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    """Most tokens of reasoning (vLLM); -1: any number."""
     speculative: SpeculativeOptions | None = None
     return_drafts: bool | None = None
     """Report under `foretell` which part of the method made each token, and what was refused."""
@@ -98,7 +100,6 @@ class GenerationBody(Body):
     session_id: Any = None
     cache_prompt: Any = None
     id_slot: Any = None
-    thinking_token_budget: Any = None
     request_id: Any = None
     spaces_between_special_tokens: Any = None
 

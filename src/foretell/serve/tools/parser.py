@@ -86,8 +86,7 @@ class ToolParser:
         if match.end() == len(self._rest) and not match[2]:
             return None if any(name.startswith(match[1]) for name in self._names) else False
         return (
-            match[1] in self._names
-            and bool(match[2])
+            (match[1] in self._names and bool(match[2]))
             or self._rest[at : at + 1] == "{"
             or bool(re.match(r"\[\s*\{", self._rest[at:]))
         )
