@@ -7,7 +7,7 @@ import pytest
 from tool_texts import CALLS, FUNCTIONS, ONLY_AT_START, WRITERS, Call
 
 from foretell.serve.tools.parser import ToolParser
-from foretell.serve.tools.parts import TextPart
+from foretell.serve.tools.parts import CallPart, TextPart
 from foretell.serve.tools.syntax import TOOL_SYNTAXES
 
 NAMES = sorted(WRITERS)
@@ -17,7 +17,8 @@ def read(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     parser, text, calls = ToolParser(TOOL_SYNTAXES[name], FUNCTIONS), "", list[list[str]]()
     for number, piece in enumerate([*pieces, ""]):
         for part in parser.feed(piece, last=number == len(pieces)):
-            if isinstance(part, TextPart):
+            if not isinstance(part, CallPart):
+                assert isinstance(part, TextPart)
                 text += part.text
                 continue
             if part.name:
@@ -114,7 +115,7 @@ def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
         ("lfm2", "<|tool_call_start|>[weather(now=true, tags=[null, (1, 2)])]<|tool_call_end|>",
          '{"now": true, "tags": [null, [1, 2]]}'),
         ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', '{"city": "Pa'),
-        ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city">7</',
+        ("deepseek_v32", '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city">7</',
          '{"city": "7'),
     ],
 )  # fmt: skip

@@ -132,8 +132,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How the model marks its reasoning, by vLLM's name, or none: reasoning is part of the answer. Default: "
-            "as its template shows.",
+            help="How the model marks its reasoning, by vLLM's name, or none: it is part of the answer. Default: as "
+            "its template shows.",
         ),
     ] = None,
     reasoning_budget: Annotated[

@@ -31,10 +31,10 @@ class PromptEncoder:
         context: int,
         limits: Limits,
         trust_request_chat_template: bool,
-        names: SyntaxNames = SyntaxNames(),
-    ) -> None:  # noqa: B008
+        names: SyntaxNames | None = None,
+    ) -> None:
         self._codec, self._context, self._limits = codec, context, limits
-        self._trusted, self._names = trust_request_chat_template, names
+        self._trusted, self._names = trust_request_chat_template, names or SyntaxNames()
 
     def tools(self, body: ChatBody) -> ToolUse | None:
         """The tools that the model may call.

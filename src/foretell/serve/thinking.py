@@ -23,6 +23,8 @@ class Phase(NamedTuple):
     step: int
     tail: bytes = b""
     tokens: int = 0
+    sizes: tuple[int, ...] = ()
+    """Bytes of the tokens whose text the tail holds, and of a few before them."""
     marked: int = 0
     """Tokens of the mark that is being written because the budget is spent."""
 
@@ -51,10 +53,13 @@ class Phases:
             return phase
         text = phase.tail + self.bytes_of(token)
         if phase.step == _THINKING:
-            ended = any(mark in text for mark in self._end)
-            return (
-                Phase(_ANSWER, b"", phase.tokens) if ended else Phase(_THINKING, text[-self._kept :], phase.tokens + 1)
-            )
+            sizes = (*phase.sizes, len(text) - len(phase.tail))[-self._kept :]
+            ends = [at for mark in self._end if (at := text.find(mark)) >= 0]
+            if ends:
+                of_mark = len(text) - min(ends) - sizes[-1]
+                begun = next((n for n in range(len(sizes)) if sum(sizes[len(sizes) - 1 - n : -1]) >= of_mark), 0)
+                return Phase(_ANSWER, b"", max(phase.tokens - begun, 0))
+            return Phase(_THINKING, text[-self._kept :], phase.tokens + 1, sizes)
         if any(mark in text for mark in self._begin):
             return Phase(_THINKING)
         text = text.lstrip()

@@ -1,4 +1,4 @@
-"""Answers as a sequence of items, each a text, reasoning or a call of a tool, as Responses and Anthropic's Messages have them."""
+"""Answers as items, each a text, reasoning or a call of a tool, as Responses and Anthropic's Messages have them."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

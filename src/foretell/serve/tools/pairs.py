@@ -13,7 +13,7 @@ _PYTHON_NAMES = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\b(true|fal
 
 
 class PairReader:
-    """Turns pairs into the text of a JSON object, piece by piece, and so that where the text is cut makes no difference.
+    """Turns pairs into the text of a JSON object, piece by piece; where the text is cut makes no difference.
 
     A text is passed on as it arrives where the schema allows nothing else; other values when they are complete. What
     is no pair is left out. `schema`: of the arguments.

@@ -85,11 +85,8 @@ class ToolParser:
         assert match is not None
         if match.end() == len(self._rest) and not match[2]:
             return None if any(name.startswith(match[1]) for name in self._names) else False
-        return (
-            (match[1] in self._names and bool(match[2]))
-            or self._rest[at : at + 1] == "{"
-            or bool(re.match(r"\[\s*\{", self._rest[at:]))
-        )
+        is_call = match[1] in self._names and bool(match[2])
+        return is_call or re.match(r"(\[\s*)?\{", self._rest[at:]) is not None
 
     def _text(self) -> bool:
         """Text up to the next mark."""

@@ -29,6 +29,9 @@ class Written(NamedTuple):
     last: str = ""
 
 
+_WRITTEN = Written()
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Arguments that are no JSON: keys with values, each up to one of `ends`, or a literal of Python if there is none.
@@ -58,7 +61,7 @@ class ToolSyntax:
 
     marks: tuple[str, ...] = ()
     """Empty: an answer is a call only if it begins with one."""
-    written: Written = Written()
+    written: Written = _WRITTEN
     lead: str = ""
     head: str = ""
     pairs: Pairs | None = None
