@@ -19,11 +19,14 @@ def _joined_parts(value: Any) -> Any:
     """The text of a message's content, whose parts are joined by newlines."""
     if not isinstance(value, list):
         return value
+    texts = list[str]()
     for number, part in enumerate(value):
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ValueError(f"part {number} is no text part, and this model reads text only; found {show(kind)}")
-    return "\n".join(part["text"] for part in value)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 _PART = {
