@@ -28,6 +28,8 @@ from tool_texts import CALLS, FUNCTIONS, WRITERS  # noqa: E402
 
 NOT_IN_VLLM = {"mistral_args": "mistral", "nemotron_json": None, "cohere_command3": None, "openai": None}
 """Ours, or their parsers read tokens only."""
+DIFFERENT = {("gemma4", 2), ("phi4_mini_json", 2), ("phi4_mini_json", 4)}
+"""Where vLLM errs: numbers inside Gemma's objects become texts; arrays in arguments end the calls of Phi."""
 
 
 def vllm(lines: list[Any]) -> list[Any]:
@@ -61,8 +63,8 @@ def test_the_calls_are_vllms() -> None:
     cases = [
         (name, NOT_IN_VLLM.get(name, name), write(calls))
         for name, write in WRITERS.items()
-        for calls in CALLS
-        if NOT_IN_VLLM.get(name, name)
+        for number, calls in enumerate(CALLS)
+        if NOT_IN_VLLM.get(name, name) and (name, number) not in DIFFERENT
     ]
     found = vllm([[theirs, text, FUNCTIONS] for _, theirs, text in cases])
     different = [
@@ -74,8 +76,8 @@ def test_the_calls_are_vllms() -> None:
 
 
 def test_the_reasoning_is_vllms() -> None:
-    cases = [c for c in CASES if c[0] in REASONING_SYNTAXES and c[0] not in ("openai_gptoss", "granite_response", "cohere_command3")]
-    cases = [c for c in cases if c[3] and "<tool_call>" not in c[1]]
+    ours_only = ("openai_gptoss", "granite_response", "cohere_command3")
+    cases = [c for c in CASES if c[0] not in ours_only and c[3] and "<tool_call>" not in c[1]]
     found = vllm([[name, text, None] for name, text, *_ in cases])
     for (name, text, opened, *_), (thought, said) in zip(cases, found, strict=True):
         parts = Reasoning(REASONING_SYNTAXES[name], opened).parser().feed(text, True)

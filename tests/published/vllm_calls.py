@@ -41,11 +41,11 @@ class Tokenizer:
         return "".join(names[i] if i in names else chr(i - 1000) for i in ids)
 
 
-ALWAYS = (
-    "<think> </think> [THINK] [/THINK] <|python_tag|> [TOOL_CALLS] <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> "
-    "<|tool_call_start|> <|tool_call_end|> <|channel> <channel|> <|tool_call> <tool_call|> <tool_call> </tool_call> "
-    "<|tool_call|> <minimax:tool_call> </minimax:tool_call>"
-).split()
+ALWAYS = """
+<think> </think> [THINK] [/THINK] <|python_tag|> [TOOL_CALLS] [ARGS] <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>
+<|tool_call_start|> <|tool_call_end|> <|channel> <channel|> <|tool_call> <tool_call|> <tool_call> </tool_call>
+<|tool_call|> <minimax:tool_call> </minimax:tool_call>
+""".split()  # noqa: SIM905
 
 
 def main() -> None:

@@ -6,9 +6,14 @@ import random
 import pytest
 from tool_texts import CALLS, FUNCTIONS, ONLY_AT_START, WRITERS, Call
 
+from command import save_tiny_model
+from foretell.api import Model
+from foretell.load import load
+from foretell.serve.protocol.tools import FunctionDefinition
 from foretell.serve.tools.parser import ToolParser
 from foretell.serve.tools.parts import CallPart, TextPart
 from foretell.serve.tools.syntax import TOOL_SYNTAXES
+from foretell.structured.outputs import StructuredOutputs
 
 NAMES = sorted(WRITERS)
 
@@ -122,6 +127,47 @@ def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
 def test_calls_that_are_cut_or_carelessly_written(name: str, text: str, arguments: str) -> None:
     for pieces in cuts(text, 5):
         assert read(name, pieces)[1] == [("weather", arguments)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_grammar_takes_the_calls_of_the_syntax_and_no_others(name: str, model: Model) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"$ref": "#/$defs/U"}, "days": {"type": "integer"}, "city": {"type": "string"}},
+        "required": ["unit", "days"],
+        "additionalProperties": False,
+        "$defs": {"U": {"enum": ["C", "F"]}},
+    }
+    functions = [FunctionDefinition(name="weather", parameters=schema), FunctionDefinition(name="stop")]
+    grammar = TOOL_SYNTAXES[name].grammar(functions, True, {})
+    constraint = model.constraint(StructuredOutputs(grammar=grammar))
+
+    def takes(calls: list[Call]) -> bool:
+        text = WRITERS[name](calls).replace("'", '"').replace("<|start|>assistant", "")
+        state = constraint.start()
+        for token in model.codec.encode(text, add_special_tokens=False):
+            state = constraint.advance(state, token)
+            if state is None:
+                return False
+        return bool(constraint.is_final(state) or constraint.advance(state, model.eos[0]) is not None)
+
+    first = ("weather", {"unit": "C", "days": 3})
+    assert takes([first]) and takes([("stop", {})])
+    assert takes([("weather", {"unit": "F", "days": -1, "city": "São"})])
+    assert name == "kimi_k2" or takes([first, first])
+    for wrong in (
+        {"unit": "X", "days": 3},
+        {"unit": "C", "days": 0.5},
+        {"unit": "C"},
+        {"unit": "C", "days": 3, "x": 1},
+    ):
+        assert not takes([("weather", wrong)]), wrong
+    assert not takes([("other", {})])
 
 
 def test_ids() -> None:

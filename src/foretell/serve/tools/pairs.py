@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from foretell.serve.tools.syntax import Pairs, types_of
+from foretell.serve.tools.syntax import Pairs, resolved, types_of
 
 _NAMES = {"true": True, "false": False, "null": None}
 _PYTHON_NAMES = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\b(true|false|null)\b""", re.DOTALL)
@@ -21,7 +21,8 @@ class PairReader:
 
     def __init__(self, pairs: Pairs, schema: Mapping[str, Any] | None) -> None:
         self._pairs = pairs
-        properties = (schema or {}).get("properties")
+        self._schema = schema or {}
+        properties = self._schema.get("properties")
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._key, self._close = re.compile(pairs.key), re.compile(pairs.close)
         self._begun, self._count = False, 0
@@ -69,7 +70,10 @@ class PairReader:
 
     def _begin(self, key: re.Match[str]) -> str:
         name, kind = key[1].strip(), key[2] if self._key.groups > 1 else None
-        self._types = types_of(self._properties.get(name)) if kind is None else {"string" if kind == "true" else "json"}
+        if kind is None:
+            self._types = types_of(resolved(self._properties.get(name), self._schema))
+        else:
+            self._types = {"string" if kind == "true" else "json"}
         self._in_value, self._value_begun, self._ends = True, False, self._pairs.ends
         self._is_streamed = bool(self._ends) and self._types == {"string"}
         self._count += 1

@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,38 +120,51 @@ class ToolSyntax:
 
 
 def _pair_rules(pairs: Pairs, name: str, schema: Mapping[str, Any], special: Mapping[str, int]) -> list[str]:
-    """Rules of arguments in the order of the schema, without those that are not needed if none is named."""
+    """Rules of arguments, those first that must be there; where pairs are separated, the first one must."""
     rules, members = list[str](), list[str]()
-    defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    needed = set(schema.get("required", ()))
-    separator = "" if pairs.ends else literal(", " if not pairs.quote else ",", special)
-    given = schema.get("properties", {})
+    needed, given = set(schema.get("required", ())), schema.get("properties", {})
+    separator = "" if pairs.ends else literal("," if pairs.quote else ", ", special)
     for number, key in enumerate(sorted(given, key=lambda k: k not in needed)):
-        before, after = pairs.write_key
-        rule, value = f"{name}_{number}", f"value_{name}_{number}"
-        types, is_attribute = types_of(given[key]), "(" in pairs.key.partition(")")[2]
-        is_text = types == {"string"} and not ({"enum", "const", "pattern"} & set(given[key])) and bool(pairs.ends)
-        head = (
-            before + key + after.replace("{string}", "true" if is_text else "false")
-            if is_attribute
-            else before + key + after
-        )
-        if is_text:
-            first, *rest = split_special(pairs.write_close, special)
-            end = "" if first in special else json.dumps(first)
-            rules.append(f"{value}{'[lazy]' if end else ''}: /(.|\\n)*/ {end}")
-            tail = literal(pairs.write_close if first in special else "".join(rest), special)
-        elif pairs.quote and types == {"string"}:
-            rules.append(f"{value}: {literal(pairs.quote, special)} /[^<]*/ {literal(pairs.quote, special)}")
-            tail = ""
-        else:
-            schema_of_value = given[key] if isinstance(given[key], Mapping) else {}
-            rules.append(f"{value}: %json {json.dumps({**schema_of_value, **defs, 'x-guidance': _SEPARATORS})}")
-            tail = literal(pairs.write_close, special) if pairs.ends else ""
-        rules.append(f"{rule}: {literal(head, special)} {value} {tail}")
+        rule = f"{name}_{number}"
+        rules += _pair_rule(pairs, rule, key, schema, special)
         one = f"{separator} {rule}" if members and separator else rule
         members.append(one if key in needed or (separator and not members and len(given) > 1) else f"({one})?")
     return [f"{name}: {' '.join(members)}" if members else f'{name}: ""', *rules]
+
+
+def _pair_rule(
+    pairs: Pairs, rule: str, key: str, schema: Mapping[str, Any], special: Mapping[str, int]
+) -> Iterator[str]:
+    """Rules of one key and its value: a raw text, one of some texts, or JSON."""
+    own = resolved(schema["properties"][key], schema)
+    choices = [x for x in own.get("enum", [own["const"]] if "const" in own else ()) if isinstance(x, str)]
+    is_text = "string" in types_of(own) and bool(pairs.ends or pairs.quote)
+    head = pairs.write_key[0] + key + pairs.write_key[1].replace("{string}", "true" if is_text else "false")
+    end = pairs.write_close or (pairs.quote if is_text else "")
+    opening = pairs.quote if is_text else ""
+    first, *rest = split_special(end, special) or [""]
+    if is_text and not choices and first not in special:
+        yield f"value_{rule}[lazy]: /(.|\\n)*/ {json.dumps(first)}"
+        end = "".join(rest)
+    elif is_text:
+        texts = " | ".join(literal(choice, special) or '""' for choice in choices)
+        yield f"value_{rule}: {texts or '/(.|' + chr(92) + 'n)*/'}"
+    else:
+        defs = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        yield f"value_{rule}: %json {json.dumps({**own, **defs, 'x-guidance': _SEPARATORS})}"
+    yield f"{rule}: {literal(head + opening, special)} value_{rule} {literal(end, special)}"
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema, or the one in `root` that it refers to."""
+    for _ in range(8):
+        if not isinstance(schema, Mapping) or not str(schema.get("$ref", "")).startswith("#/"):
+            break
+        place: Any = root
+        for word in schema["$ref"][2:].split("/"):
+            place = place.get(word.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
+        schema = place
+    return schema if isinstance(schema, Mapping) else {}
 
 
 _XML = Pairs(
@@ -174,7 +187,7 @@ _DEEPSEEK_ENDS = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜
 def _dsml(section: str) -> ToolSyntax:
     opening, closing = f"<{_DSML}{section}>", f"</{_DSML}{section}>"
     lead = f'<{_DSML}invoke name="'
-    form = Written(lead, '">\n', f"</{_DSML}invoke>", f"{opening}\n", "\n", f"\n{closing}")
+    form = Written(lead, '">\n', f"</{_DSML}invoke>\n", f"{opening}\n", "", closing)
     return ToolSyntax((opening, lead), form, lead, rf'{NAME}">', _DSML_PAIRS, (closing,))
 
 
@@ -276,7 +289,7 @@ TOOL_SYNTAXES: dict[str, ToolSyntax] = {
     ),
     "minimax_m2": ToolSyntax(
         ("<minimax:tool_call>", "<invoke name="),
-        Written('<invoke name="', '">\n', "</invoke>", "<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
+        Written('<invoke name="', '">\n', "</invoke>\n", "<minimax:tool_call>\n", "", "</minimax:tool_call>"),
         "<invoke name=", rf"[\"']?{NAME}[\"']?>",
         Pairs(r"<parameter name=[\"']?([^\"'>]*)[\"']?>", r"</invoke>",
               ("</parameter>", "<parameter name=", "</invoke>"),
