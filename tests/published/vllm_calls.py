@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-MARKS = re.compile(r"<\|[^<>\s]{1,40}\|?>|<｜[^<>]{1,40}｜>")
+MARKS = re.compile(r"<\|[^<>\s]{1,40}\|?>|<｜[^<>]{1,40}｜>|\[ARGS\]")
 """Tokens of the tokenizer, with those below; all others are single characters."""
 
 
@@ -42,7 +42,7 @@ class Tokenizer:
 
 
 ALWAYS = """
-<think> </think> [THINK] [/THINK] <|python_tag|> [TOOL_CALLS] [ARGS] <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>
+<think> </think> [THINK] [/THINK] <|python_tag|> [TOOL_CALLS] <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>
 <|tool_call_start|> <|tool_call_end|> <|channel> <channel|> <|tool_call> <tool_call|> <tool_call> </tool_call>
 <|tool_call|> <minimax:tool_call> </minimax:tool_call>
 """.split()  # noqa: SIM905
@@ -51,9 +51,9 @@ ALWAYS = """
 def main() -> None:
     """Read the standard input."""
     logging.disable(logging.CRITICAL)
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # type: ignore[import-not-found]
+    from vllm.reasoning import ReasoningParserManager  # type: ignore[import-not-found]
+    from vllm.tool_parsers import ToolParserManager  # type: ignore[import-not-found]
 
     for line in sys.stdin:
         name, text, functions = json.loads(line)

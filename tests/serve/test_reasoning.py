@@ -16,7 +16,7 @@ from foretell.load import load
 from foretell.serve.reasoning import REASONING_SYNTAXES, Reasoning, ReasoningParser, reasoning_of
 from foretell.serve.thinking import AfterReasoning, Phases
 from foretell.serve.tools.cut import completed
-from foretell.serve.tools.parts import ReasoningPart
+from foretell.serve.tools.parts import CallPart, ReasoningPart
 from foretell.structured.outputs import StructuredOutputs
 
 HARMONY = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>"
@@ -44,6 +44,7 @@ def read(name: str, pieces: list[str], opened: bool) -> tuple[str, str]:
     parser, thought, said = ReasoningParser(Reasoning(REASONING_SYNTAXES[name], opened, ("<tool_call>",))), "", ""
     for number, piece in enumerate([*pieces, ""]):
         for part in parser.feed(piece, last=number == len(pieces)):
+            assert not isinstance(part, CallPart)
             assert not said or not isinstance(part, ReasoningPart) or name == "openai_gptoss"
             thought, said = (
                 (thought + part.text, said) if isinstance(part, ReasoningPart) else (thought, said + part.text)
@@ -96,7 +97,7 @@ def test_arguments_that_were_cut_are_completed() -> None:
 
 
 def rules(budget: int | None, opened: bool, path: Path, json_too: bool) -> tuple[AfterReasoning, Any]:
-    model = load(path)
+    model = load(str(path))
     syntax = REASONING_SYNTAXES["qwen3"]
     codec = model.codec
     encode: Callable[[str], list[int]] = lambda text: codec.encode(text, add_special_tokens=False)  # noqa: E731

@@ -131,7 +131,7 @@ def test_calls_that_are_cut_or_carelessly_written(name: str, text: str, argument
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return load(save_tiny_model(tmp_path_factory.mktemp("model")))
+    return load(str(save_tiny_model(tmp_path_factory.mktemp("model"))))
 
 
 @pytest.mark.parametrize("name", NAMES)

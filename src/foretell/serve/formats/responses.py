@@ -69,7 +69,8 @@ class ResponsesFormat(ItemFormat):
     def end_item(self, item: Item) -> Iterator[bytes]:
         """The whole text or arguments, and the item."""
         if item.call is None:
-            name, logprobs = ("reasoning_text", {}) if item.is_reasoning else ("output_text", {"logprobs": []})
+            name = "reasoning_text" if item.is_reasoning else "output_text"
+            logprobs: dict[str, Any] = {} if item.is_reasoning else {"logprobs": []}
             yield self._event(f"response.{name}.done", **self._place(item), text=item.text, **logprobs)
             yield self._event("response.content_part.done", **self._place(item), part=_content(item, item.text))
         else:
