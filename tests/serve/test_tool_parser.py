@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from foretell.serve.tools.parser import ToolParser
-from foretell.serve.tools.parts import TextPart
+from foretell.serve.tools.parts import CallPart, TextPart
 from foretell.serve.tools.syntax import HERMES, JSON, LLAMA, MISTRAL, MISTRAL_ARGS, ToolSyntax, syntax_of
 
 F = '{"name": "f", "arguments": {"a": "}\\"]", "b": [1, {}]}}'
@@ -48,7 +48,8 @@ def read(syntax: ToolSyntax, pieces: list[str], most: int | None = None) -> tupl
     text, calls = "", list[list[str]]()
     for number, piece in enumerate([*pieces, ""]):
         for part in parser.feed(piece, last=number == len(pieces)):
-            if isinstance(part, TextPart):
+            if not isinstance(part, CallPart):
+                assert isinstance(part, TextPart)
                 text += part.text
                 continue
             assert bool(part.id) == bool(part.name) == (part.index == len(calls))

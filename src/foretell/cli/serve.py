@@ -3,12 +3,16 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
+from foretell.utils.names import unknown
+
+if TYPE_CHECKING:
+    from foretell.serve.settings import SyntaxNames
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
 API_KEY_VARIABLE = "FORETELL_API_KEY"
@@ -119,6 +123,24 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, typer.Option("--trust-request-chat-template", help="Use chat templates of requests (sandboxed).")
     ] = False,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="How the model writes calls of tools, by vLLM's name. Default: as its template shows."
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the model marks its reasoning, by vLLM's name, or none: it is part of the answer. Default: as "
+            "its template shows.",
+        ),
+    ] = None,
+    reasoning_budget: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Most tokens of reasoning before an answer. Default: any number."),
+    ] = None,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option("--allowed-origins", metavar="ORIGIN", help="Let pages of this origin call (CORS); repeatable."),
@@ -207,6 +229,8 @@ def serve(
         cors_origins=tuple(allowed_origins or ()),
         allowed_hosts=tuple(allowed_hosts or ()) if allowed_hosts or (is_local(host) and uds is None) else None,
         trust_request_chat_template=trust_request_chat_template,
+        syntaxes=_syntaxes(tool_call_parser, reasoning_parser),
+        reasoning_budget=reasoning_budget,
         limits=Limits(
             connections=max_connections,
             max_num_seqs=max_num_seqs,
@@ -269,3 +293,22 @@ def _check_traces(endpoint: str | None) -> str | None:
     except ImportError:
         raise ValueError("traces need OpenTelemetry; run: pip install 'foretell[otel]'") from None
     return check_endpoint(endpoint)
+
+
+def _syntaxes(tools: str | None, reasoning: str | None) -> "SyntaxNames":
+    """The names of syntaxes, if they are known ones.
+
+    Raises:
+        ValueError: one is not.
+    """
+    from foretell.serve.reasoning import NONE, REASONING_SYNTAXES
+    from foretell.serve.settings import SyntaxNames
+    from foretell.serve.tools.syntax import TOOL_SYNTAXES
+
+    for kind, name, known in (
+        ("tool call parser", tools, [*TOOL_SYNTAXES]),
+        ("reasoning parser", reasoning, [*REASONING_SYNTAXES, NONE]),
+    ):
+        if name is not None and name not in known:
+            raise unknown(kind, name, known)
+    return SyntaxNames(tools, reasoning)

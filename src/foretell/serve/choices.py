@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from foretell.engine.request import Output, Request, describe_error
 from foretell.engine.statistics import RequestStatistics
 from foretell.serve.errors import bad_request, server_error, unavailable
+from foretell.serve.thinking import Phase, Phases
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Choice:
     """Drafts that were verified, and tokens that were drafted."""
     statistics: RequestStatistics | None = None
     """Once it is over."""
+    phases: Phases | None = None
+    phase: Phase | None = None
+    """Of an answer that may begin with reasoning."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -58,6 +62,9 @@ class Choice:
         piece = Piece.of(self.index, updates)
         self.first_at, self.last_at = self.first_at or at, at
         self.tokens += len(piece.tokens)
+        for token in piece.tokens if self.phases is not None else ():
+            assert self.phases is not None
+            self.phase = self.phases.advance(self.phase or self.phases.start(), token)
         self.drafted += piece.drafted
         self.accepted += piece.accepted
         self.statistics = last.statistics
@@ -67,8 +74,10 @@ class Choice:
 class Choices:
     """All choices of a request; `started`: seconds of the monotonic clock."""
 
-    def __init__(self, requests: Sequence[Request], per_prompt: int, started: float | None = None) -> None:
-        self.all = [Choice(i, request) for i, request in enumerate(requests)]
+    def __init__(
+        self, requests: Sequence[Request], per_prompt: int, started: float | None = None, phases: Phases | None = None
+    ) -> None:
+        self.all = [Choice(i, request, phases=phases) for i, request in enumerate(requests)]
         self.per_prompt = per_prompt
         self.started = time.monotonic() if started is None else started
 
@@ -95,3 +104,8 @@ class Choices:
     def completion_tokens(self) -> int:
         """New tokens of all choices."""
         return sum(c.tokens for c in self.all)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """New tokens of all choices that are reasoning."""
+        return sum(c.phase.tokens for c in self.all if c.phase is not None)

@@ -7,7 +7,9 @@ from typing import Any
 
 from foretell.serve.errors import ApiError, bad_request
 from foretell.serve.protocol.chat import CalledFunction, ChatBody, ChatMessage
-from foretell.serve.settings import Limits
+from foretell.serve.reasoning import Reasoning, reasoning_of
+from foretell.serve.settings import Limits, SyntaxNames
+from foretell.serve.tools.cut import completed
 from foretell.serve.tools.default_format import with_tools
 from foretell.serve.tools.syntax import reads_tools
 from foretell.serve.tools.use import ToolUse, tools_of
@@ -16,6 +18,8 @@ from foretell.tokenizer.template_forms import reads_argument_objects, reads_part
 from foretell.utils.json_values import nesting, texts
 from foretell.utils.validation import parse_object
 
+_SHOWN = 64
+"""Last tokens of a prompt, which show whether it opens the reasoning."""
 _ROLES = {"developer": "system", "function": "tool"}
 """Roles under the names that chat templates know."""
 
@@ -23,9 +27,16 @@ _ROLES = {"developer": "system", "function": "tool"}
 class PromptEncoder:
     """Encodes prompts for a model of `context` tokens; its methods run in the pool of tokenizer threads."""
 
-    def __init__(self, codec: TextCodec, context: int, limits: Limits, trust_request_chat_template: bool) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        context: int,
+        limits: Limits,
+        trust_request_chat_template: bool,
+        names: SyntaxNames | None = None,
+    ) -> None:
         self._codec, self._context, self._limits = codec, context, limits
-        self._trusted = trust_request_chat_template
+        self._trusted, self._names = trust_request_chat_template, names or SyntaxNames()
 
     def tools(self, body: ChatBody) -> ToolUse | None:
         """The tools that the model may call.
@@ -34,7 +45,17 @@ class PromptEncoder:
             ApiError: too many, two with the same name, or the chosen one is not there.
         """
         self._check_count(len(body.tools or body.functions or ()), self._limits.tools, "tools")
-        return tools_of(body, self._template_of(body))
+        return tools_of(body, self._template_of(body), self._names.tools)
+
+    def reasoning(self, body: ChatBody, prompt: Sequence[int], use: ToolUse | None) -> Reasoning | None:
+        """The reasoning of the answers to an encoded prompt; None: the model shows none."""
+        codec, continued = self._template_of(body), bool(body.continue_final_message)
+        syntax = reasoning_of(codec.chat_template, self._names.reasoning)
+        if syntax is None:
+            return None
+        end = codec.decode(prompt if continued else prompt[-_SHOWN:], skip_special_tokens=False)
+        calls = () if use is None or syntax.hidden else use.syntax.marks
+        return Reasoning(syntax, syntax.opened_by(end, continued), tuple(mark for mark in calls if mark[0] in "<["))
 
     def chat(self, body: ChatBody, use: ToolUse | None = None) -> list[int]:
         """Token ids of a conversation; `use`: the tools that the model may call.
@@ -48,6 +69,8 @@ class PromptEncoder:
                 "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
             )
         codec, variables = self._template_of(body), dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None and "reasoning_effort" in (codec.chat_template or ""):
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
         if body.documents:
             if "documents" not in (codec.chat_template or ""):
                 raise bad_request("this model's chat template takes no documents; put them in a message", "documents")
@@ -170,12 +193,13 @@ def _plain(number: int, message: ChatMessage, template: str, as_text: bool) -> d
     ]
     if message.function_call is not None:
         calls.append({"type": "function", "function": _called(number, message.function_call, template)})
+    thought = message.reasoning_content or message.reasoning
     optional = {
         "name": message.name,
         "tool_calls": calls or None,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
-        "reasoning": message.reasoning,
+        "reasoning_content": thought,
+        "reasoning": thought,
         "thinking": message.thinking,
         "content": None if calls and message.content is None else content,
     }
@@ -185,8 +209,9 @@ def _plain(number: int, message: ChatMessage, template: str, as_text: bool) -> d
 
 def _called(number: int, function: CalledFunction, template: str) -> dict[str, Any]:
     try:
-        arguments = parse_object(function.arguments or "{}", "the arguments of a call")
+        text = completed(function.arguments or "{}")
+        arguments = parse_object(text, "the arguments of a call")
     except ValueError as error:
         raise bad_request(str(error), f"messages.{number}.tool_calls") from error
     as_text = not reads_argument_objects(template)
-    return {"name": function.name, "arguments": (function.arguments or "{}") if as_text else arguments}
+    return {"name": function.name, "arguments": text if as_text else arguments}

@@ -76,6 +76,7 @@ class Service:
             loaded.model.config.context,
             self.settings.limits,
             self.settings.trust_request_chat_template,
+            self.settings.syntaxes,
         )
         self.texts = TokenTexts(loaded.model.codec)
         metrics = RequestMetrics(self.metrics, self.labels, loaded.method_name)

@@ -60,6 +60,14 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
+class SyntaxNames:
+    """Names of how the model writes calls and reasoning; None: the chat template shows it."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Names, limits and keys of a server."""
 
@@ -71,6 +79,9 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] | None = None
     """Names that clients may call the server by, beside IP addresses and localhost; None: any."""
     trust_request_chat_template: bool = False
+    syntaxes: SyntaxNames = SyntaxNames()
+    reasoning_budget: int | None = None
+    """Most tokens of reasoning of an answer whose request names no number; None: any number."""
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     tokenizer_threads: int = 2

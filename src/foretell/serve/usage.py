@@ -19,7 +19,7 @@ def usage(choices: Choices) -> dict[str, Any]:
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in prompt_statistics)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": choices.reasoning_tokens,
             "accepted_prediction_tokens": sum(s.accepted_prediction_tokens for s in over),
             "rejected_prediction_tokens": sum(s.rejected_prediction_tokens for s in over),
         },

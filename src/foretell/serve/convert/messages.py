@@ -20,7 +20,6 @@ _KEYS: Mapping[str, Collection[str]] = {
     "tool_result": ("tool_use_id", "content", "is_error"),
 }
 """What is read of the blocks of a message, and what changes nothing here, by their type."""
-_THINKING = ("thinking", "redacted_thinking")
 
 
 def chat_of_messages(body: CountTokensBody) -> ChatBody:
@@ -35,9 +34,12 @@ def chat_of_messages(body: CountTokensBody) -> ChatBody:
     for number, message in enumerate(body.messages):
         body.ignore(name for block in message.content for name in _unknown_keys(block))
         messages += _messages(message, f"messages.{number}.content")
-    choice = body.tool_choice
+    choice, thinking = body.tool_choice, body.thinking if isinstance(body.thinking, Mapping) else {}
+    budget = thinking.get("budget_tokens")
     return to_chat(
         body,
+        **({"thinking_token_budget": budget} if isinstance(budget, int) else {}),
+        chat_template_kwargs={"enable_thinking": False} if thinking.get("type") == "disabled" else None,
         messages=messages,
         stop=(body.stop_sequences if isinstance(body, MessagesBody) else None) or body.stop,
         tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
@@ -65,6 +67,7 @@ def _choice(choice: MessageToolChoice) -> Any:
 def _messages(message: InputMessage, param: str) -> list[dict[str, Any]]:
     """A turn as messages: results of tools first, each as its own."""
     texts, calls, results = list[str](), list[dict[str, Any]](), list[dict[str, Any]]()
+    thoughts = list[str]()
     for number, block in enumerate(message.content):
         place, kind = f"{param}.{number}", block.get("type")
         if kind in ("text", "document"):
@@ -74,12 +77,15 @@ def _messages(message: InputMessage, param: str) -> list[dict[str, Any]]:
         elif kind == "tool_result" and message.role == "user":
             text = text_of(block.get("content") or "", f"{place}.content")
             results.append({"role": "tool", "tool_call_id": string_of(block, "tool_use_id", place), "content": text})
-        elif kind not in _THINKING:
+        elif kind == "thinking":
+            thoughts.append(string_of(block, "thinking", place))
+        elif kind != "redacted_thinking":
             raise bad_request(f"a block of text or of a tool was expected, found {show(kind)}", place)
     if results and not texts:
         return results
     turn: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
-    return [*results, turn | ({"tool_calls": calls} if calls else {})]
+    thought = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    return [*results, turn | thought | ({"tool_calls": calls} if calls else {})]
 
 
 def _unknown_keys(block: Mapping[str, Any]) -> list[str]:

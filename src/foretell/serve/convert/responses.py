@@ -16,6 +16,8 @@ PARAMS = {
     "response_format": "text.format",
 }
 """Fields of chat completions as responses call them."""
+_THOUGHT = {"role", "content", "reasoning_content"}
+"""Of a message that is reasoning so far."""
 _STORED = ("previous_response_id", "conversation", "background", "prompt")
 _KEYS: Mapping[str, Collection[str]] = {
     "message": ("role", "content", "phase"),
@@ -59,6 +61,7 @@ def chat_of_response(body: ResponsesBody) -> ChatBody:
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.get("effort") if isinstance(body.reasoning, Mapping) else None,
         response_format=response_format(body.text.format if body.text else None, "text.format"),
         logprobs=_LOGPROBS in include or None,
         top_logprobs=body.top_logprobs if _LOGPROBS in include else None,
@@ -106,7 +109,14 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) ->
     """Add an item to the messages; calls belong to the message of the assistant before them."""
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{param}.content")})
+        turn = {"role": item.get("role"), "content": text_of(item.get("content"), f"{param}.content")}
+        if turn["role"] == "assistant" and messages and messages[-1].keys() == _THOUGHT:
+            turn = messages.pop() | turn
+        messages.append(turn)
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        if text := text_of(parts, f"{param}.content"):
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -116,5 +126,5 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) ->
     elif kind == "function_call_output":
         content = text_of(item.get("output"), f"{param}.output")
         messages.append({"role": "tool", "tool_call_id": string_of(item, "call_id", param), "content": content})
-    elif kind != "reasoning":
+    else:
         raise bad_request(f"a message, a function_call or its output was expected, found {show(kind)}", param)

@@ -1,4 +1,4 @@
-"""Answers as a sequence of items, each a text or a call of a tool, as Responses and Anthropic's Messages have them."""
+"""Answers as items, each a text, reasoning or a call of a tool, as Responses and Anthropic's Messages have them."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
 from foretell.serve.formats.parts import PartReader
-from foretell.serve.tools.parts import CallPart, Part
+from foretell.serve.tools.parts import CallPart, Part, ReasoningPart
 from foretell.utils.validation import parse_object
 
 
@@ -20,6 +20,7 @@ class Item:
     text: str = ""
     call: CallPart | None = None
     """Where the item began, if it is a call."""
+    is_reasoning: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -33,7 +34,7 @@ class Item:
         """Whether a part continues this item."""
         if isinstance(part, CallPart):
             return self.call is not None and self.call.index == part.index
-        return self.call is None
+        return self.call is None and self.is_reasoning == isinstance(part, ReasoningPart)
 
 
 class ItemFormat(AnswerFormat):
@@ -80,7 +81,8 @@ class ItemFormat(AnswerFormat):
         return self.answer(usage)
 
     def _begin_item(self, part: Part) -> Iterator[bytes]:
-        self.items.append(Item(len(self.items), call=part if isinstance(part, CallPart) else None))
+        call, is_reasoning = part if isinstance(part, CallPart) else None, isinstance(part, ReasoningPart)
+        self.items.append(Item(len(self.items), call=call, is_reasoning=is_reasoning))
         self._is_open = True
         yield from self.begin_item(self.items[-1])
 

@@ -8,6 +8,8 @@ from foretell.serve.errors import ApiError
 from foretell.serve.formats.items import Item, ItemFormat
 from foretell.serve.sse import event
 
+_SIGNATURE = "unsigned"
+"""Of thinking; the API wants one, and this server takes thinking back as it is."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -44,12 +46,17 @@ class MessagesFormat(ItemFormat):
     def delta(self, item: Item, text: str) -> Iterator[bytes]:
         """New text or input."""
         kind = {"type": "text_delta", "text": text}
+        if item.is_reasoning:
+            kind = {"type": "thinking_delta", "thinking": text}
         if item.call is not None:
             kind = {"type": "input_json_delta", "partial_json": text}
         yield _event("content_block_delta", index=item.index, delta=kind)
 
     def end_item(self, item: Item) -> Iterator[bytes]:
         """The end of a content block."""
+        if item.is_reasoning:
+            delta = {"type": "signature_delta", "signature": _SIGNATURE}
+            yield _event("content_block_delta", index=item.index, delta=delta)
         yield _event("content_block_stop", index=item.index)
 
     def _ending(self) -> dict[str, Any]:
@@ -85,6 +92,8 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
 
 def _block(item: Item, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """A content block; one that begins has no text and no input yet."""
+    if item.is_reasoning:
+        return {"type": "thinking", "thinking": item.text, "signature": _SIGNATURE if item.text else ""}
     if item.call is None:
         return {"type": "text", "text": item.text}
     return {"type": "tool_use", "id": item.call.id, "name": item.call.name, "input": given or {}}

@@ -31,8 +31,10 @@ class OllamaFormat(ItemFormat):
         yield from super().piece(piece, usage)
 
     def delta(self, item: Item, text: str) -> Iterator[bytes]:
-        """New text."""
-        if item.call is None:
+        """New text, or new reasoning."""
+        if item.is_reasoning:
+            yield line(self._fields("", thinking=text))
+        elif item.call is None:
             yield line(self._fields(text))
 
     def end_item(self, item: Item) -> Iterator[bytes]:
@@ -57,12 +59,13 @@ class OllamaFormat(ItemFormat):
     def answer(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The whole answer without its counts."""
         self._written = 0
-        text = "".join(item.text for item in self.items if item.call is None)
-        return self._fields(text, [item for item in self.items if item.call is not None])
+        text = "".join(item.text for item in self.items if item.call is None and not item.is_reasoning)
+        thinking = "".join(item.text for item in self.items if item.is_reasoning)
+        return self._fields(text, [item for item in self.items if item.call is not None], thinking)
 
-    def _fields(self, text: str, calls: Sequence[Item] = ()) -> dict[str, Any]:
+    def _fields(self, text: str, calls: Sequence[Item] = (), thinking: str = "") -> dict[str, Any]:
         new, self._written = self._logprobs[self._written :], len(self._logprobs)
-        fields = unfinished(self.head.model, self._is_chat, text, [_call(item) for item in calls])
+        fields = unfinished(self.head.model, self._is_chat, text, [_call(item) for item in calls], thinking)
         return fields | ({"logprobs": new} if new else {})
 
     def _ending(self, usage: Mapping[str, Any], measurements: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,10 +86,13 @@ class OllamaFormat(ItemFormat):
         }
 
 
-def unfinished(model: str, is_chat: bool, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def unfinished(
+    model: str, is_chat: bool, text: str, calls: Sequence[Mapping[str, Any]] = (), thinking: str = ""
+) -> dict[str, Any]:
     """A line that is not the last one."""
-    message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
-    content = {"message": message} if is_chat else {"response": text}
+    thought = {"thinking": thinking} if thinking else {}
+    message = {"role": "assistant", "content": text, **thought, **({"tool_calls": calls} if calls else {})}
+    content = {"message": message} if is_chat else {"response": text, **thought}
     return {"model": model, "created_at": datetime.now(UTC).isoformat(), **content, "done": False}
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from foretell.engine.request import Request
 from foretell.serve.choices import Choices, Piece
 from foretell.serve.formats.base import AnswerFormat, AnswerHead
-from foretell.serve.formats.parts import PartReader, calls_of, text_of
+from foretell.serve.formats.parts import PartReader, calls_of, reasoning_of, text_of
 from foretell.serve.sse import DATA, DONE, END, json_bytes
 from foretell.serve.token_text import TextOffsets
-from foretell.serve.tools.parts import CallPart
+from foretell.serve.tools.parts import CallPart, Part
 from foretell.serve.usage import timings_so_far
 
 
@@ -156,7 +156,7 @@ class ChatFormat(OpenAIFormat):
         text, calls = text_of(parts), calls_of(parts)
         return {
             "index": piece.index,
-            "delta": ({"content": text} if text else {}) | self._calls(calls, in_stream=True),
+            "delta": _reasoning(parts) | ({"content": text} if text else {}) | self._calls(calls, in_stream=True),
             "logprobs": self.head.logprobs.chat(piece),
             **self._chat_ending(piece),
         }
@@ -184,13 +184,22 @@ class ChatFormat(OpenAIFormat):
     def _choice(self, piece: Piece) -> dict[str, Any]:
         parts = self._parts.read(piece)
         text, calls = self._echoed + text_of(parts), calls_of(parts)
-        content = None if calls and not text else text
+        thought = _reasoning(parts)
+        content = None if not text and (calls or thought or self._parts.must_call) else text
         return {
             "index": piece.index,
-            "message": {"role": "assistant", "content": content, "refusal": None} | self._calls(calls, in_stream=False),
+            "message": {"role": "assistant", "content": content, "refusal": None}
+            | thought
+            | self._calls(calls, in_stream=False),
             "logprobs": self.head.logprobs.chat(piece),
             **self._chat_ending(piece),
         }
+
+
+def _reasoning(parts: list[Part]) -> dict[str, Any]:
+    """The reasoning of some parts, under the names of DeepSeek's API and of vLLM."""
+    text = reasoning_of(parts)
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call(call: CallPart) -> dict[str, Any]:

@@ -1,24 +1,38 @@
-"""Splits the pieces of an answer into text and calls of tools."""
+"""Splits the pieces of an answer into reasoning, text and calls of tools."""
 
 from foretell.serve.choices import Piece
+from foretell.serve.reasoning import Reasoning, ReasoningParser
 from foretell.serve.tools.parser import ToolParser
-from foretell.serve.tools.parts import CallPart, Part, TextPart
+from foretell.serve.tools.parts import CallPart, Part, ReasoningPart, TextPart
 from foretell.serve.tools.use import ToolUse
 
 
 class PartReader:
-    """Reads the parts of all choices of an answer; without tools all is text."""
+    """Reads the parts of all choices of an answer; without tools and reasoning all is text."""
 
-    def __init__(self, use: ToolUse | None) -> None:
-        self._use = use
-        self._parsers = dict[int, ToolParser]()
+    def __init__(self, use: ToolUse | None, reasoning: Reasoning | None = None) -> None:
+        self._use, self._reasoning = use, reasoning
+        self._parsers, self._reasoners = dict[int, ToolParser](), dict[int, ReasoningParser]()
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer is calls only."""
+        return self._use is not None and self._use.choice.mode == "required"
 
     def read(self, piece: Piece) -> list[Part]:
         """The parts of the next piece of a choice."""
+        parts, last = list[Part]([TextPart(piece.text)] if piece.text else []), piece.finish_reason is not None
+        if self._reasoning is not None:
+            if piece.index not in self._reasoners:
+                self._reasoners[piece.index] = self._reasoning.parser()
+            parts = self._reasoners[piece.index].feed(piece.text, last)
         if self._use is None:
-            return [TextPart(piece.text)] if piece.text else []
-        parser = self._parsers.setdefault(piece.index, self._use.parser())
-        return parser.feed(piece.text, last=piece.finish_reason is not None)
+            return parts
+        if piece.index not in self._parsers:
+            self._parsers[piece.index] = self._use.parser()
+        thought = [part for part in parts if isinstance(part, ReasoningPart)]
+        read = self._parsers[piece.index].feed(text_of(parts), last)
+        return [*thought, *(part for part in read if not self.must_call or isinstance(part, CallPart))]
 
     def finish_reason(self, piece: Piece) -> str | None:
         """The reason for the end, after the piece was read: `tool_calls` if there were any."""
@@ -30,6 +44,11 @@ class PartReader:
 def text_of(parts: list[Part]) -> str:
     """All text of some parts."""
     return "".join(part.text for part in parts if isinstance(part, TextPart))
+
+
+def reasoning_of(parts: list[Part]) -> str:
+    """All reasoning of some parts."""
+    return "".join(part.text for part in parts if isinstance(part, ReasoningPart))
 
 
 def calls_of(parts: list[Part]) -> list[CallPart]:

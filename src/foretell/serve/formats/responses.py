@@ -51,7 +51,7 @@ class ResponsesFormat(ItemFormat):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
         }
         if self.finish_reason == "length":
@@ -64,11 +64,14 @@ class ResponsesFormat(ItemFormat):
         shown = self._item(item, "in_progress", empty=True)
         yield self._event("response.output_item.added", output_index=item.index, item=shown)
         if item.call is None:
-            yield self._event("response.content_part.added", **self._place(item), part=_content("", ()))
+            yield self._event("response.content_part.added", **self._place(item), part=_content(item, "", ()))
 
     def delta(self, item: Item, text: str) -> Iterator[bytes]:
         """New text or arguments."""
-        if item.call is None:
+        if item.is_reasoning:
+            self._unshown.clear()  # Reasoning is no text of the answer.
+            yield self._event("response.reasoning_text.delta", **self._place(item), delta=text)
+        elif item.call is None:
             logprobs = self._take(item, len(text.encode()))
             yield self._event("response.output_text.delta", **self._place(item), delta=text, logprobs=logprobs)
         else:
@@ -79,8 +82,11 @@ class ResponsesFormat(ItemFormat):
         """The whole text or arguments, and the item."""
         if item.call is None:
             logprobs = self._logprobs.get(item.index, [])
-            yield self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=logprobs)
-            yield self._event("response.content_part.done", **self._place(item), part=_content(item.text, logprobs))
+            name = "reasoning_text" if item.is_reasoning else "output_text"
+            shown: dict[str, Any] = {} if item.is_reasoning else {"logprobs": logprobs}
+            yield self._event(f"response.{name}.done", **self._place(item), text=item.text, **shown)
+            part = _content(item, item.text, logprobs)
+            yield self._event("response.content_part.done", **self._place(item), part=part)
         else:
             named = {"name": item.call.name, "arguments": item.text}
             yield self._event("response.function_call_arguments.done", **self._place(item), **named)
@@ -106,16 +112,16 @@ class ResponsesFormat(ItemFormat):
         return {"item_id": self._id(item), "output_index": item.index, **content}
 
     def _id(self, item: Item) -> str:
-        return f"{'msg' if item.call is None else 'fc'}_{self.head.number}{item.index}"
+        prefix = "rs" if item.is_reasoning else "msg" if item.call is None else "fc"
+        return f"{prefix}_{self.head.number}{item.index}"
 
     def _item(self, item: Item, status: str, empty: bool = False) -> dict[str, Any]:
         text = "" if empty else item.text
         if item.call is None:
-            kind: dict[str, Any] = {
-                "type": "message",
-                "role": "assistant",
-                "content": [] if empty else [_content(text, self._logprobs.get(item.index, ()))],
-            }
+            kind: dict[str, Any] = (
+                {"type": "reasoning", "summary": []} if item.is_reasoning else {"type": "message", "role": "assistant"}
+            )
+            kind["content"] = [] if empty else [_content(item, text, self._logprobs.get(item.index, ()))]
         else:
             kind = {"type": "function_call", "call_id": item.call.id, "name": item.call.name, "arguments": text}
         return {"id": self._id(item), "status": status, **kind}
@@ -150,5 +156,7 @@ class ResponsesFormat(ItemFormat):
         return event({"type": name, "sequence_number": number, **data}, name)
 
 
-def _content(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _content(item: Item, text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if item.is_reasoning:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

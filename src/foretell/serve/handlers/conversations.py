@@ -10,12 +10,13 @@ from foretell.serve.convert.messages import PARAMS as MESSAGES_PARAMS
 from foretell.serve.convert.messages import chat_of_messages
 from foretell.serve.convert.responses import PARAMS as RESPONSES_PARAMS
 from foretell.serve.convert.responses import chat_of_response, settings_of
+from foretell.serve.formats.base import AnswerFormat
 from foretell.serve.formats.messages import MessagesFormat
-from foretell.serve.formats.parts import PartReader
 from foretell.serve.formats.responses import ResponsesFormat
 from foretell.serve.handlers.generate import Generation, respond
-from foretell.serve.handlers.text import prepare_chat
+from foretell.serve.handlers.text import Prepared, prepare_chat
 from foretell.serve.protocol.chat import ChatBody
+from foretell.serve.protocol.generation import GenerationBody
 from foretell.serve.protocol.messages import CountTokensBody, MessagesBody
 from foretell.serve.protocol.responses import ResponsesBody
 from foretell.serve.service import Service
@@ -25,8 +26,8 @@ async def responses(service: Service, http: HttpRequest, body: ResponsesBody) ->
     """Answer a conversation of items."""
     with renamed(RESPONSES_PARAMS):
         prepared = await prepare_chat(service, chat_of_response(body))
-    format = ResponsesFormat(prepared.head, PartReader(prepared.tools), settings_of(body))
-    return await respond(service, http, Generation(prepared.requests, 1, format, bool(body.stream)))
+    format = ResponsesFormat(prepared.head, prepared.parts, settings_of(body))
+    return await _respond(service, http, body, prepared, format)
 
 
 async def response_tokens(service: Service, http: HttpRequest, body: ResponsesBody) -> ASGIApp:
@@ -40,14 +41,21 @@ async def messages(service: Service, http: HttpRequest, body: MessagesBody) -> A
     """Answer a conversation of content blocks."""
     with renamed(MESSAGES_PARAMS):
         prepared = await prepare_chat(service, chat_of_messages(body))
-    format = MessagesFormat(prepared.head, PartReader(prepared.tools))
-    return await respond(service, http, Generation(prepared.requests, 1, format, bool(body.stream)))
+    format = MessagesFormat(prepared.head, prepared.parts)
+    return await _respond(service, http, body, prepared, format)
 
 
 async def message_tokens(service: Service, http: HttpRequest, body: CountTokensBody) -> ASGIApp:
     """Count the tokens of a conversation of content blocks."""
     with renamed(MESSAGES_PARAMS):
         return _json({"input_tokens": await _count(service, chat_of_messages(body))})
+
+
+async def _respond(
+    service: Service, http: HttpRequest, body: GenerationBody, prepared: Prepared, format: AnswerFormat
+) -> ASGIApp:
+    phases = prepared.phases(service)
+    return await respond(service, http, Generation(prepared.requests, 1, format, bool(body.stream), phases=phases))
 
 
 async def _count(service: Service, body: ChatBody) -> int:

@@ -19,6 +19,7 @@ from foretell.serve.planned import AnyJob, PlannedJob
 from foretell.serve.service import Service
 from foretell.serve.silence import Silence
 from foretell.serve.sse import EventStream, disconnected
+from foretell.serve.thinking import Phases
 from foretell.serve.usage import measurements, usage
 
 
@@ -39,6 +40,8 @@ class Generation:
     """Whether a stream reports how much of the prompt is read."""
     run: PlanRun | None = None
     """Of the plan that writes the answer to the one request."""
+    phases: Phases | None = None
+    """Of answers that may begin with reasoning."""
 
 
 async def respond(service: Service, http: HttpRequest, generation: Generation) -> ASGIApp:
@@ -49,7 +52,7 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
     """
     service.admit_tokens(sum(len(r.prompt) for r in generation.requests), len(generation.requests))
     job = _open(service, generation)
-    choices = Choices(generation.requests, generation.per_prompt, job.started)
+    choices = Choices(generation.requests, generation.per_prompt, job.started, generation.phases)
     if generation.stream:
         usual, asked = service.settings.timeouts.keep_alive_interval, generation.ping_interval
         watched = job if generation.progress and isinstance(job, Job) else None

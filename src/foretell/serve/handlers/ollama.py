@@ -13,7 +13,6 @@ from foretell.serve.convert.base import renamed
 from foretell.serve.convert.ollama import NAMES, PARAMS, can_think, chat_of_ollama, completion_of_ollama
 from foretell.serve.errors import OLLAMA_PATH, ApiError
 from foretell.serve.formats.ollama import OllamaFormat, unfinished
-from foretell.serve.formats.parts import PartReader
 from foretell.serve.handlers.generate import Generation, respond
 from foretell.serve.handlers.text import prepare_chat, prepare_completion
 from foretell.serve.protocol.ollama import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
@@ -41,8 +40,12 @@ async def answer(service: Service, http: HttpRequest, body: OllamaChatBody | Oll
             prepared = await prepare_completion(service, completion_of_ollama(body, name))
         else:
             prepared = await prepare_chat(service, chat_of_ollama(body, name, _template(service)))
-    format = OllamaFormat(prepared.head, PartReader(prepared.tools), is_chat)
-    return await respond(service, http, Generation(prepared.requests, 1, format, body.stream is not False))
+    format = OllamaFormat(prepared.head, prepared.parts, is_chat)
+    return await respond(
+        service,
+        http,
+        Generation(prepared.requests, 1, format, body.stream is not False, phases=prepared.phases(service)),
+    )
 
 
 async def models(service: Service, http: HttpRequest, body: None) -> ASGIApp:

@@ -21,8 +21,10 @@ from foretell.serve.prompts import context_exceeded
 from foretell.serve.protocol.chat import ChatBody
 from foretell.serve.protocol.completions import CompletionBody
 from foretell.serve.protocol.generation import GenerationBody, StreamOptions, TextBody
+from foretell.serve.reasoning import Reasoning
 from foretell.serve.service import Service
-from foretell.serve.tools.use import ToolUse, uses_functions
+from foretell.serve.thinking import Phases, after_reasoning, phases_of
+from foretell.serve.tools.use import ToolUse, special_tokens, uses_functions
 from foretell.utils.json_values import texts
 from foretell.utils.validation import show
 
@@ -39,17 +41,31 @@ async def chat_completions(service: Service, http: HttpRequest, body: ChatBody) 
         run = make_run(body, prepared.requests[0], service.loaded, service.encoder)
         format = ChatFormat(with_plan(prepared.head, run), PartReader(None))
         return await respond(service, http, replace(_generation(body, prepared.requests, format), run=run))
-    format = ChatFormat(prepared.head, PartReader(prepared.tools), echoed_message(body), uses_functions(body))
-    return await respond(service, http, _generation(body, prepared.requests, format))
+    format = ChatFormat(prepared.head, prepared.parts, echoed_message(body), uses_functions(body))
+    return await respond(
+        service, http, replace(_generation(body, prepared.requests, format), phases=prepared.phases(service))
+    )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A conversation or prompts as requests of the engine, the head of the answer, and the tools that it may call."""
+    """A conversation or prompts as requests of the engine, the head of the answer, the tools that it may call, and its
+    reasoning.
+    """
 
     requests: list[Request]
     head: AnswerHead
     tools: ToolUse | None = None
+    reasoning: Reasoning | None = None
+
+    @property
+    def parts(self) -> PartReader:
+        """A reader of the answer's parts."""
+        return PartReader(self.tools, self.reasoning)
+
+    def phases(self, service: Service) -> Phases | None:
+        """What counts the tokens of reasoning."""
+        return None if self.reasoning is None else phases_of(self.reasoning, service.texts)
 
 
 async def prepare_chat(service: Service, body: ChatBody) -> Prepared:
@@ -63,20 +79,25 @@ async def prepare_chat(service: Service, body: ChatBody) -> Prepared:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_top_logprobs(service, logprobs, "top_logprobs")
-    requests, tools = await service.in_pool(_chat_requests, service, body, logprobs, seed)
-    return Prepared(requests, _head(service, body, name, requests[0], seed), tools)
+    requests, tools, reasoning = await service.in_pool(_chat_requests, service, body, logprobs, seed)
+    return Prepared(requests, _head(service, body, name, requests[0], seed), tools, reasoning)
 
 
 def _chat_requests(
     service: Service, body: ChatBody, logprobs: int | None, seed: int
-) -> tuple[list[Request], ToolUse | None]:
+) -> tuple[list[Request], ToolUse | None, Reasoning | None]:
     asked_by = "max_completion_tokens" if body.max_completion_tokens is not None else _length_field(body)
     tools = service.encoder.tools(body)
     prompts = _fit(service, body, [service.encoder.chat(body, tools)], asked_by, None, "messages")
+    reasoning = service.encoder.reasoning(body, prompts[0].tokens, tools)
     constraint = make_constraint(body, service.loaded.model, tools)
-    if tools is not None and tools.needs_special_tokens:
+    if reasoning is not None:
+        constraint = after_reasoning(body, reasoning, constraint, service)
+    special = special_tokens(service.loaded.model.codec) if reasoning is not None else {}
+    has_marks = reasoning is not None and any(t in text for t in special for text in reasoning.syntax.texts)
+    if has_marks or (tools is not None and tools.needs_special_tokens):
         body = body.model_copy(update={"skip_special_tokens": False})
-    return make_requests(body, prompts, logprobs, seed, service.loaded, constraint), tools
+    return make_requests(body, prompts, logprobs, seed, service.loaded, constraint), tools, reasoning
 
 
 def echoed_message(body: ChatBody) -> str:

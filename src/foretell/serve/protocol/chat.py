@@ -20,11 +20,14 @@ def _text_parts(value: Any) -> Any:
     """The content of a message, whose parts are texts."""
     if not isinstance(value, list):
         return value
+    parts = list[Mapping[str, Any]]()
     for number, part in enumerate(value):
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise ValueError(f"part {number} is no text part, and this model reads text only; found {show(kind)}")
-    return value
+        parts.append(part if "text" in part else {"type": "text", "text": text})
+    return parts
 
 
 _PART = {
@@ -117,9 +120,10 @@ class ChatBody(TextBody):
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Any = None
+    """For chat templates that read it."""
 
     # Accepted and without effect on this model.
-    reasoning_effort: Any = None
     verbosity: Any = None
     modalities: Any = None
 
@@ -158,6 +162,8 @@ class ChatAnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[AnswerToolCall] | None = None
     function_call: CalledFunction | None = None
 

@@ -84,6 +84,8 @@ class GenerationBody(_Parameters):
     json_schema: dict[str, Any] | None = None
     """What the answer must match (llama.cpp)."""
 
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    """Most tokens of reasoning (vLLM); -1: any number."""
     speculative: SpeculativeOptions | None = None
     return_drafts: bool | None = None
     """Report under `foretell` which part of the method made each token, and what was refused."""
@@ -100,7 +102,6 @@ class GenerationBody(_Parameters):
     session_id: Any = None
     cache_prompt: Any = None
     id_slot: Any = None
-    thinking_token_budget: Any = None
     request_id: Any = None
     spaces_between_special_tokens: Any = None
 

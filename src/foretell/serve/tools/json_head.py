@@ -11,7 +11,9 @@ _BLANKS = re.compile(r"\s*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,:{}\[\]\"]+")
 _ARGUMENTS = ("arguments", "parameters")
-_OTHER = ("type", "id")
+_OTHER = ("type", "id", "tool_call_id")
+_NAME_KEYS = {"tool_name": "name"}
+"""What some models call the name."""
 
 
 class IncompleteError(Exception):
@@ -65,6 +67,7 @@ def read_head(text: str, at: int, known: Container[str] | None) -> Head:
     at = _expect(text, at, "{")
     while True:
         key, at = _string(text, at)
+        key = _NAME_KEYS.get(key, key)
         at = skip_blanks(text, _expect(text, at, ":"))
         name = found.get("name")
         if key in _ARGUMENTS and name is not None and text[at : at + 1] == "{":

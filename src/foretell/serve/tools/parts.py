@@ -1,4 +1,4 @@
-"""Parts of an answer: text, and calls of tools."""
+"""Parts of an answer: text, reasoning, and calls of tools."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class TextPart:
     """Text of an answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningPart:
+    """Text that a model thinks before it answers."""
 
     text: str
 
@@ -21,4 +28,4 @@ class CallPart:
     name: str = ""
 
 
-Part = TextPart | CallPart
+Part = TextPart | ReasoningPart | CallPart

@@ -33,7 +33,7 @@ class ToolUse:
     @property
     def needs_special_tokens(self) -> bool:
         """Whether calls are marked by special tokens, which the text must then show."""
-        return any(mark in self.special for mark in (self.syntax.mark, self.syntax.args_mark))
+        return any(token in text for token in self.special for text in self.syntax.texts)
 
     @property
     def allowed(self) -> list[FunctionDefinition]:
@@ -42,7 +42,7 @@ class ToolUse:
 
     def parser(self) -> ToolParser:
         """A parser of one answer."""
-        return ToolParser(self.syntax, [f.name for f in self.functions], None if self.parallel else 1)
+        return ToolParser(self.syntax, {f.name: f.parameters for f in self.functions}, None if self.parallel else 1)
 
     def grammar(self, answer: Mapping[str, Any] | None) -> str:
         """A grammar of calls; `answer`: the schema of an answer without calls, None: there must be a call."""
@@ -50,8 +50,9 @@ class ToolUse:
         return self.syntax.grammar(self.allowed, parallel, self.special, answer)
 
 
-def tools_of(body: ChatBody, codec: TextCodec) -> ToolUse | None:
-    """The tools of a request; None: no tool is offered, or none may be called.
+def tools_of(body: ChatBody, codec: TextCodec, syntax: str | None = None) -> ToolUse | None:
+    """The tools of a request; None: no tool is offered, or none may be called. `syntax`: the name of one that goes
+    before the one that the template shows.
 
     Raises:
         ApiError: two tools have one name, or the chosen one is not there.
@@ -72,7 +73,8 @@ def tools_of(body: ChatBody, codec: TextCodec) -> ToolUse | None:
     if not functions or choice.mode == "none":
         return None
     parallel = body.parallel_tool_calls is not False and not uses_functions(body)
-    return ToolUse(functions, choice, parallel, syntax_of(codec.template_for(with_tools=True)), special_tokens(codec))
+    written = syntax_of(codec.template_for(with_tools=True), syntax)
+    return ToolUse(functions, choice, parallel, written, special_tokens(codec))
 
 
 def special_tokens(codec: TextCodec) -> dict[str, int]:
