@@ -200,6 +200,7 @@ def test_the_norms_of_specforge(tmp_path: Path) -> None:
 
 def test_options_of_model_optimizer_are_read_at_their_plain_values(tmp_path: Path) -> None:
     config, tensors = eagle3()
+    own: dict[str, Any]
     own = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
     own |= {"use_mtp_layernorm": False, "next_layer_regular": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
     load(put(tmp_path / "plain", config | {"eagle_config": own}, tensors))
