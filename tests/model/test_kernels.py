@@ -152,7 +152,7 @@ def chain(count: int, length: int, row: int = 0) -> Layout:
 
 
 def concatenate(parts: Sequence[Layout]) -> Layout:
-    names = [field.name for field in fields(Layout) if field.name not in ("token", "queries", "in_pages")]
+    names = [field.name for field in fields(Layout) if getattr(parts[0], field.name) is not None]
     return Layout(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 

@@ -198,6 +198,19 @@ def test_the_norms_of_specforge(tmp_path: Path) -> None:
     torch.testing.assert_close(guesses(network)[0], spread(wanted, tensors))
 
 
+def test_options_of_model_optimizer_are_read_at_their_plain_values(tmp_path: Path) -> None:
+    config, tensors = eagle3()
+    own: dict[str, Any]
+    own = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
+    own |= {"use_mtp_layernorm": False, "next_layer_regular": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    load(put(tmp_path / "plain", config | {"eagle_config": own}, tensors))
+    for i, key in enumerate(("use_last_layernorm", "use_mtp_layernorm", "use_input_layernorm_in_first_layer")):
+        with pytest.raises(
+            ValueError, match=rf"eagle_config.{key} should be \w+: nothing else is supported for EAGLE-3"
+        ):
+            load(put(tmp_path / str(i), config | {"eagle_config": own | {key: not own[key]}}, tensors))
+
+
 @pytest.mark.parametrize("make", [eagle1, eagle3])
 def test_an_unknown_key_is_named(tmp_path: Path, make: Any) -> None:
     config, tensors = make()

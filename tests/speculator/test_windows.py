@@ -59,7 +59,7 @@ def layer(i: int, inputs: int, norms: Sequence[str], kind: str = "llama") -> dic
 
 def library(kind: str, types: Sequence[str], **more: Any) -> tuple[dict[str, Any], Tensors]:
     """A checkpoint as the `speculators` library 0.9 writes it: two layers on two hidden states."""
-    block = kind == "dflash"
+    block = kind in ("dflash", "dspark")
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (D, 2 * D), "norm.weight": (D,), "lm_head.weight": (V, D)}
     shapes |= layer(
         0, D if block else 2 * D, ("input_layernorm", *(() if block else ("hidden_norm",))), "qwen3" * block
@@ -353,12 +353,14 @@ class Stop(Exception):  # noqa: N818
 
 def peer_logits(kind: str, types: list[str], folder: Path, patch: pytest.MonkeyPatch) -> torch.Tensor:
     """Logits of the library's own module: of EAGLE-3's first step everywhere, of a rollout, or of a block."""
-    name = {"eagle3": "Eagle3", "peagle": "PEagle", "dflash": "DFlash"}[kind]
+    name = {"eagle3": "Eagle3", "peagle": "PEagle", "dflash": "DFlash", "dspark": "DSpark"}[kind]
     core = pytest.importorskip(f"speculators.models.{kind}.core", exc_type=ImportError)
     from transformers import LlamaConfig, Qwen3Config
 
     config, t = library(kind, types)
-    made, of_layers = getattr(core, f"{name}SpeculatorConfig"), Qwen3Config if kind == "dflash" else LlamaConfig
+    block = kind in ("dflash", "dspark")
+    config |= {"markov_rank": 0, "enable_confidence_head": False} if kind == "dspark" else {}
+    made, of_layers = getattr(core, f"{name}SpeculatorConfig"), Qwen3Config if block else LlamaConfig
     layers = of_layers(**config["transformer_layer_config"])
     layers._attn_implementation = "eager"
     keys = set(made.model_fields) - {"architectures", "transformer_layer_config", "speculators_config"}
@@ -379,10 +381,12 @@ def peer_logits(kind: str, types: list[str], folder: Path, patch: pytest.MonkeyP
         anchor, depth = [*range(n - SIZE), *[n - SIZE - 1] * (SIZE - 1)], [*[0] * (n - SIZE), *range(1, SIZE)]
         sample = torch.tensor(anchor), torch.tensor(depth)
         patch.setattr(core, "generate_cod_sample_indices", lambda **options: sample)
-    if kind == "dflash":
+    if block:
         token, states, more = torch.tensor([TEXT]), torch.cat(STATES, -1)[None], {"loss_mask": torch.ones(1, n)}
         at = torch.tensor([n - SIZE])
-        patch.setattr(core, "select_anchors", lambda *options: (at, torch.ones(1, dtype=torch.bool)))
+        patch.setattr(
+            "speculators.models.dflash.core.select_anchors", lambda *options: (at, torch.ones(1, dtype=torch.bool))
+        )
         more["max_anchors"] = 1
     if kind != "eagle3":
         more["verifier_last_hidden_states"] = torch.zeros(1, token.shape[1], D)
@@ -394,7 +398,7 @@ def peer_logits(kind: str, types: list[str], folder: Path, patch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
 @pytest.mark.parametrize("types", TYPES, ids=lambda types: types[0][:4] + types[1][:4])
 def test_the_librarys_own_modules_give_the_same(
     tmp_path: Path, kind: str, types: list[str], monkeypatch: pytest.MonkeyPatch
@@ -410,5 +414,5 @@ def test_the_librarys_own_modules_give_the_same(
         ours, theirs = torch.cat(network(token, states, anchor, [last, *[every] * network.slots])), theirs[-SIZE:]
     else:
         wanted = torch.ones(1, 1, network.depth, dtype=torch.bool)
-        ours, theirs = network(token, states, torch.tensor([[n - SIZE]]), wanted).logits, theirs[1:]
+        ours, theirs = network(token, states, torch.tensor([[n - SIZE]]), wanted).logits, theirs[-network.depth :]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

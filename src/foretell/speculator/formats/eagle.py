@@ -27,6 +27,11 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Options of EAGLE-3 that have the same names here and in configurations."""
 _SPECFORGE = "LlamaForCausalLMEagle3"
 _AUX = "eagle_aux_hidden_state_layer_ids"
+_OF_MODELOPT: Mapping[str, object] = {
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+    "next_layer_regular": True, "parallel_draft_step": 1,
+}  # fmt: skip
+"""Options of NVIDIA's Model Optimizer in `eagle_config`, and their values in plain EAGLE-3."""
 EAGLE3_KEYS = (*FLAGS, _AUX)
 """Keys that EAGLE-3's formats share beside those of its layers."""
 
@@ -90,7 +95,10 @@ def _read_eagle3(
 def read_flat(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
     """A checkpoint of EAGLE-3's authors or SpecForge with plain names of its tensors, and its options."""
     own = found.fields.fields("eagle_config")
-    refuse_other_keys(own, ("use_aux_hidden_state", _AUX))
+    refuse_other_keys(own, ("use_aux_hidden_state", _AUX), _OF_MODELOPT, ("parallel_draft_heads_num_layers",))
+    for name, plain in _OF_MODELOPT.items():
+        if own.raw.get(name) not in (None, plain):
+            raise own.wrong(name, f"{plain}: nothing else is supported for EAGLE-3 here", own.raw[name])
     if not own.flag("use_aux_hidden_state", default=True):
         raise own.wrong("use_aux_hidden_state", "true: a draft of the last hidden state alone is not supported", False)
     # `eagle_config` counts a layer's output; Foretell and vLLM count the input of the next layer.

@@ -14,12 +14,14 @@ LAYER = frozenset({
 """What describes decoder layers."""
 LIBRARY = frozenset({
     "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
-    "target_hidden_size", "embed_requires_grad",
+    "target_hidden_size", "embed_requires_grad", "model_type", "has_no_defaults_at_init", "is_composition",
+    "base_config_key", "sub_configs", "attribute_map", "keys_to_ignore_at_inference", "base_model_tp_plan",
+    "base_model_pp_plan", "base_model_ep_plan",
 })  # fmt: skip
-"""What every checkpoint of the `speculators` library has."""
+"""What checkpoints of the `speculators` library have; those after `embed_requires_grad` by its earlier releases."""
 _SAID_BY_TENSORS = frozenset({
     "attention_bias", "tie_word_embeddings", "bias", "qkv_bias", "draft_vocab_size", "truncated_vocab_size",
-    "num_aux_hidden_states", "enable_confidence_head",
+    "num_aux_hidden_states", "num_eagle_features", "enable_confidence_head",
 })  # fmt: skip
 """What the names and shapes of the tensors say, too; they decide."""
 _WITHOUT_EFFECT = _SAID_BY_TENSORS | frozenset({
