@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_weights import all_logits, one_sentence, oracle_of, random_tokens, read_gguf, write_gguf
+from test_weights import one_sentence, oracle_of, read_gguf, write_gguf
 
 from foretell.model.block.decoder import Decoder
 from foretell.model.config.readers.hf import from_hf
@@ -20,6 +20,7 @@ from foretell.model.load.gguf import GGUF
 from foretell.model.load.reference import resolve_reference
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.roofline.model_configs import find_model
+from helpers import all_logits, random_tokens
 
 Tensors = dict[str, torch.Tensor]
 TEXT = random_tokens(23, 64)
@@ -65,7 +66,7 @@ def rewritten(source: Path, path: Path, more: Mapping[str, Any] | None = None, t
             if key == "general.architecture":
                 continue
             write = {float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-            write.get(type(value), writer.add_uint32)(key, value)  # type: ignore[operator]
+            write.get(type(value), writer.add_uint32)(key, value)
         for tensor, data in entries[part::parts]:
             writer.add_tensor(tensor, data)
         writer.write_header_to_file()
@@ -133,7 +134,7 @@ def test_a_factor_without_a_type_is_linear(scaling: Mapping[str, Any], plain: Pa
         read_gguf(rewritten(plain, plain.with_name("r.gguf"), scaling)),
         oracle_of("LlamaConfig", rope_parameters=linear),
     )
-    none = rewritten(plain, plain.with_name("n.gguf"), scaling | {"llama.rope.scaling.type": "none"})
+    none = rewritten(plain, plain.with_name("n.gguf"), {**scaling, "llama.rope.scaling.type": "none"})
     check(read_gguf(none), oracle_of("LlamaConfig"))
 
 

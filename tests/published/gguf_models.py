@@ -106,7 +106,7 @@ def _qwen3_next(name: str, tensor: torch.Tensor, config: Any) -> Named:
         return
     keys = config.linear_num_key_heads
     shared = config.linear_num_value_heads // keys * config.linear_value_head_dim
-    parts = tensor.view(keys, -1, tensor.shape[1]).split([config.linear_key_head_dim] * 2 + [shared] * 2, 1)
+    parts = torch.split(tensor.view(keys, -1, tensor.shape[1]), [config.linear_key_head_dim] * 2 + [shared] * 2, 1)
     q, k, v, z = (part.reshape(-1, tensor.shape[1]) for part in parts)
     at = name.split(".linear_attn.")[0].replace("model.layers.", "blk.")
     yield f"{at}.attn_qkv.weight", torch.cat([q, k, v])
@@ -153,7 +153,7 @@ def _deepseek(name: str, tensor: torch.Tensor, config: Any) -> Named:
     if name.endswith("kv_b_proj.weight"):
         at = name.split(".self_attn.")[0].replace("model.layers.", "blk.")
         whole = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
-        keys, values = whole.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        keys, values = torch.split(whole, [config.qk_nope_head_dim, config.v_head_dim], 1)
         yield f"{at}.attn_k_b.weight", keys.transpose(1, 2)
         yield f"{at}.attn_v_b.weight", values
     else:
@@ -269,6 +269,24 @@ def _gemma4_meta(config: Any) -> Meta:
     return meta
 
 
+def _plus_one(name: str, tensor: torch.Tensor, config: Any) -> Named:
+    yield name, tensor + 1 if name.endswith("norm.weight") else tensor
+
+
+def _gemma2_meta(config: Any) -> Meta:
+    return {
+        "attention.sliding_window": config.sliding_window, "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }  # fmt: skip
+
+
+def _gemma3_meta(config: Any) -> Meta:
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "rope.freq_base": config.rope_parameters[F]["rope_theta"],
+    }
+
+
 def _mistral3_meta(config: Any) -> Meta:
     rope = config.rope_parameters
     return {
@@ -345,6 +363,12 @@ _GEMMA4 = {
     "layer_types": [S, F, S, F, S, F], "vocab_size_per_layer_input": 61,
 }  # fmt: skip
 CASES: Mapping[str, GGUFCase] = {
+    "qwen2": GGUFCase("qwen2", "Qwen2Config"),
+    "qwen3": GGUFCase("qwen3", "Qwen3Config", {"head_dim": 32}),
+    "gemma2": GGUFCase("gemma2", "Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+    _plus_one, _gemma2_meta),
+    "gemma3": GGUFCase("gemma3", "Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8,
+    "num_hidden_layers": 7}, _plus_one, _gemma3_meta),
     "gemma4 E2B": GGUFCase("gemma4", "Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 32,
     "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, _gemma4, _gemma4_meta),
     "gemma4": GGUFCase("gemma4", "Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 0,

@@ -140,7 +140,7 @@ def test_fields_of_messages_reach_the_template() -> None:
     message = {"role": "user", "content": "a", "reasoning_content": "b", "no_such": {"x": [1]}, "empty": None}
     assert (
         prompt_of(LISTED, messages=[message])
-        == "content=a;no_such={'x': [1]};reasoning_content=b;role=user;thinking=b;"
+        == "content=a;no_such={'x': [1]};reasoning=b;reasoning_content=b;role=user;thinking=b;"
     )
 
 
