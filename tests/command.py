@@ -110,7 +110,8 @@ def _tensors(vocab: int, layers: int, seed: int, hidden: int, ffn: int) -> dict[
 
 def tiny_tokenizer(vocab: int) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {letter: i for i, letter in enumerate(letters)} | {f"<filler {i}>": i for i in range(257, vocab)}
+    words = {letter: i for i, letter in enumerate([*letters, "<end>"])}
+    words |= {f"<filler {i}>": i for i in range(257, vocab)}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -259,7 +259,7 @@ def test_the_order_of_service_is_lateness_priority_arrival() -> None:
     ("values", "words"),
     [
         ({"method": "eagle3"}, "method must be a Method, found str"),
-        ({"max_drafts": -1}, "max_drafts must be a whole number from 0 on, found -1"),
+        ({"max_drafts": -1}, "max_drafts must be at least 0, found -1"),
         ({"max_drafts": 1.5}, "max_drafts must be a whole number"),
         ({"priority": "high"}, "priority must be a whole number, found 'high'"),
         ({"deadline": "soon"}, "deadline must be a time in seconds, found 'soon'"),

@@ -182,7 +182,7 @@ def test_files_without_prompts_are_refused_in_a_sentence(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so asking for one is no mistake")
 def test_a_device_that_is_not_there_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert "none.jsonl: no such file" in expect_error(
-        "tune", "skip", "--prompts", tmp_path / "none.jsonl", "--out", tmp_path
+        "tune", "skip", "--prompts", tmp_path / "none.jsonl", "--out", tmp_path / "o"
     )
     (tmp_path / "a.txt").write_text("one\n")
     asked = ("--prompts", tmp_path / "a.txt", "--out", tmp_path / "o", "--model", tiny_target(), "--device", "cuda")

@@ -206,6 +206,7 @@ def test_a_late_request_is_served_before_those_that_came_earlier(deadline: float
             wait_for(lambda: server.service.jobs.live > waiting)
 
         ask("long", max_tokens=100, speculative={"max_drafts": 0})
+        wait_for(lambda: bool(server.engine._scheduler.running))
         ask("early")
         ask("late", deadline_ms=deadline)
         threads.shutdown()

@@ -149,7 +149,7 @@ def test_the_command_checks_identity(server: Server, tmp_path: Path) -> None:
     for more, words in (
         (["--against", str(saved), "--max-new-tokens", "9"], "lacks 5 of the 5 requests"),
         (["--against", str(tmp_path / "none")], "no answers can be read"),
-        (["--save", str(tmp_path / "no" / "folder")], "cannot be written"),
+        (["--save", str(tmp_path / "no" / "folder")], "there is no directory"),
     ):
         assert words in CliRunner().invoke(app, [*command, *more]).output
     plain = [word for word in command if word != "--identity"]

@@ -51,10 +51,10 @@ def test_an_own_head_is_written(tmp_path: Path) -> None:
 
 
 def test_template_and_special_tokens_are_written(tmp_path: Path) -> None:
-    codec = replace(letter_codec(23), chat_template="{{ messages[0].content }}", bos="b", eos="c")
+    codec = replace(letter_codec(23), chat_template="{{ messages[0].content }}", bos="v", eos="w")
     write_hf(tmp_path, tiny_decoder(WIDE), codec)
     said = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert (said["bos_token"], said["eos_token"]) == ("b", "c")
+    assert (said["bos_token"], said["eos_token"]) == ("v", "w")
     assert load(str(tmp_path)).codec.chat([{"role": "user", "content": "abc"}]) == codec.encode("abc")
     assert not list(tmp_path.glob("*.part"))
 
