@@ -1,8 +1,9 @@
 """What interrupts a request (a pass that raises, a preemption, a pause, what a row held before) changes no text."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -14,8 +15,7 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
-from foretell.model.cache.block_table import BLOCK_SLOTS, OutOfBlocksError
-from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.block_table import OutOfBlocksError
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, HeuristicSchedule, LLMCadTree
 from helpers import (
@@ -23,86 +23,91 @@ from helpers import (
     VOCAB,
     TinyCheckpoint,
     Variant,
-    good_model,
-    methods_by_kind,
     naive,
     random_tokens,
+    sibling,
+    small_model,
     speculator,
     target,
     unchecked,
 )
 
+TEMPERATURE = 4.0
+"""So flat are the distributions of the tiny models then that a text of sampled drafts depends on the depth of each."""
 REDUCED = {"skip_decode_lossy"}
 """Methods whose cache is not that of passes of all layers: docs/lossless.md names them."""
 
 
-def _sampled(name: str, **options: object) -> Variant:
-    """A method that drafts with hidden states, with sampled drafts."""
+def _sampled(name: str, context: int = 256, **options: object) -> Variant:
+    """A method that drafts with hidden states, with sampled drafts. `context`: the longest text that it reads."""
 
     def make(vocab: int) -> AnyMethod:
         network = target(vocab)
-        trained = () if name == "mtp" else (speculator(name, vocab),)
+        trained = () if name == "mtp" else (speculator(name, vocab, context=context),)
         checkpoint = TinyCheckpoint(network) if name == "mtp" else None
         parts = BuildContext(vocab, network, speculators=trained, checkpoint=checkpoint)
         return build(name, parts, {"draft_sample_method": "probabilistic", "num_draft_tokens": 3, **options})
 
-    return Variant(f"{name}_sampled" + "_window" * bool(options), make, same_seed=False)
+    kind = "_short" * (context < 256) + "_window" * bool(options)
+    return Variant(f"{name}_sampled{kind}", make, same_seed=False)
 
 
 def _adaptive(rule: HeuristicSchedule | ConfidenceRule) -> Variant:
-    shape = Chain(3, confidence=0.1)
+    shape = Chain(4, confidence=0.1)
     return Variant(
-        type(rule).__name__, lambda v: Method(good_model(v), AdaptiveChain(shape, rule), Rejection()), same_seed=False
+        type(rule).__name__, lambda v: Method(small_model(v), AdaptiveChain(shape, rule), Rejection()), same_seed=False
     )
 
 
 WITH_STATE = (
     *(_sampled(name) for name in ("eagle", "eagle3", "mtp", "dflash", "p_eagle", "mlp_speculator")),
     _sampled("eagle3", prompt_window=20),
+    _sampled("eagle3", context=64),
     _adaptive(HeuristicSchedule()),
-    _adaptive(ConfidenceRule(step=0.2, confidence_momentum=0.5)),
+    _adaptive(ConfidenceRule(step=0.4, confidence_momentum=0.0)),
     Variant(
         "typical_llmcad",
-        lambda v: Method(good_model(v), LLMCadTree(6, threshold=0.2), TypicalAcceptance()),
+        lambda v: Method(small_model(v), LLMCadTree(6, threshold=0.1), TypicalAcceptance(0.5, delta=10.0)),
         lossless=False,
         same_seed=False,
     ),
 )
 """Methods whose drafts change the text and depend on what drafter or shape keep of a request."""
-WITH_STATE_PARAMETERS = [pytest.param(variant, id=variant.name) for variant in WITH_STATE]
-every_method = pytest.mark.parametrize("variant", [*methods_by_kind(VARIANTS), *WITH_STATE_PARAMETERS])
-every_uninterrupted = pytest.mark.parametrize(
-    "variant", [*methods_by_kind([v for v in VARIANTS if v.name not in REDUCED]), *WITH_STATE_PARAMETERS]
-)
+STATE = (
+    "eagle3_sampled", "dflash_sampled", "mlp_speculator_sampled", "HeuristicSchedule", "ConfidenceRule", "pass_apart",
+    "layer_skip", "typical_llmcad",
+)  # fmt: skip
+"""One of each thing that is kept of a request."""
+EVERY = {v.name: v for v in (*VARIANTS, *WITH_STATE)}
+
+
+def some_of(*names: str, without: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """These methods; among the exhaustive tests all others, too."""
+    marks = {name: () if name in names else pytest.mark.exhaustive for name in EVERY if name not in without}
+    return pytest.mark.parametrize("variant", [pytest.param(EVERY[n], marks=m, id=n) for n, m in marks.items()])
 
 
 class Interrupted(DecoderRunner):
-    """A target of whose passes over several requests that decode some raise, after the drafts of a step."""
+    """A target that raises an error in the place of its next pass over several requests that decode, after drafts."""
 
-    calls = failures = 0
-    every = 0
-    error: Exception = MemoryError()
+    error: Exception | None = None
+    failures = 0
 
     def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
-        decodes = len(rows) > 1 and tree.is_decode
-        self.calls += decodes
-        if self.every and decodes and self.calls % self.every == 0:
+        if self.error is not None and len(rows) > 1 and tree.is_decode:
+            error, self.error = self.error, None
             self.failures += 1
-            raise self.error
+            raise error
         return super().forward(rows, tree, **more)
 
 
-def engine_of(method: AnyMethod, rows: int, blocks: int | None = None, prefix_caching: bool = False) -> Engine:
-    runner = Interrupted(target())
-    assert isinstance(runner.cache, KVCache)
-    size = None if blocks is None else blocks * runner.cache.block_bytes
-    return Engine(runner, method, rows=rows, chunk=24, prefix_caching=prefix_caching, cache_bytes=size)
+def engine_of(method: AnyMethod, rows: int, chunk: int = 64, prefix_caching: bool = False) -> Engine:
+    return Engine(Interrupted(target()), method, rows=rows, chunk=chunk, prefix_caching=prefix_caching)
 
 
-def requests(count: int = 3, new: int = 16) -> list[Request]:
+def requests() -> list[Request]:
     return [
-        Request(random_tokens(13 + 9 * i, seed=i), SamplingParams(1.0, seed=i), new + 4 * i, priority=i)
-        for i in range(count)
+        Request(random_tokens(5 + 4 * i, seed=i), SamplingParams(TEMPERATURE, seed=i), 24 + 4 * i) for i in range(3)
     ]
 
 
@@ -110,70 +115,115 @@ def tokens(engine: Engine, asked: Sequence[Request]) -> list[tuple[int, ...]]:
     return [c.tokens for c in engine.complete(asked)]
 
 
-@every_method
+@cache
+def uninterrupted(variant: Variant) -> list[tuple[int, ...]]:
+    """The texts of the requests."""
+    return tokens(engine_of(variant.make(VOCAB), 3), requests())
+
+
+def interrupted(
+    engine: Engine, asked: Sequence[Request], interrupt: Callable[[Engine, int], None]
+) -> list[tuple[int, ...]]:
+    """Texts of requests each of which is interrupted in turn, again and again, while it is answered."""
+    numbers, texts, over = [engine.submit(r) for r in asked], defaultdict[int, list[int]](list), set[int]()
+    steps = turns = 0
+    while len(over) < len(numbers):
+        for update in engine.step():
+            assert update.error is None
+            texts[update.request] += update.tokens
+            over |= {update.request} if update.finish_reason else set()
+        steps += 1
+        begun = [n for n in numbers if texts[n] and n not in over]
+        if begun and steps % 3 == 0:
+            interrupt(engine, begun[turns % len(begun)])
+            turns += 1
+    return [tuple(texts[n]) for n in numbers]
+
+
+def fail(engine: Engine, number: int) -> None:
+    """The next pass raises; then each request gets one of its own."""
+    assert isinstance(engine.runner, Interrupted)
+    engine.runner.error = MemoryError()
+
+
+def preempt(engine: Engine, number: int) -> None:
+    """The next pass finds the cache full, and this request is the least urgent."""
+    assert isinstance(engine.runner, Interrupted)
+    for r in engine._scheduler.running:
+        r.request = replace(r.request, priority=int(r.number == number))
+    engine.runner.error = OutOfBlocksError(1)
+
+
+def pause(engine: Engine, number: int) -> None:
+    """The request that was paused before goes on, this one waits for its turn to end."""
+    for other in list(engine._scheduler.paused):
+        engine.resume(other)
+    if engine.load[0] > 1:
+        engine.pause(number)
+
+
+@some_of("eagle3_sampled", "mtp_sampled", "p_eagle_sampled")
 def test_a_pass_that_raises_between_drafts_and_observation_changes_no_text(variant: Variant) -> None:
-    """Each request gets a pass of its own then; beside them some that read prompts, in steps without their drafts."""
     with unchecked():
-        expected = tokens(engine_of(variant.make(VOCAB), 3), requests(new=30))
         engine = engine_of(variant.make(VOCAB), 3)
-        assert isinstance(engine.runner, Interrupted)
-        engine.runner.every = 2
-        assert tokens(engine, requests(new=30)) == expected
-        assert engine.runner.failures > 0
+        assert interrupted(engine, requests(), fail) == uninterrupted(variant)
+    assert isinstance(engine.runner, Interrupted)
+    assert engine.runner.failures > 1
 
 
-@every_uninterrupted
+@some_of(*STATE, without=REDUCED)
 def test_preempted_requests_of_every_method_get_the_same_text(variant: Variant) -> None:
     """A full cache interrupts steps after their drafts were made."""
     with unchecked():
-        expected = tokens(engine_of(variant.make(VOCAB), 3), requests(new=60))
         engine = engine_of(variant.make(VOCAB), 3)
-        assert isinstance(engine.runner, Interrupted)
-        engine.runner.every, engine.runner.error = 2, OutOfBlocksError(1)
-        assert tokens(engine, requests(new=60)) == expected
-    assert engine.preemptions > 0
+        assert interrupted(engine, requests(), preempt) == uninterrupted(variant)
+    assert engine.preemptions > 2
 
 
-@every_uninterrupted
+@some_of(*STATE, without=REDUCED)
 def test_paused_requests_of_every_method_get_the_same_text(variant: Variant) -> None:
-    """Others take the rows meanwhile; one of the others is equal, and ahead."""
-    asked = [*requests(), requests()[0]]
     with unchecked():
-        expected = tokens(engine_of(variant.make(VOCAB), 4), asked)
-        engine = engine_of(variant.make(VOCAB), 2, prefix_caching=True)
-        numbers, texts = [engine.submit(r) for r in asked], defaultdict[int, list[int]](list)
+        engine = engine_of(variant.make(VOCAB), 3)
+        assert interrupted(engine, requests(), pause) == uninterrupted(variant)
+
+
+@some_of("eagle3_sampled", "mtp_sampled", "mlp_speculator_sampled", "ConfidenceRule", without=REDUCED)
+def test_a_paused_request_goes_on_beside_an_equal_one_that_is_ahead(variant: Variant) -> None:
+    """It takes a copy of the other's row."""
+    asked, texts = requests()[2], defaultdict[int, list[int]](list)
+    with unchecked():
+        engine = engine_of(variant.make(VOCAB), 4, prefix_caching=True)
+        paused = engine.submit(asked)
+        ahead = engine.submit(asked)
 
         def take(updates: Sequence[Update]) -> None:
             for update in updates:
                 assert update.error is None
                 texts[update.request] += update.tokens
 
-        for turn in range(12):
-            engine.pause(numbers[turn % 4])
-            for _ in range(3):
-                take(engine.step())
-            engine.resume(numbers[turn % 4])
+        while len(texts[paused]) < 5:
+            take(engine.step())
+        engine.pause(paused)
+        for _ in range(3):
+            take(engine.step())
+        engine.resume(paused)
         for update in engine.run():
             take([update])
-    assert [tuple(texts[n]) for n in numbers] == expected
+        assert [tuple(texts[paused]), tuple(texts[ahead])] == [uninterrupted(variant)[2]] * 2
 
 
-@every_method
+@some_of("eagle3_sampled", "eagle3_sampled_window", "eagle3_sampled_short", "dflash_sampled", "p_eagle_sampled")
 def test_what_a_row_held_before_changes_no_text(variant: Variant) -> None:
-    """A longer request, one of another method, and one of the same prompt with another text after it."""
+    """A longer request; one that is longer beside one of another method, whose row gets a copy of the prefix."""
     shared = random_tokens(40, seed=5)
-    asked = [Request([*shared, *random_tokens(n, seed=n)], SamplingParams(1.0, seed=n), 14) for n in (1, 9, 30)]
-    other = next(v for v in VARIANTS if v.name == "ngram").make(VOCAB)
-    before = [
-        [Request([*shared, *random_tokens(70, seed=8)], max_new_tokens=9)],
-        [Request(random_tokens(7, seed=3), max_new_tokens=3, method=other), Request(shared, max_new_tokens=3)],
-        [Request(shared, max_new_tokens=30), Request(random_tokens(60, seed=2), max_new_tokens=3, method=other)],
-    ]
+    asked = [Request([*shared, *random_tokens(n, seed=n)], SamplingParams(TEMPERATURE, seed=n), 14) for n in (1, 9)]
+    longer = Request([*shared, *random_tokens(70, seed=8)], max_new_tokens=3)
+    other = Request(random_tokens(7, seed=3), max_new_tokens=3, method=EVERY["ngram"].make(VOCAB))
     with unchecked():
         expected = [tokens(engine_of(variant.make(VOCAB), 2), [r])[0] for r in asked]
-        for first in before:
+        for before in ([longer], [other, longer]):
             engine = engine_of(variant.make(VOCAB), 2, prefix_caching=True)
-            engine.complete(first)
+            engine.complete(before)
             assert [tokens(engine, [r])[0] for r in asked] == expected
 
 
@@ -188,18 +238,21 @@ def test_drafts_of_an_interrupted_step_are_not_committed_by_a_step_that_reads_a_
             after = [self.runner.length(row) for row in step.context.rows]
             committed.extend(b - a for a, b, new in zip(before, after, step.new_tokens, strict=True) if not new)
 
-    small = next(v for v in VARIANTS if v.name == "draft_model").make(VOCAB).draft
-    assert isinstance(small, DraftModel)
-    plain = next(v for v in VARIANTS if v.name == "autoregressive").make(VOCAB)
+    drafting = Method(Watched(DecoderRunner(sibling())), Chain(4, draw=False), Match())
+    plain, greedy = (
+        EVERY["autoregressive"].make(VOCAB),
+        [replace(r, sampling_params=SamplingParams()) for r in requests()],
+    )
+    asked = [*greedy, Request(random_tokens(40, seed=9), max_new_tokens=12, method=drafting)]
     with unchecked():
-        for length in range(2 * BLOCK_SLOTS - 16, 2 * BLOCK_SLOTS - 2):
-            drafting = Method(Watched(DecoderRunner(small.runner.network)), Chain(4, draw=False), Match())  # type: ignore[attr-defined]
-            asked = [Request(random_tokens(2, seed=i), max_new_tokens=80) for i in range(3)]
-            asked.append(Request(random_tokens(length, seed=9), max_new_tokens=12, method=drafting, priority=1))
-            engine = engine_of(plain, 4, blocks=6)
-            engine._scheduler.chunks._most = 2
-            assert tokens(engine, asked) == [tuple(naive(target(), replace(r, method=None))) for r in asked]
-    assert committed and not any(committed)
+        engine = engine_of(plain, 4, chunk=4)
+        drafted = 4
+
+        def wait(engine: Engine, number: int) -> None:
+            preempt(engine, drafted)
+
+        assert interrupted(engine, asked, wait) == [tuple(naive(target(), replace(r, method=None))) for r in asked]
+    assert engine.preemptions and committed and not any(committed)
 
 
 def test_a_request_that_cannot_begin_leaves_its_method_free() -> None:
