@@ -170,7 +170,7 @@ def test_a_pass_that_raises_between_drafts_and_observation_changes_no_text(varia
         engine = engine_of(variant.make(VOCAB), 3)
         assert interrupted(engine, requests(), fail) == uninterrupted(variant)
     assert isinstance(engine.runner, Interrupted)
-    assert engine.runner.failures > 1
+    assert engine.runner.failures > 0
 
 
 @some_of(*STATE, without=REDUCED)
@@ -179,7 +179,7 @@ def test_preempted_requests_of_every_method_get_the_same_text(variant: Variant) 
     with unchecked():
         engine = engine_of(variant.make(VOCAB), 3)
         assert interrupted(engine, requests(), preempt) == uninterrupted(variant)
-    assert engine.preemptions > 2
+    assert engine.preemptions > 0
 
 
 @some_of(*STATE, without=REDUCED)
