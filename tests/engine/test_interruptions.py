@@ -1,7 +1,7 @@
 """What interrupts a request (a pass that raises, a preemption, a pause, what a row held before) changes no text."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -79,9 +79,11 @@ STATE = (
 )  # fmt: skip
 """One of each thing that is kept of a request."""
 EVERY = {v.name: v for v in (*VARIANTS, *WITH_STATE)}
+SAME_SEED = {v.name for v in EVERY.values() if v.same_seed}
+"""Their text does not depend on drafts."""
 
 
-def some_of(*names: str, without: Sequence[str] = ()) -> pytest.MarkDecorator:
+def some_of(*names: str, without: Collection[str] = ()) -> pytest.MarkDecorator:
     """These methods; among the exhaustive tests all others, too."""
     marks = {name: () if name in names else pytest.mark.exhaustive for name in EVERY if name not in without}
     return pytest.mark.parametrize("variant", [pytest.param(EVERY[n], marks=m, id=n) for n, m in marks.items()])
@@ -155,7 +157,7 @@ def preempt(engine: Engine, number: int) -> None:
 
 
 def pause(engine: Engine, number: int) -> None:
-    """The request that was paused before goes on, this one waits for its turn to end."""
+    """This request waits, and the one that waited goes on; one that is alone does not wait."""
     for other in list(engine._scheduler.paused):
         engine.resume(other)
     if engine.load[0] > 1:
@@ -168,7 +170,7 @@ def test_a_pass_that_raises_between_drafts_and_observation_changes_no_text(varia
         engine = engine_of(variant.make(VOCAB), 3)
         assert interrupted(engine, requests(), fail) == uninterrupted(variant)
     assert isinstance(engine.runner, Interrupted)
-    assert engine.runner.failures > 1
+    assert engine.runner.failures > 0
 
 
 @some_of(*STATE, without=REDUCED)
@@ -177,7 +179,7 @@ def test_preempted_requests_of_every_method_get_the_same_text(variant: Variant) 
     with unchecked():
         engine = engine_of(variant.make(VOCAB), 3)
         assert interrupted(engine, requests(), preempt) == uninterrupted(variant)
-    assert engine.preemptions > 2
+    assert engine.preemptions > 0
 
 
 @some_of(*STATE, without=REDUCED)
@@ -212,7 +214,7 @@ def test_a_paused_request_goes_on_beside_an_equal_one_that_is_ahead(variant: Var
         assert [tuple(texts[paused]), tuple(texts[ahead])] == [uninterrupted(variant)[2]] * 2
 
 
-@some_of("eagle3_sampled", "eagle3_sampled_window", "eagle3_sampled_short", "dflash_sampled", "p_eagle_sampled")
+@some_of("eagle3_sampled", "eagle3_sampled_window", "eagle3_sampled_short", "dflash_sampled", without=SAME_SEED)
 def test_what_a_row_held_before_changes_no_text(variant: Variant) -> None:
     """A longer request; one that is longer beside one of another method, whose row gets a copy of the prefix."""
     shared = random_tokens(40, seed=5)
