@@ -250,14 +250,14 @@ class DFlash(CachedLayersNetwork):
         b, a = anchor.shape
         angles = self.rope_angles(torch.arange(token.shape[1], device=token.device))
         c, feature = self.config, self.fuse(torch.cat(tuple(features), -1).to(self.dtype))
-        sight = BlockAttention(anchor, c.window_of, c.window_causal, c.window_from_anchor)
+        attention = BlockAttention(anchor, c.window_of, c.window_causal, c.window_from_anchor)
         position = anchor[..., None] + torch.arange(self.config.block_size, device=anchor.device)
         block_angles = self.rope_angles(position.flatten(1))
         x = self.block_inputs(token.gather(1, anchor)).flatten(1, 2)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EagleLayer)
-            sight.set_context(*layer.project(feature, self.config.layer_config, angles)[1:])
-            x = layer(x, block_angles, i, sight)
+            attention.set_context(*layer.project(feature, self.config.layer_config, angles)[1:])
+            x = layer(x, block_angles, i, attention)
         state = self.norm(self.predicting_slots(x.view(b, a, self.config.block_size, -1))[wanted])
         before = F.pad(token, (0, self.depth)).gather(1, position[..., : self.depth].flatten(1)).view(wanted.shape)
         logits = self.add_markov_bias(self.compute_logits(state, subset), before[wanted], subset)

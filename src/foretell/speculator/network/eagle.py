@@ -138,25 +138,25 @@ class EagleNetwork(CachedLayersNetwork):
         token: Int[torch.Tensor, "*t"],
         feature: Float[torch.Tensor, "*t d"],
         position: Int[torch.Tensor, "..."],
-        sight: AttentionBackend,
+        attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features, from the features of rotary positions and the tokens that follow them."""
-        return self.layers_over(self.embed(token), feature, self.rope_angles(position), sight)
+        return self.layers_over(self.embed(token), feature, self.rope_angles(position), attention)
 
     def layers_over(
         self,
         embedded: Float[torch.Tensor, "*t d"],
         feature: Float[torch.Tensor, "*t d"],
         angles: RopeAngles,
-        sight: AttentionBackend,
+        attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The next features, from features and the embeddings of the tokens that follow them."""
         x, attention_input = self.prepare_inputs(embedded, feature)
         first, *more = self.layers
         assert isinstance(first, EagleLayer)
-        x = first.forward_from_input(x, attention_input, angles, 0, sight)
+        x = first.forward_from_input(x, attention_input, angles, 0, attention)
         for i, layer in enumerate(more, 1):
-            x = layer(x, angles, i, sight)
+            x = layer(x, angles, i, attention)
         return self.next_feature(x)
 
     def forward_features(
@@ -222,13 +222,13 @@ class EagleNetwork(CachedLayersNetwork):
         """
         feature = self.fuse(torch.cat(tuple(features), -1).to(self.dtype)[:, :-1])
         token, length, begin = F.pad(token, (0, len(wanted))), feature.shape[1], 0
-        sight, steps = TrainingTimeTestAttention(self.config.window_of), list[DraftStep]()
+        attention, steps = TrainingTimeTestAttention(self.config.window_of), list[DraftStep]()
         for i, mask in enumerate(wanted):
             if i == 1:
                 begin = int(torch.stack([w.any(0) for w in wanted[1:]]).any(0).int().argmax())
                 feature = feature[:, begin:]
             position = torch.arange(begin + i, length + i, device=feature.device)
-            feature = self.forward_layers(token[:, position + 1], feature, position, sight)
+            feature = self.forward_layers(token[:, position + 1], feature, position, attention)
             state = self.head_input(feature[mask[:, begin:]])
             steps.append(DraftStep(state, self.compute_logits(state, subset)))
         return tuple(steps)

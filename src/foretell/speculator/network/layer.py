@@ -89,11 +89,11 @@ class EagleLayer(DecoderLayer):
         return LayerModules(a.qkv_proj, a.o_proj, norm, self.mlp, a.q_norm, a.k_norm, sinks=a.sinks)
 
     def forward(
-        self, x: Float[torch.Tensor, "*t d"], angles: RopeAngles, layer: int, sight: AttentionBackend
+        self, x: Float[torch.Tensor, "*t d"], angles: RopeAngles, layer: int, attention: AttentionBackend
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer."""
         return self.forward_from_input(
-            x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, sight
+            x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, attention
         )
 
     def forward_from_input(
@@ -102,10 +102,10 @@ class EagleLayer(DecoderLayer):
         attention_input: Float[torch.Tensor, "*t i"],
         angles: RopeAngles,
         layer: int,
-        sight: AttentionBackend,
+        attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the layer, with this input of the attention."""
-        return self.add_mlp(self.add_attention(x, attention_input, self.self_attn.config, angles, layer, sight))[0]
+        return self.add_mlp(self.add_attention(x, attention_input, self.self_attn.config, angles, layer, attention))[0]
 
 
 class Eagle3FirstLayer(EagleLayer):
