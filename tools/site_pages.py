@@ -74,7 +74,7 @@ def root_links(text: str) -> str:
 def command_line() -> str:
     """The help of every command, as a page."""
     parts = ["# Command line\n\nThe help of every command, as `foretell COMMAND --help` prints it.\n"]
-    for entry in commands():
+    for entry in (c for c in commands() if not c.is_of_group):
         command: Any = get_command(import_module(entry.module).app)
         context = command.context_class(command, info_name=f"foretell {entry.name}")
         text = typer.cli.get_docs_for_click(obj=command, ctx=context, name=f"foretell {entry.name}")

@@ -56,7 +56,7 @@ def _placeholder() -> None:
 
 
 for _command in commands():
-    if " " not in _command.name:
+    if not _command.is_of_group:
         app.command(_command.name, help=_command.summary, rich_help_panel=_command.panel)(_placeholder)
 
 

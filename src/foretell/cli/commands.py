@@ -29,6 +29,11 @@ class Command:
     panel: str = "Commands"
     """Heading of the help."""
 
+    @property
+    def is_of_group(self) -> bool:
+        """Whether it is a command of a group."""
+        return " " in self.name
+
     def function(self) -> Callable[..., None]:
         """The function of a command of a group."""
         function: Callable[..., None] = getattr(import_module(self.module), self.name.split()[-1])
