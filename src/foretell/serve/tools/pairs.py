@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from foretell.serve.tools.syntax import Pairs, resolved, types_of
+from foretell.serve.tools.syntax import Pairs, overlap, resolved, types_of
 
 _NAMES = {"true": True, "false": False, "null": None}
 _PYTHON_NAMES = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\b(true|false|null)\b""", re.DOTALL)
@@ -106,7 +106,7 @@ class PairReader:
             return (f'{_inner(value)}"' if self._is_streamed else _json(coerced(value, self._types))), used
         if not self._is_streamed:
             return "", 0
-        value = text[: len(text) - max(_overlap(text, end) for end in self._ends)]
+        value = text[: len(text) - max(overlap(text, end) for end in self._ends)]
         if lines and value.endswith("\n") and (self._value_begun or len(value) > 1):
             value = value[:-1]
         elif lines and value == "\n":
@@ -262,8 +262,3 @@ def _string_end(text: str, at: int) -> int:
     quote = text[at]
     match = re.compile(rf"{quote}(?:[^{quote}\\]|\\.)*{quote}", re.DOTALL).match(text, at)
     return -1 if match is None else match.end()
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of the text that a mark may begin with."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -7,7 +7,7 @@ from typing import Any
 from foretell.serve.tools.json_head import ContainerEnd, Head, IncompleteError, MalformedError, read_head, skip_blanks
 from foretell.serve.tools.pairs import PairReader
 from foretell.serve.tools.parts import CallPart, Part, TextPart
-from foretell.serve.tools.syntax import ToolSyntax
+from foretell.serve.tools.syntax import ToolSyntax, overlap
 
 _SEPARATORS = (",", ";")
 _HEAD_CHARS = 256
@@ -106,7 +106,7 @@ class ToolParser:
             self._emit(len(self._rest.rstrip() if self._calls else self._rest))
             self._rest = ""
         else:
-            held = max((_overlap(self._rest, mark) for mark in self._syntax.marks), default=0)
+            held = max((overlap(self._rest, mark) for mark in self._syntax.marks), default=0)
             self._emit(len(self._rest[: len(self._rest) - held].rstrip()))
         return False
 
@@ -246,8 +246,3 @@ class ToolParser:
         if match is None or (match.end() < len(self._rest) and not match[2]):
             return False
         return match[1] in self._names if match[2] else any(name.startswith(match[1]) for name in self._names)
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of the text that a mark may begin with."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

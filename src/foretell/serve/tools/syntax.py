@@ -390,3 +390,8 @@ def split_special(text: str, special: Mapping[str, int]) -> list[str]:
         return [text] if text else []
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text)
     return [piece for piece in pieces if piece]
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of the text that a mark may begin with."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
