@@ -85,17 +85,18 @@ def from_gguf(
         **KINDS[kind].settings,
         "tied": tensors is not None and "output.weight" not in tensors,
     }
-    biases = {} if tensors is None else {k: any(n in tensors for n in names) for k, names in _BIASES.items()}
+    parts = {name.split(".", 2)[-1] for name in tensors or ()}
+    biases = {} if tensors is None else {key: not parts.isdisjoint(names) for key, names in _BIASES.items()}
     further = family_of(kind).read_gguf(Fields(own, source, f"{name}."), kind, values, tensors or ())
     return checked_config(source, **{**values, **further, **biases})
 
 
 _BIASES = {
-    "qkv_bias": ("blk.0.attn_q.bias", "blk.0.attn_k.bias", "blk.0.attn_v.bias", "blk.0.attn_qkv.bias"),
-    "output_bias": ("blk.0.attn_output.bias",),
-    "mlp_bias": ("blk.0.ffn_gate.bias", "blk.0.ffn_up.bias", "blk.0.ffn_down.bias"),
+    "qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"),
+    "output_bias": ("attn_output.bias",),
+    "mlp_bias": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
 }
-"""Settings of biases, and the tensors of which a file has one if they are on."""
+"""Settings of biases, and the tensors of layers of which a file has one if they are on."""
 
 
 def _one_number(value: Any, layers: Any) -> Any:
