@@ -1,5 +1,6 @@
-"""GGUF files of families of models give the logits of transformers."""
+"""GGUF files and directories of families of models give the logits of transformers."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,13 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import CASES, oracle_of, write_model
 
+from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
 from foretell.model.load.native import load_native
+from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.network import Network
 from helpers import all_logits, random_tokens
 
@@ -33,6 +36,15 @@ def test_a_gguf_file_gives_the_logits_of_transformers(name: str, tmp_path: Path)
     file = GGUF(tmp_path / "m.gguf")
     config = gguf_config(file)
     check(build_decoder(config, GGUFWeights(file, config), torch.float32, torch.device("cpu")), model, 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_directory_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    model = oracle_of(CASES[name])
+    model.save_pretrained(tmp_path)
+    config, weights = from_hf(json.loads((tmp_path / "config.json").read_text())), SafetensorsWeights(tmp_path)
+    weights.check_tensors(config)
+    check(build_decoder(config, weights, torch.float32, torch.device("cpu")), model, 1e-5)
 
 
 @pytest.mark.exhaustive
