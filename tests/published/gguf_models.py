@@ -404,6 +404,37 @@ def _minicpm3_meta(config: Any) -> Meta:
     }  # fmt: skip
 
 
+def _window_meta(config: Any) -> Meta:
+    """Of models with windows in some layers: OLMo 3, EXAONE 4."""
+    if not getattr(config, "sliding_window", None):
+        return {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    yarn = rope.get(F, {})
+    scaling = {
+        "rope.freq_base": yarn["rope_theta"], "rope.scaling.type": "yarn", "rope.scaling.factor": yarn["factor"],
+        "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
+    } if yarn.get("rope_type") == "yarn" else {}  # fmt: skip
+    return scaling | {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [t == S for t in config.layer_types],
+    }
+
+
+def _hunyuan_meta(config: Any) -> Meta:
+    """A fixed alpha stretches the base of the positions."""
+    rope = config.rope_parameters
+    base = rope["rope_theta"] * rope.get("alpha", 1.0) ** (config.head_dim / (config.head_dim - 2))
+    return {"rope.freq_base": base, "rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+
+
+def _cohere2_meta(config: Any) -> Meta:
+    return {
+        "logit_scale": config.logit_scale, "attention.sliding_window": config.sliding_window,
+        "attention.layer_norm_epsilon": config.layer_norm_eps, "rope.scaling.type": "none",
+        "rope.dimension_count": config.head_dim,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class GGUFCase:
     """A model of transformers and how the converter writes it."""
@@ -442,6 +473,7 @@ _LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
     "original_max_position_embeddings": 256},
 }  # fmt: skip
+_WINDOWS = {"sliding_window": 8, "layer_types": [S, S, S, F, S], "num_hidden_layers": 5}
 _NEMOTRON = {
     "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4,
 }  # fmt: skip
@@ -519,6 +551,16 @@ CASES: Mapping[str, GGUFCase] = {
     "minicpm3 longrope": GGUFCase("minicpm3", "MiniCPM3Config", _MINICPM | {"rope_parameters": {"rope_type": "longrope",
     "rope_theta": 10000.0, "short_factor": [1 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)],
     "original_max_position_embeddings": 128}}, meta=_minicpm3_meta),
+    "olmo2": GGUFCase("olmo2", "Olmo2Config"),
+    "olmo3": GGUFCase("olmo2", "Olmo3Config", _WINDOWS | {"rope_parameters": {F: YARN, S: {"rope_type": "default",
+    "rope_theta": 10000.0}}}, meta=_window_meta),
+    "exaone4": GGUFCase("exaone4", "Exaone4Config", {"sliding_window": None, "layer_types": [F] * 3}),
+    "exaone4 windows": GGUFCase("exaone4", "Exaone4Config", _WINDOWS, meta=_window_meta),
+    "hunyuan-dense": GGUFCase("hunyuan-dense", "HunYuanDenseV1Config", {"head_dim": 16, "attention_bias": True}),
+    "hunyuan-dense alpha": GGUFCase("hunyuan-dense", "HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {
+    "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}}, meta=_hunyuan_meta),
+    "cohere2": GGUFCase("cohere2", "Cohere2Config", {"sliding_window": 8, "num_hidden_layers": 5,
+    "logit_scale": 0.25}, meta=_cohere2_meta),
 }  # fmt: skip
 
 

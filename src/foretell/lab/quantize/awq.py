@@ -39,6 +39,8 @@ class AWQ(Quantizer):
         for role, statistics in inputs.items():
             if role == "output" and config.heads != config.kv_heads:
                 continue  # Several query heads share a value: no scale fits them all.
+            if role in ("qkv", "gate_up") and (config.parallel_blocks or not config.pre_norms):
+                continue  # Two matrices share a norm, or none precedes them.
             scale = _search(matrices[role].weight, grids[role], statistics)
             matrices[role].weight.data.mul_(scale)
             scaled[role] = statistics.scaled(1 / scale)

@@ -98,11 +98,24 @@ def no_windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ..
 
 
 def gguf_windows(read: Fields, layers: int, pattern: int, default: int = 0) -> dict[str, Any]:
-    """Sliding window and its layers in GGUF: all but every `pattern`-th; `default`: the window where none is given."""
-    window = read.integer("attention.sliding_window", default=default)
-    pattern = read.integer("attention.sliding_window_pattern", default=pattern, least=1)
-    chosen = tuple(i for i in range(layers) if (i + 1) % pattern) if window else ()
-    return {"window": window, "window_layers": chosen}
+    """Sliding window and its layers in GGUF: those that the file marks, or all but every `pattern`-th; `default`: the
+    window where none is given.
+    """
+    window, name = read.integer("attention.sliding_window", default=default), "attention.sliding_window_pattern"
+    if isinstance(read.raw.get(name), list):
+        marked = gguf_flags(read, name, layers)
+    else:
+        step = read.integer(name, default=pattern, least=1)
+        marked = tuple((i + 1) % step > 0 for i in range(layers))
+    return {"window": window, "window_layers": tuple(i for i in range(layers) if marked[i]) if window else ()}
+
+
+def gguf_flags(read: Fields, name: str, layers: int) -> tuple[bool, ...]:
+    """A boolean for every layer."""
+    flags = read.raw.get(name)
+    if not isinstance(flags, list) or len(flags) != layers or not all(isinstance(each, bool) for each in flags):
+        raise read.wrong(name, f"a list of {layers} booleans", flags)
+    return tuple(flags)
 
 
 def largest_kv_heads(raw: Mapping[str, Any]) -> Mapping[str, Any]:
