@@ -624,7 +624,9 @@ def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -
             continue
         stored = kind if tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 and "conv" not in name else Kind.F32
         if stored != Kind.F32:
-            tensor.copy_(torch.from_numpy(dequantize(quantize(tensor.numpy(), stored), stored).reshape(tensor.shape)))
+            rows = tensor.mT if arch == "llama4" and ".experts." in name else tensor  # as the file has them
+            blocks = quantize(np.ascontiguousarray(rows.numpy()), stored)
+            rows.copy_(torch.from_numpy(dequantize(blocks, stored).reshape(rows.shape)))
         for each, data in case.change(name, tensor, config):
             own = each if each.startswith("blk.") else names.get_name(each, (".weight", ".bias"))
             assert own is not None, f"{each} has no name in GGUF"

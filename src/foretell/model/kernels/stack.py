@@ -31,7 +31,15 @@ from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_ki
 from foretell.model.kernels.linear import check_tensor
 from foretell.model.kernels.states import NativePass, NativeStateStore, projected_width
 from foretell.model.kernels.states import supports as supports_states
-from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, UNREADABLE, Precision
+from foretell.model.kernels.structures import (
+    ACTIVATIONS,
+    LANES,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    NORMED_HEADS,
+    UNREADABLE,
+    Precision,
+)
 
 
 class NativeStack:
