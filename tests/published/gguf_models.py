@@ -4,6 +4,7 @@ Names come from the `gguf` package's map of tensor names; the metadata and the c
 converter (ggml-org/llama.cpp, conversion/).
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -587,15 +588,29 @@ def oracle_of(case: GGUFCase) -> Any:
     return model
 
 
-def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -> None:
-    """Write the file, its matrices stored as `kind`, which those of the model become, too."""
+def _nextn(name: str) -> str:
+    """The name in GGUF of a part of a layer of multi-token prediction, which the package does not know of every
+    architecture.
+    """
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight", name)
+    assert match is not None, f"{name} has no name in GGUF"
+    return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
+
+
+def write_model(
+    path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32, prediction: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write the file, its matrices stored as `kind`, which those of the model become, too; `prediction`: the tensors of
+    a layer of multi-token prediction by their names in DeepSeek-V3.
+    """
     config, arch = model.config, case.architecture
     writer = gguf.GGUFWriter(path, arch)
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope, blocks = getattr(config, "rope_parameters", None) or {}, config.num_hidden_layers + (prediction is not None)
     head_dim = case.values.get("head_dim") or config.hidden_size // config.num_attention_heads
     meta: Meta = {
         "vocab_size": config.vocab_size, "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size, "block_count": blocks,
+        "nextn_predict_layers": blocks - config.num_hidden_layers or None,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": case.values.get("num_key_value_heads", 2), "attention.key_length": head_dim,
         "attention.value_length": head_dim, "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
@@ -617,10 +632,8 @@ def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32))
     for name in ("short", "long") if rope.get("rope_type") == "longrope" else ():
         writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-    names = gguf.get_tensor_name_map(
-        next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
-    )
-    for name, tensor in model.state_dict().items():
+    names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), blocks)
+    for name, tensor in {**model.state_dict(), **(prediction or {})}.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = kind if tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 and "conv" not in name else Kind.F32
@@ -629,8 +642,7 @@ def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -
             blocks = quantize(np.ascontiguousarray(rows.numpy()), stored)
             rows.copy_(torch.from_numpy(dequantize(blocks, stored).reshape(rows.shape)))
         for each, data in case.change(name, tensor, config):
-            own = each if each.startswith("blk.") else names.get_name(each, (".weight", ".bias"))
-            assert own is not None, f"{each} has no name in GGUF"
+            own = each if each.startswith("blk.") else names.get_name(each, (".weight", ".bias")) or _nextn(each)
             # Transposed keys are quantised along another axis than those of the model.
             form = Kind.F32 if own.endswith("attn_k_b.weight") else stored
             writer.add_tensor(own, quantize(np.ascontiguousarray(data.numpy()), form), raw_dtype=form)

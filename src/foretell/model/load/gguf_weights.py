@@ -8,6 +8,7 @@ import torch
 
 from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
+from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.load.build import LAYER_INPUTS_NORM, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_TABLE
@@ -104,6 +105,19 @@ class GGUFWeights(Weights):
         layer = name.removeprefix("blk.").partition(".")[0]
         further = self._file.metadata.get(f"{self._kind}.nextn_predict_layers", 0)
         return bool(further) and name.startswith("blk.") and int(layer) >= self._config.layers
+
+    def prediction_names(self, names: PredictionNames) -> PredictionNames:
+        """Those of the layer after the model's own."""
+        at = f"model.layers.{self._config.layers}."
+        norm = f"{at}nextn.shared_head_norm"
+        return PredictionNames(
+            layer=at,
+            norm=norm if self._parts(f"{norm}.weight") else self._family.final_norm,
+            combine=f"{at}nextn.eh_proj",
+            embedding_norm=f"{at}nextn.enorm",
+            hidden_norm=f"{at}nextn.hnorm",
+            norms_states=names.norms_states,
+        )
 
     @property
     def _kind(self) -> str:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
+from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.safetensors_file import SafetensorsFile
@@ -102,6 +103,10 @@ class Weights(ABC):
         """
         whole = self.require(name, count, inputs, outputs)
         return (StoredMatrix.of(each.T, self.release_pages) for each in whole)
+
+    def prediction_names(self, names: PredictionNames) -> PredictionNames:
+        """Names of the parts of the layer of multi-token prediction, of those in safetensors: here these."""
+        return names
 
     def round_matrix(self, name: str, matrix: Matrix) -> Matrix:
         """A matrix of a block as it is packed: here as it is."""
