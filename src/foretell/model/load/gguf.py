@@ -38,8 +38,8 @@ def _block_size(ggml_type: int) -> tuple[int, int]:
         return BLOCKS[_KIND_OF_TYPE[ggml_type]]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    found: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
-    return found
+    sizes: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
+    return sizes
 
 
 def _type_name(ggml_type: int) -> str:
@@ -82,15 +82,15 @@ class _Cursor:
     def strings(self, count: int) -> list[str]:
         """Consecutive strings; a vocabulary has many."""
         data, position, end, size_of = self.data, self.position, len(self.data), struct.Struct("<Q").unpack_from
-        found = []
+        texts = []
         for _ in range(count):
             first = position + 8
             position = first + size_of(data, position)[0]
             if position > end:
                 raise struct.error("string past the end")
-            found.append(data[first:position].decode("utf-8", errors="replace"))
+            texts.append(data[first:position].decode("utf-8", errors="replace"))
         self.position = position
-        return found
+        return texts
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -158,14 +158,14 @@ class GGUF:
             raise ValueError(f"version {version} is not supported")
         tensors, keys = cursor.scalar("Q"), cursor.scalar("Q")
         meta = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(keys)}
-        found = {}
+        entries = {}
         for _ in range(tensors):
             name = cursor.string()
             shape = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
-            found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
+            entries[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
         base = -(-cursor.position // align) * align
-        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset, part) for n, e in found.items()}
+        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset, part) for n, e in entries.items()}
 
     def _check(self, name: str, e: TensorInfo) -> None:
         try:
