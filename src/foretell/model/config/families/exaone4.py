@@ -27,7 +27,7 @@ def unrotated_without_window(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     windows = gguf_windows(read, values["layers"], 4)
-    return windows | unrotated_without_window({**values, **windows})
+    return {**windows, **unrotated_without_window({**values, **windows})}
 
 
 _DEFAULTS: Mapping[str, Any] = {

@@ -29,23 +29,32 @@ def _scales(read: Fields, values: Mapping[str, Any]) -> Mapping[str, float]:
     }
 
 
-def _latent(sizes: tuple[int, ...], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"latent": MLAConfig(*sizes, interleaved_rope=False), "kv_heads": values["heads"]}
-
-
 def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     if read.flag("attention_bias", default=False):
         raise read.wrong("attention_bias", "false: latent attention with biases is not supported", True)
-    sizes = tuple(read.integer(n, default=0) for n in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"))
-    rotary, width = read.integer("qk_rope_head_dim"), values["hidden"] // values["heads"]
-    return _latent((*sizes, rotary, read.integer("v_head_dim", default=width)), values) | _scales(read, values)
+    latent = MLAConfig(
+        q_rank=read.integer("q_lora_rank", default=0),
+        kv_rank=read.integer("kv_lora_rank", least=1),
+        nope_dim=read.integer("qk_nope_head_dim", least=1),
+        rope_dim=read.integer("qk_rope_head_dim", least=2),
+        value_dim=read.integer("v_head_dim", default=values["hidden"] // values["heads"], least=1),
+        interleaved_rope=False,
+    )
+    return {"latent": latent, "kv_heads": values["heads"], **_scales(read, values)}
 
 
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
-    sizes = tuple(read.integer(f"attention.{n}_lora_rank", least=1) for n in ("q", "kv"))
-    rotary, width = read.integer("rope.dimension_count", least=2), values["hidden"] // values["heads"]
-    latent = _latent((*sizes, values["head_dim"] - rotary, rotary, width), values)
-    return latent | _scales(Fields(_SCALES, read.source), values)
+    rotary = read.integer("rope.dimension_count", least=2)
+    latent = MLAConfig(
+        q_rank=read.integer("attention.q_lora_rank", least=1),
+        kv_rank=read.integer("attention.kv_lora_rank", least=1),
+        nope_dim=values["head_dim"] - rotary,
+        rope_dim=rotary,
+        value_dim=values["hidden"] // values["heads"],
+        interleaved_rope=False,
+    )
+    scales = _scales(Fields(_SCALES, read.source), values)
+    return {"latent": latent, "kv_heads": values["heads"], **scales}
 
 
 _DEFAULTS: Mapping[str, Any] = {
