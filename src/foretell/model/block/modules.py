@@ -215,6 +215,8 @@ def to_weights(layer: nn.Module) -> BlockWeights:
 
 
 def _of_vector(holder: nn.Module | Tensor | None) -> Any:
+    if isinstance(holder, nn.Identity):
+        return None  # the block has no such norm
     return holder.weight if isinstance(holder, RMSNorm) else holder
 
 

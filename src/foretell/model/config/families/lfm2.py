@@ -76,6 +76,10 @@ _LFM2: Mapping[str, Any] = {
     "max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2,
     "norm_eps": 1e-5,
 }  # fmt: skip
+_LFM2_MOE: Mapping[str, Any] = {
+    **_LFM2, "block_auto_adjust_ff_dim": False, "num_experts_per_tok": 4, "num_experts": 32,
+    "moe_intermediate_size": 1792,
+}  # fmt: skip
 LFM2 = Family(
     kinds={
         "lfm2": Kind(
@@ -84,7 +88,7 @@ LFM2 = Family(
         ),
         "lfm2_moe": Kind(
             settings={"qk_norm": True, "tied": True},
-            defaults={**_LFM2, "block_auto_adjust_ff_dim": False, "num_experts_per_tok": 4, "num_experts": 32},
+            defaults=_LFM2_MOE,
         ),
     },
     names={

@@ -66,6 +66,6 @@ MINICPM3 = Family(
     gguf_names=DEEPSEEK.gguf_names,
     read_gguf=_read_gguf,
     prepare=_prepare,
-    read_head_dim=DEEPSEEK.read_head_dim,
+    read_head_dim=lambda read, default: read.integer("qk_nope_head_dim") + read.integer("qk_rope_head_dim"),
     read_further=_further,
 )
