@@ -14,6 +14,7 @@ from gguf_models import CASES, oracle_of, write_model
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.matrices.stored import KINDS
 from helpers import all_logits, random_tokens
 
 LLAMA_CPP = {
@@ -26,6 +27,10 @@ LLAMA_CPP = {
 """CRC-32 of the float32 numbers, what is not finite replaced, of 32 drawn blocks, by `dequantize_row_*` of
 ggml 0.25.3.
 """
+
+
+KEPT = {"IQ4_NL": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
+"""Formats that become another one with the same numbers."""
 
 
 def write(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> GGUF:
@@ -49,6 +54,7 @@ def test_blocks_have_the_numbers_of_llama_cpp(name: str, tmp_path: Path) -> None
         assert numbers.shape == (8, 4 * GGML_QUANT_SIZES[kind][0])
         assert zlib.crc32((np.nan_to_num(numbers) + np.float32(0)).tobytes()) == LLAMA_CPP[name]
         stored = file.stored_matrix("t")
+        assert (None if stored is None else stored.kind) == KEPT.get(name, name if name in KINDS else None)
         if stored is not None:
             np.testing.assert_array_equal(stored.widen().numpy(), numbers)
 

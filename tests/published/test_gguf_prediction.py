@@ -77,3 +77,12 @@ def test_a_layer_of_a_file_scores_as_that_of_transformers(name: str, kernels: bo
     drafter.observe(StepResult(context_of(TEXT), tree, output, (tuple(range(tree.nodes)),), ((TEXT[-1],),), (0,)))
     logits, at = drafter.expand(chain_tree([TEXT[-1]]), np.array([[0]]), context_of(TEXT))
     torch.testing.assert_close(logits[at[0, -1]], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_file_with_the_layer_alone_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "glm4moe")
+    file = GGUF(tmp_path / "m.gguf")
+    config = gguf_config(file)
+    file.tensors = {name: e for name, e in file.tensors.items() if not name.startswith(("blk.0", "blk.1", "blk.2"))}
+    with pytest.raises(ValueError, match="a layer of multi-token prediction alone, which is not read apart"):
+        GGUFWeights(file, config)

@@ -92,7 +92,12 @@ class GGUFWeights(Weights):
         Raises:
             ValueError: one is not, so the numbers would be others.
         """
-        config = self._config
+        config, blocks = self._config, [name for name in self._file.tensors if name.startswith("blk.")]
+        if blocks and all(map(self._predicts, blocks)):
+            raise ValueError(
+                f"{self.source}: the file has a layer of multi-token prediction alone, which is not read apart from "
+                "its model; take a file that has the model and the layer"
+            )
         outer = *_GGUF_NAMES, f"{family_of(config.architecture).final_norm}.weight"
         inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
         known = {part.tensor for name in (*outer, *inner) for part in self._parts(name)} | _OF_CONFIG
@@ -217,7 +222,7 @@ class GGUFWeights(Weights):
 
     def maps(self, name: str) -> bool:
         """Whether the file stores it in one of the known kinds."""
-        return self._stored(name) is not None
+        return all(self._file.maps(part.tensor) for part in self._parts(name)) and self._stored(name) is not None
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """The output matrix as the file stores it; None: it is tied to the embedding."""
