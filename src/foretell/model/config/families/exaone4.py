@@ -25,8 +25,13 @@ def unrotated_without_window(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"unrotated_layers": full if values["window"] else ()}
 
 
+_LAYERS_32B = 64
+"""By which llama.cpp recognises the model that has a window where its file has none."""
+
+
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
-    windows = gguf_windows(read, values["layers"], 4)
+    layers = values["layers"]
+    windows = gguf_windows(read, layers, 4, 4096 * (layers == _LAYERS_32B))
     return {**windows, **unrotated_without_window({**values, **windows})}
 
 

@@ -59,7 +59,10 @@ class ForwardPass {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
       choose_heads(i, team);
-      if (m_.parallel) copy_hidden_state(before_.get(), team);
+      if (m_.parallel) {
+        copy_hidden_state(before_.get(), team);
+        team.barrier();
+      }
       if (layers_[i].attention == kKeysOnly)
         write_keys(i, team);
       else if (layers_[i].attention)
