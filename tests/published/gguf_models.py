@@ -494,6 +494,9 @@ CASES: Mapping[str, GGUFCase] = {
     _plus_one, _gemma2_meta),
     "gemma3": GGUFCase("gemma3", "Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8,
     "num_hidden_layers": 7}, _plus_one, _gemma3_meta),
+    "gemma3 marked layers": GGUFCase("gemma3", "Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16,
+    "sliding_window": 8, "layer_types": [S, F, S]}, _plus_one, lambda config: _gemma3_meta(config) | {
+    "attention.sliding_window_pattern": [t == S for t in config.layer_types]}),
     "gemma4 E2B": GGUFCase("gemma4", "Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 32,
     "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, _gemma4, _gemma4_meta),
     "gemma4": GGUFCase("gemma4", "Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 0,
