@@ -16,7 +16,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptance
+from foretell.accept import (
+    BlockVerification,
+    GreedyBlockVerification,
+    Match,
+    Rejection,
+    TraversalVerification,
+    TypicalAcceptance,
+)
 from foretell.catalogue import BUILT_IN, DEFAULT_METHOD, BuildContext, Entry, build
 from foretell.catalogue.speculators import embedding_and_head, read_speculator, require_draft_predictor, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
@@ -263,6 +270,21 @@ _BY_HAND = (
     Variant(
         "mixed",
         lambda v: Method(MixtureDrafter([small_model(v), good_model(v)], [1, 2]), BranchingTree((2, 2)), Rejection()),
+        same_seed=False,
+    ),
+    Variant(
+        "greedy_block",
+        lambda v: Method(small_model(v), BranchingTree((3, 1, 1), distinct=False), GreedyBlockVerification()),
+        same_seed=False,
+    ),
+    Variant(
+        "traversal_independent",
+        lambda v: Method(small_model(v), BranchingTree((3, 2), distinct=False), TraversalVerification()),
+        same_seed=False,
+    ),
+    Variant(
+        "traversal",
+        lambda v: Method(small_model(v), BranchingTree((3, 2, 1)), TraversalVerification()),
         same_seed=False,
     ),
     Variant("trained_draft", lambda v: Method(trained_model(v), Chain(4), Rejection()), same_seed=False),
