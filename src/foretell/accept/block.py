@@ -56,28 +56,33 @@ def accept_block(
     chain: Sequence[int],
     q: Sequence[Float[torch.Tensor, " v"]],
     distributions: ProcessedDistributions,
+    p: Sequence[Float[torch.Tensor, " v"]] = (),
     number: int = 0,
 ) -> tuple[int, int]:
     """How many drafts of a chain of nodes are accepted, and the token after them. `chain[0]` is decided; `chain[i + 1]`
-    was drawn from `q[i]`. `number`: of the random numbers at each node, which.
+    was drawn from `q[i]`. `p`: the target's distributions after the first nodes, as far as they are known. `number`: of
+    the random numbers at each node, which.
     """
-    weights, accepted, length = [1.0], 0, len(q)
+    weights, p, length = [1.0], list(p), len(q)
     for i, node in enumerate(chain[1:]):
-        token, p = int(tree.token[row, node]), distributions.probabilities(row, chain[i])
-        weight = min(1.0, weights[-1] * float(p[token]) / float(q[i][token]))
-        weights.append(weight)
-        pass_probability = weight
-        if i + 1 < length:
-            mass = float((weight * distributions.probabilities(row, node) - q[i + 1]).clamp_min(0).sum())
-            pass_probability = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
-        if distributions.uniform(row, chain[i], Stream.ACCEPT, number) < pass_probability:
-            accepted = i + 1
+        if i == len(p):
+            p.append(distributions.probabilities(row, chain[i]))
+        token = int(tree.token[row, node])
+        weights.append(min(1.0, weights[-1] * float(p[i][token]) / float(q[i][token])))
+    for accepted in range(length, 0, -1):
+        weight = pass_probability = weights[accepted]
+        if accepted < length and weight < 1:
+            mass = float((weight * p[accepted] - q[accepted]).clamp_min(0).sum())
+            pass_probability = mass / (mass + 1 - weight)
+        if distributions.uniform(row, chain[accepted - 1], Stream.ACCEPT, number) < pass_probability:
+            break
+    else:
+        accepted = 0
     end = chain[accepted]
-    if accepted == length and not distributions.goes_on(row, end):
+    if accepted == length and length and not distributions.goes_on(row, end):
         return accepted - 1, int(tree.token[row, end])
     if accepted == length:
         return accepted, distributions.sample(row, end)
-    p = distributions.probabilities(row, end)
-    residual = (weights[accepted] * p - q[accepted]).clamp_min(0)
+    residual = (weights[accepted] * p[accepted] - q[accepted]).clamp_min(0)
     uniform = distributions.uniform(row, end, Stream.RESIDUAL, number)
-    return accepted, sample_from(residual if residual.sum() > 0 else p, uniform)
+    return accepted, sample_from(residual if residual.sum() > 0 else p[accepted], uniform)

@@ -48,8 +48,8 @@ class GreedyBlockVerification(Acceptor):
                 "BranchingTree(..., distinct=False), or TraversalVerification as acceptor"
             )
         while True:
-            chosen, q = _choose(tree, row, node, chains, distributions)
-            accepted, token = accept_block(tree, row, [node, *chosen], q, distributions, rounds)
+            chosen, q, p = _choose(tree, row, node, chains, distributions)
+            accepted, token = accept_block(tree, row, [node, *chosen], q, distributions, p, rounds)
             node, rest = [node, *chosen][accepted], chosen[accepted:]
             if not rest or tree.token[row, rest[0]] != token:
                 followed = [int(tree.token[row, n]) for n in chosen[:accepted]] + [token]
@@ -77,12 +77,15 @@ def _chain(children: dict[int, list[int]], row: int, node: int, distributions: P
 
 def _choose(
     tree: TokenTree, row: int, node: int, chains: Sequence[list[int]], distributions: ProcessedDistributions
-) -> tuple[list[int], list[Float[torch.Tensor, " v"]]]:
-    """The best of some chains below a node, and the law of each of its tokens given those before."""
+) -> tuple[list[int], list[Float[torch.Tensor, " v"]], list[Float[torch.Tensor, " v"]]]:
+    """The best of some chains below a node, the law of each of its tokens given those before, and the target's
+    distributions of those for which chains competed.
+    """
     assert tree.q is not None
     open_ended = [len(c) for c in chains if not c or distributions.goes_on(row, c[-1])]
     competing = min(open_ended, default=max(map(len, chains))) if len(chains) > 1 else 0
-    held, law, below, span = list(chains), list[Float[torch.Tensor, " v"]](), 0.0, 1.0
+    held, below, span = list(chains), 0.0, 1.0
+    law, target = list[Float[torch.Tensor, " v"]](), list[Float[torch.Tensor, " v"]]()
     for depth in range(max(map(len, chains), default=0)):
         going = [c for c in held if len(c) > depth]
         if not going:
@@ -93,6 +96,7 @@ def _choose(
             law.append(q)
             continue
         p = distributions.probabilities(row, held[0][depth - 1] if depth else node)
+        target.append(p)
         worst_first = q.nonzero().flatten()
         worst_first = worst_first[(p[worst_first] / q[worst_first].to(p)).argsort(stable=True)]
         gain = span * q[worst_first].to(p)
@@ -104,7 +108,7 @@ def _choose(
         held = [c for c in held if tree.token[row, c[depth]] == best]
         high = float(low[places[best]] + gain[places[best]])
         below, span = float(low[places[best]]) / high, float(gain[places[best]]) / high
-    return held[0][: len(law)] if law else [], law
+    return held[0][: len(law)] if law else [], law, target
 
 
 def best_of_draws(
