@@ -185,7 +185,8 @@ def uniform(prefix: Prefix) -> np.ndarray:
 
 
 def one_hot(prefix: Prefix) -> np.ndarray:
-    return np.eye(3)[(len(prefix) + sum(prefix)) % 3]
+    p: np.ndarray = np.eye(3)[(len(prefix) + sum(prefix)) % 3]
+    return p
 
 
 def halves(prefix: Prefix) -> np.ndarray:

@@ -117,6 +117,9 @@ def best_of_draws(
     """The law of the best of some draws of a cumulative distribution that is `below` before each token and grows by
     `gain` at it, normalised over these tokens.
     """
-    above = below + gain
-    law = gain * sum(above**i * below ** (draws - 1 - i) for i in range(draws))
+    above, total, power = below + gain, torch.ones_like(gain), torch.ones_like(gain)
+    for _ in range(draws - 1):  # above^n - below^n = gain * (above^(n-1) + above^(n-2) below + ...)
+        power = power * below
+        total = total * above + power
+    law = gain * total
     return law / law.sum()
