@@ -32,7 +32,9 @@ PAGES = {
 """Files of the repository's root, and the pages that they become."""
 TRANSLATED = (
     "README.md",
+    "docs/howto/add-a-drafter.md",
     "docs/howto/deploy.md",
+    "docs/howto/read-a-roofline.md",
     "docs/howto/verify.md",
     "docs/tour.md",
 )
