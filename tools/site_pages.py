@@ -36,6 +36,7 @@ TRANSLATED = (
     "docs/howto/deploy.md",
     "docs/howto/read-a-roofline.md",
     "docs/howto/verify.md",
+    "docs/plans.md",
     "docs/tour.md",
 )
 """Files of which a Chinese translation must exist with the same headings, code, links and figures."""
