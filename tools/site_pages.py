@@ -37,6 +37,7 @@ TRANSLATED = (
     "docs/howto/read-a-roofline.md",
     "docs/howto/verify.md",
     "docs/plans.md",
+    "docs/roofline.md",
     "docs/tour.md",
 )
 """Files of which a Chinese translation must exist with the same headings, code, links and figures."""
