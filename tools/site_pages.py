@@ -35,6 +35,7 @@ TRANSLATED = (
     "docs/howto/add-a-drafter.md",
     "docs/howto/deploy.md",
     "docs/howto/read-a-roofline.md",
+    "docs/howto/reproduce.md",
     "docs/howto/verify.md",
     "docs/plans.md",
     "docs/roofline.md",
