@@ -37,6 +37,7 @@ TRANSLATED = (
     "docs/howto/read-a-roofline.md",
     "docs/howto/reproduce.md",
     "docs/howto/verify.md",
+    "docs/kv-caches.md",
     "docs/plans.md",
     "docs/roofline.md",
     "docs/tour.md",
