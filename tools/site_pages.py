@@ -38,6 +38,7 @@ TRANSLATED = (
     "docs/howto/reproduce.md",
     "docs/howto/verify.md",
     "docs/kv-caches.md",
+    "docs/offload.md",
     "docs/plans.md",
     "docs/roofline.md",
     "docs/tour.md",
