@@ -20,7 +20,8 @@ from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.memory import check_memory
 from foretell.model.load.native import packed_bytes, weight_dtype

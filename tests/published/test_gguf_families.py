@@ -11,7 +11,8 @@ from gguf_models import CASES, oracle_of, write_model
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import load_native
 from foretell.model.run.network import Network
 from helpers import all_logits, random_tokens

@@ -20,7 +20,7 @@ from gguf_vocabularies import merged, sentencepiece, with_special, write_vocabul
 from hostile_texts import CONTROL_TEXTS, hostile_texts
 
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import gguf_config
+from foretell.model.load.gguf_header import gguf_config
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 

@@ -16,9 +16,9 @@ from typing import Any
 from foretell.model.config.families import KINDS
 from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.config.readers.compressed import base_config
-from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.config.states import DeltaNetConfig
+from foretell.model.load.gguf_header import GGUFHeader, gguf_config
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
@@ -69,29 +69,8 @@ def _without_suffixes(name: str, table: Mapping[str, Any]) -> str:
 
 def _from_file(path: Path) -> ModelConfig:
     if path.suffix.lower() == ".gguf":
-        meta, tensors = _gguf_contents(path)
-        return _counted(from_gguf(meta, str(path), tensors=tensors), str(path))
+        return _counted(gguf_config(GGUFHeader(path)), str(path))
     return read_config(read_json(path, "a config.json holds one object"), str(path))
-
-
-def _gguf_contents(path: Path) -> tuple[dict[str, Any], set[str]]:
-    """Metadata of a GGUF file as Python objects, and the names of its tensors; of the lists of the tokenizer only that
-    of its tokens, of which no more than their number is read.
-
-    Raises:
-        ValueError: the file is not GGUF.
-    """
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is not a GGUF file: {error}") from None
-    fields, tokens = reader.fields, "tokenizer.ggml.tokens"
-    meta = {k: f.contents() for k, f in fields.items() if len(f.types) == 1 or not k.startswith("tokenizer.")}
-    if tokens in fields:
-        meta[tokens] = [0] * len(fields[tokens].data)
-    return meta, {tensor.name for tensor in reader.tensors}
 
 
 def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
