@@ -225,7 +225,7 @@ def test_a_bad_acceptance_file_and_a_bad_gguf(tmp_path: Path) -> None:
     bad = tmp_path / "x.gguf"
     bad.write_bytes(b"nothing")
     result = CliRunner().invoke(app, ["analyze", str(bad)])
-    assert result.exit_code == 1 and "is not a GGUF file" in result.stderr
+    assert result.exit_code == 1 and "not a GGUF file" in result.stderr
 
 
 def test_your_own_hardware_and_model(tmp_path: Path) -> None:
