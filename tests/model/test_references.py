@@ -167,7 +167,6 @@ def test_models_of_ollama_that_cannot_be_read_are_refused(home: Path) -> None:
     ollama(root, f"{library}/tensors", b"x", kind="tensor")
     refused("ollama:tensors", "no GGUF file")
     ollama(root, f"{library}/escape", b"x", digest="sha256:../../secret")
-    refused("ollama:escape", "damaged manifest") if False else None
     with pytest.raises(ValueError, match="damaged manifest"):
         resolve_reference("ollama:escape")
     (root / "manifests" / library / "cut" / "latest").write_text("{")

@@ -16,7 +16,7 @@ from foretell.model.load.mapped_file import map_file, release_pages
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32,
+    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "U32": torch.uint32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """The readable types, by their names in the file."""
@@ -48,6 +48,8 @@ class SafetensorsFile:
         (size,) = _SIZE.unpack_from(self._data)
         first = _SIZE.size + size
         header = json.loads(self._data[_SIZE.size : first])
+        self.writer = str(header.get("__metadata__", {}).get("format", ""))
+        """What wrote the file, by its own word, such as `pt` and `mlx`."""
         self._places = {
             name: _Place(entry["dtype"], tuple(entry["shape"]), first + entry["data_offsets"][0])
             for name, entry in header.items()

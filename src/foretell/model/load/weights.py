@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of readable weights, by their names in safetensors."""
 _QUANTIZED = re.compile(
-    r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*"
+    r"(^|\.)(qweight|qzeros|g_idx|scales|biases|SCB|absmax|quant_map|quant_state.*"
     r"|weight_(scale|packed|zero_point|shape|format).*"
     r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
 )
@@ -210,6 +210,12 @@ class SafetensorsWeights(Weights):
         Raises:
             ValueError: one is not, so the numbers would be others.
         """
+        changes = config.state is not None or config.experts is not None or config.latent is not None
+        if changes and any(file.writer == "mlx" for file in self._mapped):
+            raise ValueError(
+                f"{self.source}: a checkpoint of MLX, which changes tensors of {config.architecture}; take that of "
+                "transformers, or a GGUF file"
+            )
         known = [names_of(config, i) for i in range(config.layers)]
         for name in self._file_of:
             match = _LAYER.fullmatch(name)
