@@ -232,7 +232,30 @@ def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ValueError) as error:
         read_directory(checkpoint)
-    one_sentence(error, "model.safetensors", "download it again")
+    one_sentence(error, "model.safetensors", "not complete", "may still be growing")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "word"),
+    [
+        (0, 10**12, "damaged"),
+        (8, None, "damaged"),
+        (None, b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+    ],
+)
+def test_damaged_safetensors_are_told_from_incomplete_ones(
+    at: int | None, value: int | bytes | None, word: str, checkpoint: Path
+) -> None:
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    if isinstance(value, bytes):
+        content = bytearray(value)
+    elif at is not None:
+        content[at : at + 8] = struct.pack("<Q", value or 0)
+    file.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "model.safetensors", word)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ than to import it. The `gguf` package's reader takes seconds for a large vocabul
 import mmap
 import re
 import struct
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +15,7 @@ import numpy as np
 
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
-from foretell.model.load.mapped_file import map_file, release_pages
+from foretell.model.load.mapped_file import map_file, release_pages, what_is_missing
 from foretell.model.matrices.kinds import BLOCKS, Kind
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -24,8 +23,6 @@ _STRING, _ARRAY = 8, 9
 _MOST_BYTES, _MOST_AXES = 1 << 40, 8
 """Of a tensor or a list. More are no file of a model but damage, where a file that lacks fewer was cut short."""
 _LEAST_TENSOR_BYTES, _LEAST_KEY_BYTES = 24, 13
-_RECENT = 60.0
-"""Seconds since the last change of a file within which it may be growing."""
 KIND_OF_TYPE: Mapping[int, Kind] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
     30: "BF16", 39: "MXFP4",
@@ -164,7 +161,8 @@ class GGUFHeader:
         try:
             metadata, tensors = self._read(cursor, part)
         except _CutShortError:
-            raise self._cut_short(path, f"it ends inside its header, after {size:,} bytes") from None
+            missing = f"the GGUF file ends inside its header, after {size:,} bytes"
+            raise ValueError(what_is_missing(path, missing)) from None
         except (struct.error, KeyError, ValueError, ZeroDivisionError, OverflowError, MemoryError) as error:
             raise ValueError(
                 f"{path}: damaged GGUF file near byte {cursor.position} of {size}: {error}; download it again"
@@ -217,13 +215,8 @@ class GGUFHeader:
                 )
             end = e.offset + self.byte_count(e)
         if end > size:
-            raise self._cut_short(path, f"by its header it has {end:,} bytes, and {size:,} of them are here")
-
-    @staticmethod
-    def _cut_short(path: Path, what: str) -> ValueError:
-        recent = time.time() - path.stat().st_mtime < _RECENT
-        now = "it was written to a moment ago, so it may still be growing" if recent else "its download has stopped"
-        return ValueError(f"{path}: the GGUF file is not complete: {what}; {now}: let the download finish")
+            missing = f"the GGUF file has {end:,} bytes by its header, and {size:,} are here"
+            raise ValueError(what_is_missing(path, missing))
 
     def _check_type(self, name: str, e: TensorInfo) -> None:
         try:

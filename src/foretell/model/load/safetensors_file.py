@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
-from foretell.model.load.mapped_file import map_file, release_pages
+from foretell.model.load.mapped_file import map_file, release_pages, what_is_missing
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -22,6 +23,29 @@ _DTYPES: Mapping[str, torch.dtype] = {
 """The readable types, by their names in the file."""
 _SIZE = struct.Struct("<Q")
 """Size of the header, at the start of a file."""
+_MOST_HEADER, _MOST_BYTES = 100_000_000, 1 << 40
+"""The first is the limit of safetensors. More is no file of a model but damage."""
+
+
+def what_is_wrong(path: Path, error: Exception) -> str:
+    """A sentence on a file that cannot be opened: it is missing, not complete, or damaged."""
+    if not path.is_file():
+        return f"{path}: missing safetensors file; download it again"
+    with path.open("rb") as file:
+        head, size = file.read(_SIZE.size), path.stat().st_size
+        header = _SIZE.unpack(head)[0] if len(head) == _SIZE.size else 0
+        if head == b"version ":
+            return f"{path}: not a safetensors file but a pointer of Git LFS that stands for it: run `git lfs pull`"
+        with suppress(ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
+            if header > _MOST_HEADER:
+                raise ValueError
+            end = 0
+            if _SIZE.size + header <= size:
+                entries = json.loads(file.read(header))
+                end = max(e["data_offsets"][1] for name, e in entries.items() if name != "__metadata__")
+            if size < _SIZE.size + header + end < _MOST_BYTES:
+                return what_is_missing(path, f"the safetensors file has {size:,} bytes and says that more follow")
+    return f"{path}: damaged safetensors file ({error}); download it again"
 
 
 class _Place(NamedTuple):
@@ -43,7 +67,7 @@ class SafetensorsFile:
             with safe_open(path, framework="np"):  # checks the header
                 pass
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: missing or damaged safetensors file ({error}); download it again") from error
+            raise ValueError(what_is_wrong(path, error)) from error
         self._data = map_file(path)
         (size,) = _SIZE.unpack_from(self._data)
         first = _SIZE.size + size
