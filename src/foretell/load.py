@@ -113,7 +113,7 @@ def load(
         raise ValueError(
             f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
         )
-    _refuse_other_kinds(reference, path, raw)
+    refuse_other_kinds(reference, path, raw)
     if raw is not None and not is_decoder_family(raw):
         options = rope_scaling, max_model_len, policy, sparsity
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
@@ -267,7 +267,7 @@ def resolve_dtype(reference: str, dtype: str, device: str) -> str:
     return choose_precision(reference, dtype, opened.config, opened.weights, parse_device(device))
 
 
-def _refuse_other_kinds(reference: str, path: Path, raw: Mapping[str, Any] | None) -> None:
+def refuse_other_kinds(reference: str, path: Path, raw: Mapping[str, Any] | None) -> None:
     """Refuse a masked diffusion model, or a speculator. `raw`: its configuration; None: a GGUF file.
 
     Raises:

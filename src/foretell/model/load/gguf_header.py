@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from foretell.model.config.families import family_of
+from foretell.model.config.families.base import GGUF_NAMES
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.load.mapped_file import map_file, release_pages, what_is_missing
@@ -44,8 +46,10 @@ def _block_size(ggml_type: int) -> tuple[int, int]:
     return block
 
 
-def type_name(ggml_type: int) -> str:
+def kind_name(ggml_type: int) -> str:
     """Name of a storage type, or its number where no one knows it."""
+    if ggml_type in KIND_OF_TYPE:
+        return KIND_OF_TYPE[ggml_type]
     from gguf.constants import GGMLQuantizationType
 
     return GGMLQuantizationType(ggml_type).name if ggml_type in list(GGMLQuantizationType) else str(ggml_type)
@@ -226,12 +230,12 @@ class GGUFHeader:
         if e.shape and e.shape[-1] % per_block:
             raise ValueError(
                 f"{self.path}: rows of {e.shape[-1]} numbers in the tensor {name} are no whole blocks of {per_block}, "
-                f"as its type {type_name(e.ggml_type)} needs; download it again"
+                f"as its type {kind_name(e.ggml_type)} needs; download it again"
             )
 
     def _unsupported(self, name: str, e: TensorInfo) -> ValueError:
         return ValueError(
-            f"{self.path}: the tensor {name} has the type {type_name(e.ggml_type)}, which is not supported; take a "
+            f"{self.path}: the tensor {name} has the type {kind_name(e.ggml_type)}, which is not supported; take a "
             f"file of {', '.join(KIND_OF_TYPE.values())}"
         )
 
@@ -249,7 +253,7 @@ class GGUFHeader:
         """
         e = self.tensors[name]
         if KIND_OF_TYPE.get(e.ggml_type) != "F32":
-            raise ValueError(f"{self.path}: the tensor {name} should be F32, found {type_name(e.ggml_type)}")
+            raise ValueError(f"{self.path}: the tensor {name} should be F32, found {kind_name(e.ggml_type)}")
         numbers: list[float] = np.frombuffer(self._data[e.part], np.float32, prod(e.shape), e.offset).tolist()
         return numbers
 
@@ -295,8 +299,36 @@ def _what_begins_with(head: bytes) -> str:
     return f"it starts with {head[:4]!r}"
 
 
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 ROPE_FACTORS = "rope_freqs", "rope_factors_short", "rope_factors_long"
 """Tensors that are a part of the configuration."""
+
+
+OUTER_NAMES = (
+    "token_embd.weight", "output.weight", "per_layer_token_embd.weight", "per_layer_model_proj.weight",
+    "per_layer_proj_norm.weight",
+)  # fmt: skip
+"""Tensors outside the blocks, beside the final norm."""
+
+
+def unread_tensors(file: GGUFHeader, config: ModelConfig) -> list[str]:
+    """The tensors of a GGUF file that no part of its family is called, those of layers of multi-token prediction among
+    them. `GGUFWeights` asks more: that the blocks of this very configuration have them.
+    """
+    family, kind = family_of(config.architecture), str(file.metadata["general.architecture"])
+    rows = (part.name for of in family.gguf_rows.values() for part in of(config, kind) or ())
+    joined = (name.removesuffix(".weight") for names, _ in family.gguf_joined.values() for name in names)
+    modules = {*GGUF_NAMES.values(), *family.gguf_names.values(), *rows, *joined}
+    norm = family.gguf_names.get(family.final_norm, "output_norm")
+    outer = {*OUTER_NAMES, f"{norm}.weight", *(f"{name}.weight" for name in ROPE_FACTORS)}
+
+    def is_read(name: str) -> bool:
+        block = _BLOCK.fullmatch(name)
+        if block is None:
+            return name in outer
+        return int(block[1]) < config.layers and (block[2] in modules or block[2].rpartition(".")[0] in modules)
+
+    return [name for name in file.tensors if not is_read(name)]
 
 
 def gguf_config(file: GGUFHeader) -> ModelConfig:

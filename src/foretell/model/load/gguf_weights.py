@@ -11,20 +11,15 @@ from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import LAYER_INPUTS_NORM, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_TABLE
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_header import ROPE_FACTORS
+from foretell.model.load.gguf_header import OUTER_NAMES, ROPE_FACTORS
 from foretell.model.load.weights import EMBEDDING, HEAD, Storage, Weights
 from foretell.model.matrices.kinds import BLOCKS
 from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
 
-_GGUF_NAMES = {
-    EMBEDDING: "token_embd.weight",
-    HEAD: "output.weight",
-    LAYER_INPUTS_TABLE: "per_layer_token_embd.weight",
-    LAYER_INPUTS_PROJECTION: "per_layer_model_proj.weight",
-    LAYER_INPUTS_NORM: "per_layer_proj_norm.weight",
-}
+_OUTER = EMBEDDING, HEAD, LAYER_INPUTS_TABLE, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_NORM
+_GGUF_NAMES = dict(zip(_OUTER, OUTER_NAMES, strict=True))
 _OF_CONFIG = {f"{name}.weight" for name in ROPE_FACTORS}
 _EXPERT = re.compile(r"(?:^|(?<=\.))experts\.(\d+|\{\})\.")
 

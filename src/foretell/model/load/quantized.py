@@ -133,6 +133,10 @@ class QuantizedWeights(Weights):
         """See `SafetensorsWeights`."""
         self._inner.check_tensors(config)
 
+    def unread(self, config: ModelConfig) -> list[str]:
+        """See `SafetensorsWeights`."""
+        return self._inner.unread(config)
+
     def settle_head(self, config: ModelConfig) -> ModelConfig:
         """See `SafetensorsWeights`; a quantised head is one of its own."""
         own = any(name in self._modules for name in candidate_names("lm_head"))

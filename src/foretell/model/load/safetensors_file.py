@@ -52,6 +52,7 @@ class _Place(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    bytes: int
 
 
 class SafetensorsFile:
@@ -75,9 +76,10 @@ class SafetensorsFile:
         self.writer = str(header.get("__metadata__", {}).get("format", ""))
         """What wrote the file, by its own word, such as `pt` and `mlx`."""
         self._places = {
-            name: _Place(entry["dtype"], tuple(entry["shape"]), first + entry["data_offsets"][0])
+            name: _Place(entry["dtype"], tuple(entry["shape"]), first + start, end - start)
             for name, entry in header.items()
             if name != "__metadata__"
+            for start, end in [entry["data_offsets"]]
         }
 
     @property
@@ -85,13 +87,17 @@ class SafetensorsFile:
         """The types of all tensors, as the file names them."""
         return {name: place.dtype for name, place in self._places.items()}
 
+    def sizes(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Type, shape and bytes of every tensor."""
+        return [(place.dtype, place.shape, place.bytes) for place in self._places.values()]
+
     def tensor(self, name: str) -> Shaped[torch.Tensor, "*shape"]:
         """A view of a tensor.
 
         Raises:
             ValueError: its type is none that torch has.
         """
-        dtype, shape, offset = self._places[name]
+        dtype, shape, offset, _ = self._places[name]
         if dtype not in _DTYPES:
             raise ValueError(f"{self.path}: {name} is of type {dtype}, which is not supported")
         if 0 in shape:

@@ -235,6 +235,17 @@ class SafetensorsWeights(Weights):
                     f"{self.source}: the checkpoint has a tensor {biased}, which the decoder does not read"
                 )
 
+    def unread(self, config: ModelConfig) -> list[str]:
+        """The tensors that are not the decoder's: those of images, of multi-token prediction and others beside it."""
+        outer = EMBEDDING, HEAD, f"{family_of(config.architecture).final_norm}.weight"
+        known = {candidate.rpartition(".")[0] for name in outer for candidate in candidate_names(name)}
+
+        def is_read(name: str) -> bool:
+            layer = _LAYER.fullmatch(name)
+            return int(layer[1]) < config.layers if layer is not None else name.rpartition(".")[0] in known
+
+        return [name for name in self._file_of if not is_read(name)]
+
     def settle_head(self, config: ModelConfig) -> ModelConfig:
         """The configuration with an output matrix of its own if it is said to be tied to the embedding and has other
         numbers, as transformers takes it. A head that stands alone is the embedding, too.
