@@ -184,5 +184,7 @@ class Chat:
             raise ValueError(f"{error}; /reset starts a new conversation") from error
 
     def _engine(self, name: str) -> "Engine":
+        from foretell.cli.drafter_check import checked
+
         method = self.setup.method(name) if name == self.method else self.setup.other_method(name)
-        return self.setup.model.engine(method, rows=1, prefix_caching=True)
+        return self.setup.model.engine(checked(self.setup, method), rows=1, prefix_caching=True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -30,17 +31,16 @@ def models(
     if not rows:
         typer.echo("no models in the caches of the hub, Ollama, LM Studio and llama.cpp")
     for row in rows:
-        _print_pair(row) if speculators else _print_model(row)
+        if speculators:
+            typer.echo(f"{row['target']}\n  {_in_words(row)}")
+        else:
+            _print_model(row)
 
 
 def _known_speculators() -> list[dict[str, Any]]:
     from foretell.speculator.pairs import known_pairs
 
     return [vars(pair) for pair in known_pairs()]
-
-
-def _print_pair(pair: dict[str, Any]) -> None:
-    typer.echo(f"{pair['target']}\n  {_in_words(pair)}")
 
 
 def _in_words(pair: dict[str, Any]) -> str:
@@ -54,10 +54,8 @@ def _models_here() -> Iterator[dict[str, Any]]:
     from foretell.speculator.pairs import pairs_for
 
     here = list(stored_models())
-    try:
+    with suppress(ValueError):
         here.insert(0, StoredModel(DEFAULT_MODEL, "installed", resolve_reference(DEFAULT_MODEL)))
-    except ValueError:
-        pass
     for model in here:
         row: dict[str, Any] = {"reference": model.reference, "store": model.store, "path": str(model.path)}
         if model.unfinished:
@@ -81,8 +79,7 @@ def _print_model(row: dict[str, Any]) -> None:
     size = [] if row["bytes"] is None else [f"{row['bytes'] / 1e9:.2f} GB"]
     bits = [f"{row['bits']:.1f} bits"] if row.get("bits") else []
     runs = "runs" if row["runs"] else f"does not run: {row['reason']}"
-    typer.echo(
-        f"{row['reference']}\n  {', '.join([*size, *filter(None, [row.get('family')]), *bits, row['store']])}: {runs}"
-    )
+    facts = ", ".join([*size, *filter(None, [row.get("family")]), *bits, row["store"]])
+    typer.echo(f"{row['reference']}\n  {facts}: {runs}")
     for pair in row["speculators"]:
         typer.echo(f"  {_in_words(pair)}")
