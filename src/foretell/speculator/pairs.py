@@ -50,4 +50,4 @@ def _plain(name: str) -> str:
     """A name without its owner, its tag and what it says of the storage; small letters and hyphens."""
     last = name.strip().lower().removesuffix(".gguf").rpartition("/")[2].partition(":")[0]
     last = re.sub(r"-\d{5}-of-\d{5}$", "", last)
-    return _ENDINGS.sub("", re.sub(r"[\s_]+", "-", last)).removeprefix("meta-")
+    return _ENDINGS.sub("", re.sub(r"\s+", "-", last)).replace("_", "-").removeprefix("meta-")
