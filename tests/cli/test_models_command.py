@@ -97,7 +97,7 @@ def test_a_file_of_8_billion_is_described_without_its_weights(tmp_path: Path) ->
     assert said["config"]["layers"] == LAYERS and said["config"]["kv_heads"] == 8
     assert said["cache_bytes_per_token"] == 2 * LAYERS * 8 * 128 * 2
     assert said["ends"] == {str(VOCAB - 1): "<|eot_id|>"} and said["tokenizer"].endswith("128,256 tokens")
-    assert [kind["kind"] for kind in said["tensors"]] == ["Q4_K", "Q6_K", "F32"] and said["unread"] == []
+    assert [kind["kind"] for kind in said["kinds"]] == ["Q4_K", "Q6_K", "F32"] and said["unread"] == []
     assert {pair.kind for pair in pairs_for([said["name"]])} >= {"eagle3", "dflash"}
 
 
@@ -116,7 +116,7 @@ def test_sizes_are_those_of_the_gguf_package() -> None:
 def test_a_directory_is_described(tmp_path: Path) -> None:
     said = json.loads(run_foretell("inspect", tiny_target(), "--json").stdout)
     assert (said["architecture"], said["runs"], said["config"]["vocab"]) == ("llama", True, 257)
-    assert said["ends"] == {"256": "<end>"} and [kind["kind"] for kind in said["tensors"]] == ["F32"]
+    assert said["ends"] == {"256": "<end>"} and [kind["kind"] for kind in said["kinds"]] == ["F32"]
     text = run_foretell("inspect", tiny_target()).stdout
     assert "runs:         on the own decoder" in text and "not read:     nothing is left out" in text
     assert "no such directory" in expect_error("inspect", tmp_path / "none")
@@ -129,7 +129,7 @@ def test_a_model_that_does_not_run_is_described_with_the_reason(tmp_path: Path) 
     writer.write_ti_data_to_file()
     writer.close()
     said = json.loads(run_foretell("inspect", tmp_path / "m.gguf", "--json").stdout)
-    assert not said["runs"] and "'olmo2'" in said["reason"] and said["config"] is None
+    assert not said["runs"] and "'olmo2'" in said["refusal"] and said["config"] is None
 
 
 def test_the_models_of_this_machine_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

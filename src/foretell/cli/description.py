@@ -6,7 +6,7 @@ Of a GGUF file the header is enough, and torch is not imported. A directory is o
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -185,23 +185,13 @@ def _together(names: Iterable[str]) -> tuple[str, ...]:
 
 def as_record(described: Description) -> dict[str, Any]:
     """The description as JSON."""
-    c = described.config
-    return {
+    c, own = described.config, asdict(replace(described, config=None))
+    return own | {
         "path": str(described.path),
-        "architecture": described.architecture,
-        "name": described.name,
         "runs": not described.refusal,
-        "reason": described.refusal or described.runs_on,
-        "bytes": described.bytes,
-        "weights": described.weights,
         "bits": round(described.bits, 2),
-        "config": None if c is None else {key: getattr(c, key) for key in _SIZES},
-        "tokenizer": described.tokenizer,
-        "template": described.template,
-        "ends": {str(i): text for i, text in described.ends.items()},
-        "tensors": [vars(kind) for kind in described.kinds],
         "cache_bytes_per_token": described.cache_bytes,
-        "unread": list(described.unread),
+        "config": None if c is None else {key: getattr(c, key) for key in _SIZES},
     }
 
 

@@ -26,12 +26,7 @@ class Pair:
 def known_pairs() -> Sequence[Pair]:
     """All pairs of the table."""
     text = resources.files("foretell.speculator").joinpath("pairs.toml").read_text("utf-8")
-    sources = tomllib.loads(text).items()
-    return [
-        Pair(target, speculator, kind, licence, source)
-        for source, part in sources
-        for target, speculator, kind, licence in part["pairs"]
-    ]
+    return [Pair(*entry) for entry in tomllib.loads(text)["pairs"]]
 
 
 def pairs_for(names: Iterable[str]) -> list[Pair]:
