@@ -31,7 +31,9 @@ def judged(accepted: Sequence[int], expected: float | None = None) -> tuple[list
     [
         ([0] * (FIRST_PASSES - 1), None, None, []),
         ([0] * FIRST_PASSES, None, "0 drafts were accepted in 24 passes", []),
-        ([1, *[0] * (PASSES - 1)], None, "1 drafts were accepted in 64 passes", []),
+        ([1, *[0] * (FIRST_PASSES - 1)], None, "1 drafts were accepted in 24 passes", []),
+        ([1, 1, *[0] * 38], None, None, []),
+        ([1, 1, *[0] * 39], None, "2 drafts were accepted in 41 passes", []),
         ([1, 0] * PASSES, None, None, [0.5]),
         ([1, 0] * PASSES, 2.4, None, [0.5]),
         ([1, 0] * PASSES, 2.6, "0.50 drafts are accepted per pass, and 2.60 by its card", []),

@@ -36,7 +36,7 @@ def test_a_gguf_file_gives_the_logits_of_transformers(name: str, tmp_path: Path)
     assert unread_tensors(file, config) == []
     file.tensors = {**file.tensors, "blk.0.stranger.weight": file.tensors["token_embd.weight"]}
     assert unread_tensors(file, config) == ["blk.0.stranger.weight"]
-    del file.tensors["blk.0.stranger.weight"]  # type: ignore[attr-defined]
+    del file.tensors["blk.0.stranger.weight"]
     check(build_decoder(config, GGUFWeights(file, config), torch.float32, torch.device("cpu")), model, 1e-5)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from foretell.core.context import Context, StepResult
 
 PASSES, FIRST_PASSES = 64, 24
-"""Passes with drafts after which a drafter is judged, and after which one is of which no draft was accepted: of one
-that is right three times in ten, that happens twice in ten thousand cases.
+"""Passes with drafts after which a drafter is judged, and from which on one is of which hardly any draft was accepted:
+at most one of 24 is, of a drafter that is right three times in ten, in two of a thousand cases.
 """
 _HARDLY_ANY = 0.05
 """Accepted drafts per pass below which a drafter does not fit: a guess at random gives less, a trained one ten times
@@ -52,7 +52,7 @@ class DrafterCheck:
         for drafted, path in zip(step.tree.drafted_counts, step.paths, strict=True):
             self._passes += drafted > 0
             self._accepted += len(path) - 1 if drafted else 0
-        if self._passes >= (PASSES if self._accepted else FIRST_PASSES):
+        if self._passes >= FIRST_PASSES:
             self._judge(self._accepted / self._passes)
 
     def _judge(self, drafts: float) -> None:
@@ -61,6 +61,8 @@ class DrafterCheck:
                 f"{self._accepted} drafts were accepted in {self._passes} passes: it is for another target, or reads "
                 "other hidden layers or another vocabulary than it was trained with"
             )
+        elif self._passes < PASSES:
+            return
         elif self.expected is not None and drafts < _LEAST_SHARE * self.expected:
             self._refuse(
                 f"{drafts:.2f} drafts are accepted per pass, and {self.expected:.2f} by {self.origin}: it or the "
