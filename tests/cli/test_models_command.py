@@ -123,13 +123,13 @@ def test_a_directory_is_described(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_run_is_described_with_the_reason(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "olmo2")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "bert")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
     said = json.loads(run_foretell("inspect", tmp_path / "m.gguf", "--json").stdout)
-    assert not said["runs"] and "'olmo2'" in said["refusal"] and said["config"] is None
+    assert not said["runs"] and "'bert'" in said["refusal"] and said["config"] is None
 
 
 def test_the_models_of_this_machine_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,7 @@ def _of_gguf(path: Path) -> Description:
         config = gguf_config(file)
         check_tokenizer(meta)
         unread = unread_tensors(file, config)
-        stranger = next((name for name in unread if not _predicts(name, config)), None)
-        refusal = f"the decoder of {config.architecture} does not read the tensor {stranger}" if stranger else ""
+        refusal = f"the decoder of {config.architecture} does not read the tensor {unread[0]}" if unread else ""
     except ValueError as error:
         refusal = str(error).removeprefix(f"{path}: ")
     tokens, ends = meta.get("tokenizer.ggml.tokens"), () if config is None else config.eos
@@ -112,12 +111,6 @@ def _of_gguf(path: Path) -> Description:
         ends={i: texts[i] for i in ends if 0 <= i < len(texts)},
         unread=_together(unread),
     )
-
-
-def _predicts(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of a layer of multi-token prediction, behind the model's own."""
-    number = _NUMBER.search(name)
-    return name.startswith("blk.") and number is not None and int(number[0]) >= config.layers
 
 
 def _of_directory(path: Path) -> Description:

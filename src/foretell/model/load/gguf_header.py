@@ -32,7 +32,7 @@ KIND_OF_TYPE: Mapping[int, Kind] = {
 """The known storage types by their numbers in the file; the `gguf` package, which takes time to import, knows more."""
 
 
-def _block_size(ggml_type: int) -> tuple[int, int]:
+def block_size(ggml_type: int) -> tuple[int, int]:
     """Numbers and bytes of a block.
 
     Raises:
@@ -224,7 +224,7 @@ class GGUFHeader:
 
     def _check_type(self, name: str, e: TensorInfo) -> None:
         try:
-            per_block, _ = _block_size(e.ggml_type)
+            per_block, _ = block_size(e.ggml_type)
         except (KeyError, ValueError) as error:
             raise self._unsupported(name, e) from error
         if e.shape and e.shape[-1] % per_block:
@@ -242,7 +242,7 @@ class GGUFHeader:
     @staticmethod
     def byte_count(e: TensorInfo) -> int:
         """Bytes that a tensor takes in the file."""
-        per_block, block_bytes = _block_size(e.ggml_type)
+        per_block, block_bytes = block_size(e.ggml_type)
         return int(prod(e.shape) // per_block * block_bytes)
 
     def floats(self, name: str) -> list[float]:
@@ -312,8 +312,8 @@ OUTER_NAMES = (
 
 
 def unread_tensors(file: GGUFHeader, config: ModelConfig) -> list[str]:
-    """The tensors of a GGUF file that no part of its family is called, those of layers of multi-token prediction among
-    them. `GGUFWeights` asks more: that the blocks of this very configuration have them.
+    """The tensors of a GGUF file that no part of its family is called. `GGUFWeights` asks more: that the blocks of this
+    very configuration have them. Layers behind the model's own are those of multi-token prediction.
     """
     family, kind = family_of(config.architecture), str(file.metadata["general.architecture"])
     rows = (part.name for of in family.gguf_rows.values() for part in of(config, kind) or ())
@@ -325,9 +325,12 @@ def unread_tensors(file: GGUFHeader, config: ModelConfig) -> list[str]:
     def is_read(name: str) -> bool:
         block = _BLOCK.fullmatch(name)
         if block is None:
-            return name in outer
-        return int(block[1]) < config.layers and (block[2] in modules or block[2].rpartition(".")[0] in modules)
+            return re.sub(r"(input_)?scale$", "weight", name) in outer
+        module = block[2].rpartition(".")[0]
+        return int(block[1]) >= config.layers or block[2] in modules or module in modules
 
+    if not any(int(block[1]) < config.layers for block in map(_BLOCK.fullmatch, file.tensors) if block):
+        return list(file.tensors)
     return [name for name in file.tensors if not is_read(name)]
 
 
