@@ -77,6 +77,7 @@ def plain(temperature: float, on_kernels: bool) -> list[list[int]]:
     return [naive(wide_target() if on_kernels else target(), r) for r in requests_of(temperature)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("on_kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(("entry", "options"), CASES, ids=lambda case: getattr(case, "name", str(case)))
