@@ -60,7 +60,8 @@ METHODS = {e.name: e for e in BUILT_IN}
 SAMPLED = ("autoregressive", "sam_recycling", "draft_model", "block_verification", "specinfer", "spectr", "eagle3")
 REHEARSED = ("draft_model", "eagle3")
 """Those of `SAMPLED` that `make test` also runs on the CPU, where `test_general` has the others."""
-SMALL, START, LENGTH, SAMPLES = 4, [1, 0, 2], 3, 1200
+SMALL, START, LENGTH = 4, [1, 0, 2], 3
+SAMPLES = {"cpu": 400, "cuda": 1200}
 FLAT = SamplingParams(temperature=2.5)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")
@@ -162,7 +163,7 @@ def test_greedy_sequences_are_those_of_naive_decoding_on_the_cpu(device: str, na
 
 def distribution_p_value(device: str, name: str) -> float:
     """p-value of sampled sequences under the target's distribution; few rows, so that passes are replayed as graphs."""
-    requests = [Request(START, replace(FLAT, seed=i), max_new_tokens=LENGTH) for i in range(SAMPLES)]
+    requests = [Request(START, replace(FLAT, seed=i), max_new_tokens=LENGTH) for i in range(SAMPLES[device])]
     with unchecked():
         sequences = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, rows=16), requests)]
     outcomes = np.ravel_multi_index(np.array(sequences).T, (SMALL,) * LENGTH)
