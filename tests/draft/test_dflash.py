@@ -218,7 +218,7 @@ SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (
 @pytest.mark.parametrize("name", SHAPES)
 def test_sampled_drafts_keep_the_distribution(name: str) -> None:
     network, sampling, start = network_of("markov", 4, subset=3), SamplingParams(temperature=2.5), [1, 0, 2]
-    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(800)]
+    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(400)]
     with unchecked():
         method = Method(DFlashDrafter(network), SHAPES[name], Rejection())
         texts = generate(method, requests, rows=400, chunk=1 << 14, vocab=4)
