@@ -52,7 +52,7 @@ def test_every_lossy_method_has_a_neutral_setting() -> None:
 
 
 def requests_of(temperature: float) -> list[Request]:
-    return [Request(p, SamplingParams(temperature, seed=i), max_new_tokens=14 + i) for i, p in enumerate(PROMPTS)]
+    return [Request(p, SamplingParams(temperature, seed=i), max_new_tokens=9 + i) for i, p in enumerate(PROMPTS)]
 
 
 def built(entry: Entry, network: Network, options: Mapping[str, object]) -> AnyMethod:

@@ -152,7 +152,7 @@ def test_drafting_is_the_forward_pass_of_training(heads: str, from_anchor: bool)
         texts = generate(Method(drafter, DynamicTree(9, 2, 12), Match()), requests, rows=3, chunk=8)
     assert [len(t) for t in texts] == [8] * 4
     checked, depths = 0, set[int]()
-    for text, nodes in list(drafter.found.items())[::2]:
+    for text, nodes in list(drafter.found.items())[::4]:
         for path, (logits, confidence) in nodes.items():
             whole = [*text, *path]
             # Features of drafted tokens exist in this pass; the block does not see them.
