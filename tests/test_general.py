@@ -412,7 +412,7 @@ def test_a_choice_whose_end_is_forbidden_keeps_its_distribution(variant: Variant
     with unchecked():
         answers = generate(
             variant.make(SMALL),
-            [replace(request, sampling_params=replace(sampling, seed=i)) for i in range(300)],
+            [replace(request, sampling_params=replace(sampling, seed=i)) for i in range(800)],
             rows=512, chunk=1 << 14, vocab=SMALL,
         )  # fmt: skip
 

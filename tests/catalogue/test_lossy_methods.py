@@ -135,7 +135,7 @@ def decoded(
 ) -> tuple[list[list[int]], list[tuple[int, int]], list[float]]:
     """Texts and what changed in them; `company`: plain requests decode in the same passes."""
     method = variant.make(VOCAB)
-    requests = [replace(r, max_new_tokens=16) for r in (*requests_of(0.0), *requests_of(1.0))]
+    requests = [replace(r, max_new_tokens=24) for r in (*requests_of(0.0), *requests_of(1.0))]
     others = [replace(r, max_new_tokens=10, max_drafts=0) for r in requests_of(0.0)] if company else []
     engine = Engine(DecoderRunner(target()), method, 12, clock=Clock(tick), controller=controller)
     completed: list[Completion] = engine.complete([*requests, *others])[: len(requests)]
