@@ -91,7 +91,7 @@ class Choices:
         for index, _, update in batch:
             updates.setdefault(index, []).append(update)
         at = {index: at for index, at, _ in batch}
-        return [self.all[index].add(at[index], found) for index, found in updates.items()]
+        return [self.all[index].add(at[index], outputs) for index, outputs in updates.items()]
 
     @property
     def prompt_tokens(self) -> int:

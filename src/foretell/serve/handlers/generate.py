@@ -113,7 +113,7 @@ async def _collect(job: AnyJob, choices: Choices) -> list[Piece]:
         choices.add(batch)
         for index, _, update in batch:
             updates[index].append(update)
-    return [Piece.of(index, found) for index, found in enumerate(updates)]
+    return [Piece.of(index, outputs) for index, outputs in enumerate(updates)]
 
 
 async def _until_disconnect(http: HttpRequest, work: "asyncio._CoroutineLike[list[Piece]]") -> list[Piece]:

@@ -205,7 +205,7 @@ def _fit(
     if asked == 0:
         raise bad_request(f"{asked_by} must be at least 1, or -1 for all that the context holds", asked_by)
     context, vocab = service.loaded.model.config.context, service.loaded.model.config.vocab
-    found = []
+    fitted = []
     for prompt in prompts:
         _truncate(prompt, body.truncate_prompt_tokens, context - 1)
         if not prompt:
@@ -219,8 +219,8 @@ def _fit(
             body.note(f"{show(asked)} new tokens were asked for, and the context of {context} has room for {room}")
         usual = service.loaded.defaults.get("max_new_tokens", room) if default is None else default
         most = usual if asked is None else asked
-        found.append(Prompt(prompt, room if most == -1 else min(most, room)))
-    return found
+        fitted.append(Prompt(prompt, room if most == -1 else min(most, room)))
+    return fitted
 
 
 def _truncate(prompt: list[int], most: int | None, room: int) -> None:
