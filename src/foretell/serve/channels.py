@@ -47,21 +47,24 @@ class ChannelParser:
 
     def _header(self) -> bool:
         text = self._rest.lstrip()
-        if not text or any(mark.startswith(text) and mark != text for mark in _BEGINNINGS):
+        if not text or (not self._last and any(mark.startswith(text) and mark != text for mark in _BEGINNINGS)):
             return False
-        ended = next((mark for mark in _ENDS[:-1] if text.startswith(mark)), None)
-        if ended is not None:
-            self._rest = text[len(ended) :]
+        begun = next((mark for mark in _BEGINNINGS if text.startswith(mark)), "")
+        if begun in _ENDS[:-1]:
+            self._rest = text[len(begun) :]
             return True
-        is_header = text.startswith(_BEGINNINGS)
-        header = _HEADER.match(self._rest)
-        if header is None and is_header and self._end(_ENDS[:-1]) < 0 and len(text) < _MOST_HEADER:
-            return False
-        if header is None:
-            self._open(TextPart)
-        else:
+        header = _HEADER.match(self._rest[:_MOST_HEADER]) if begun else None
+        if header is not None:
             self._rest = self._rest[header.end() :]
             self._open_message(header[1] or header[3], header[2])
+        elif begun and self._end(_ENDS[:-1]) < 0 and len(self._rest) < _MOST_HEADER:
+            self._rest = "" if self._last else self._rest
+            return False
+        else:  # This is no message.
+            self._open(TextPart)
+            mark = len(self._rest) - len(text) + len(begun)
+            self._put(self._rest[:mark])
+            self._rest = self._rest[mark:]
         return True
 
     def _open_message(self, recipient: str | None, channel: str | None) -> None:

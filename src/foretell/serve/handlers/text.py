@@ -110,9 +110,7 @@ async def completions(service: Service, http: HttpRequest, body: CompletionBody)
     prepared = await prepare_completion(service, body)
     echoed, prompt_only = _echoed(service, body, prepared.requests), _is_prompt_only(body)
     format = CompletionFormat(prepared.head, prepared.requests, echoed, prompt_only)
-    return await respond(
-        service, http, replace(_generation(body, prepared.requests, format), prompt_only=prompt_only)
-    )
+    return await respond(service, http, replace(_generation(body, prepared.requests, format), prompt_only=prompt_only))
 
 
 def _is_prompt_only(body: GenerationBody) -> bool:
