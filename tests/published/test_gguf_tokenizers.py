@@ -101,6 +101,10 @@ class _Parameters(ctypes.Structure):
     _fields_ = (("_", ctypes.c_byte * 1024),)
 
 
+_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+"""Takes what llama.cpp logs; it must live as long as the library."""
+
+
 @cache
 def llama() -> Any:
     """The library of xllamacpp, silent."""
@@ -116,8 +120,7 @@ def llama() -> Any:
     library.llama_tokenize.argtypes = (
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool,
     )  # fmt: skip
-    library.silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-    library.llama_log_set(library.silent, None)
+    library.llama_log_set(_SILENT, None)
     return library
 
 
