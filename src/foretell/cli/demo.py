@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from foretell.api import Answer, Model
     from foretell.cli.comparison import Comparison
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 METHOD = "hybrid_model"
 """The fastest lossless method on all three prompts by docs/benchmarks.md."""

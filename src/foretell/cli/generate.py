@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretell.plan import Plan
     from foretell.structured.outputs import StructuredOutputs
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()
