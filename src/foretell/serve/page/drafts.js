@@ -29,8 +29,10 @@ class Origins {
     for (const name of ["reasoning", "content"]) {
       const whole = message[name] ?? "", at = this.at[name];
       const fitting = [text, text.trimStart()].find((t) => t && whole.startsWith(t, at));
-      if (fitting) { this.push(name, at, at + fitting.length, origin, pass); return; }
-      if (at < whole.length && text.startsWith(whole.slice(at))) { this.push(name, at, whole.length, origin, pass); return; }
+      const isLonger = at < whole.length && text.startsWith(whole.slice(at));
+      if (!fitting && !isLonger) continue;
+      this.push(name, at, fitting ? at + fitting.length : whole.length, origin, pass);
+      return;
     }
   }
   push(name, from, to, origin, pass) {
@@ -54,7 +56,10 @@ function leaves(text, spans) {
   return (from, to) => {
     const made = [];
     let low = 0, high = spans.length;
-    while (low < high) { const middle = (low + high) >> 1; if (spans[middle].to <= from) low = middle + 1; else high = middle; }
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (spans[middle].to <= from) low = middle + 1; else high = middle;
+    }
     let at = from;
     for (let i = low; i < spans.length && spans[i].from < to; i++) {
       const span = spans[i], start = Math.max(from, span.from), end = Math.min(to, span.to);
@@ -132,7 +137,8 @@ function drawStrip(canvas, message) {
   }));
 }
 function legend(message) {
-  const origins = new Set(message.shown ? ["content", "reasoning"].flatMap((n) => spansOf(message, n).map((s) => s.origin)) : []);
+  const parts = message.shown ? ["content", "reasoning"] : [];
+  const origins = new Set(parts.flatMap((name) => spansOf(message, name).map((span) => span.origin)));
   const words = new Map([...origins].map((origin) => [WORDS[origin] ?? origin, classOf(origin)]));
   return [...words].map(([textContent, className]) => make("li", { className, textContent }));
 }

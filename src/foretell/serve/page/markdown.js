@@ -1,7 +1,11 @@
 // ---- a safe subset of Markdown, by offsets into the text, so that its parts keep the colours of their tokens --------
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)/, HEADING = /^(#{1,6})[ \t]+/, QUOTE = /^ {0,3}>[ \t]?/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+/, RULE = /^ {0,3}([-*_])([ \t]*\1){2,}[ \t]*$/, ROW = /^[ \t]*\|/;
-const INLINE = /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|(\*\*|__)(?=\S)([^]*?\S)\3|([*_])(?=\S)([^*_]*?[^\s*_])\5(?!\w)|\[([^\]\n]*)\]\((https?:\/\/[^\s)]+)\)/g;
+const CODE = /(?<ticks>`+)(?:[^`]|[^`][^]*?[^`])\k<ticks>(?!`)/;
+const LINK = /\[(?<label>[^\]\n]*)\]\((?<address>https?:\/\/[^\s)]+)\)/;
+const STRONG = /(?<twice>\*\*|__)(?=\S)(?<bold>[^]*?\S)\k<twice>/;
+const SLANTED = /(?<once>[*_])(?=\S)(?<slanted>[^*_]*?[^\s*_])\k<once>(?!\w)/;
+const INLINE = new RegExp([CODE, STRONG, SLANTED, LINK].map(({ source }) => source).join("|"), "g");
 
 /** Blocks of the text from an offset on: kind, and where each begins and ends. */
 function* blocks(text, from) {
@@ -12,7 +16,9 @@ function* blocks(text, from) {
     if (!line(at).trim()) { at = lineEnd(at) + 1; continue; }
     const start = at, first = line(at);
     let match, next = lineEnd(at) + 1;
-    const take = (belongs) => { while (next < text.length && line(next).trim() && belongs(next)) next = lineEnd(next) + 1; };
+    const take = (belongs) => {
+      while (next < text.length && line(next).trim() && belongs(next)) next = lineEnd(next) + 1;
+    };
     if ((match = FENCE.exec(first))) {
       const body = next;
       while (next < text.length && !line(next).trim().startsWith(match[1])) next = lineEnd(next) + 1;
@@ -20,7 +26,8 @@ function* blocks(text, from) {
       next = Math.min(text.length, lineEnd(next) + 1);
       yield { kind: "code", from: start, language: match[2], body, end };
     } else if ((match = HEADING.exec(first))) {
-      yield { kind: "heading", from: start, level: match[1].length, body: start + match[0].length, end: lineEnd(start) };
+      const level = match[1].length;
+      yield { kind: "heading", from: start, level, body: start + match[0].length, end: lineEnd(start) };
     } else if (RULE.test(first)) {
       yield { kind: "rule", from: start };
     } else if (ROW.test(first)) {
@@ -31,8 +38,9 @@ function* blocks(text, from) {
       yield { kind: "quote", from: start, end: Math.min(next - 1, text.length) };
     } else if ((match = ITEM.exec(first))) {
       take((i) => !opens(i));
-      const marker = /\d/.test(match[2]) ? match[2] : "•", depth = Math.floor(match[1].replaceAll("\t", "    ").length / 2);
-      yield { kind: "item", from: start, marker, depth, body: start + match[0].length, end: Math.min(next - 1, text.length) };
+      const marker = /\d/.test(match[2]) ? match[2] : "•", indent = match[1].replaceAll("\t", "    ").length;
+      const body = start + match[0].length, end = Math.min(next - 1, text.length);
+      yield { kind: "item", from: start, marker, depth: Math.floor(indent / 2), body, end };
     } else {
       take((i) => !opens(i));
       yield { kind: "paragraph", from: start, body: start, end: Math.min(next - 1, text.length) };
@@ -45,13 +53,16 @@ function inline(text, from, to, leaf) {
   const made = [];
   let at = from;
   for (const match of text.slice(from, to).matchAll(INLINE)) {
-    const start = from + match.index, [whole, ticks, , strong, bold, , slanted, label, address] = match;
+    const start = from + match.index, { ticks, bold, slanted, label, address } = match.groups;
     made.push(...leaf(at, start));
-    at = start + whole.length;
+    at = start + match[0].length;
     const within = (mark, length) => inline(text, start + mark, start + mark + length, leaf);
     if (ticks) made.push(make("code", {}, ...leaf(start + ticks.length, at - ticks.length)));
-    else if (strong) made.push(make("strong", {}, ...within(2, bold.length)));
-    else if (address) made.push(make("a", { href: address, target: "_blank", rel: "noopener noreferrer" }, ...within(1, label.length)));
+    else if (bold) made.push(make("strong", {}, ...within(2, bold.length)));
+    else if (address) {
+      const link = { href: address, target: "_blank", rel: "noopener noreferrer" };
+      made.push(make("a", link, ...within(1, label.length)));
+    }
     else made.push(make("em", {}, ...within(1, slanted.length)));
   }
   return [...made, ...leaf(at, to)];
@@ -69,7 +80,10 @@ function blockElement(text, block, leaf) {
     return ranges;
   };
   switch (block.kind) {
-    case "code": return make("pre", { "data-language": block.language }, make("code", {}, ...leaf(block.body, block.end)));
+    case "code": {
+      const code = make("code", {}, ...leaf(block.body, block.end));
+      return make("pre", { "data-language": block.language }, code);
+    }
     case "heading": return make(`h${Math.min(6, block.level + 2)}`, {}, ...part(block.body, block.end));
     case "rule": return make("hr");
     case "item": {

@@ -3,8 +3,11 @@ const MOST_BYTES = 1 << 20, NUMBERS = ["temperature", "top_p", "top_k", "min_p",
 const EXAMPLES = [
   ["Code", "Write a Python class Stack with the methods push, pop, peek, is_empty and size, each with a docstring."],
   ["A list", "List the planets of the solar system, and then the same list again in reverse order."],
-  ["A rewrite", "Repeat this text and correct its spelling: The quick brown fox jumps ofer the lasy dog, and the dog sleeps."],
+  ["A rewrite", "Repeat this text and correct its spelling: The quick brown fox jumps ofer the lasy dog, who sleeps."],
 ];
+const WELCOME = "Foretell drafts several tokens at a time and lets the model verify them in one pass: the text is the " +
+  "model's own, and comes sooner. Coloured words were drafted; a thin rule begins each pass.";
+const COMPARE = "“compare” above answers twice with one seed, without drafts and with them, and sets both side by side.";
 const running = new Map();  // conversation's id -> AbortController
 let editing = -1, files = [], model = null;
 
@@ -77,7 +80,8 @@ async function answer(messages, seed, speculates, into, update, signal) {
 // ---- drawing the conversation --------------------------------------------------------------------------------------
 /** The box of one answer: reasoning folded, text, what it gained. */
 function answerBox(message, title, measured) {
-  const box = make("div", { className: "answer", tabIndex: 0, "aria-label": title ?? "Answer; arrow keys show its passes",
+  const label = title ?? "Answer; arrow keys show its passes";
+  const box = make("div", { className: "answer", tabIndex: 0, "aria-label": label,
     onmouseover: over, onclick: over, onkeydown: step, onmouseleave: hide, onblur: hide });
   const thought = make("div", { className: "text" }), text = make("div", { className: "text" });
   const thinking = make("details", { className: "thinking" }, make("summary", { textContent: "Reasoning" }), thought);
@@ -116,7 +120,10 @@ function copy(event, text) {
     button.textContent = word;
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   };
-  if (navigator.clipboard) { navigator.clipboard.writeText(text).then(() => say("Copied"), () => say("Not allowed")); return; }
+  if (navigator.clipboard) {
+    navigator.clipboard.writeText(text).then(() => say("Copied"), () => say("Not allowed"));
+    return;
+  }
   const area = make("textarea", { value: text });  // without https there is no clipboard
   document.body.append(area);
   area.select();
@@ -126,8 +133,8 @@ function copy(event, text) {
 function item(message, index) {
   const isUser = message.role === "user", last = index === talk().messages.length - 1;
   const button = (textContent, onclick) => make("button", { textContent, onclick });
-  const buttons = isUser ? [button("Edit", () => edit(index))]
-    : [button("Copy", (event) => copy(event, message.content)), ...(last ? [button("Regenerate", () => regenerate(index))] : [])];
+  const buttons = isUser ? [button("Edit", () => edit(index))] : [button("Copy", (event) => copy(event, message.content))];
+  if (!isUser && last) buttons.push(button("Regenerate", () => regenerate(index)));
   const method = message.stats?.method ? ` (${message.stats.method})` : "";
   const head = make("div", { className: "who" }, isUser ? "You" : `Foretell${method}`, ...buttons);
   if (isUser) return make("li", { className: "user" }, head,
@@ -144,17 +151,15 @@ function entry({ id, title }) {
   const current = id === state.current;
   return make("li", { className: current ? "current" : "" },
     make("button", { textContent: title, onclick: () => open(id), "aria-current": current }),
-    make("button", { textContent: "×", title: `Delete ${title}`, "aria-label": `Delete ${title}`, onclick: () => remove(id) }));
+    make("button", { textContent: "×", title: `Delete ${title}`, "aria-label": `Delete ${title}`,
+      onclick: () => remove(id) }));
 }
 function welcome() {
-  return make("li", { id: "welcome" },
-    make("p", { textContent: "Foretell drafts several tokens at a time and lets the model verify them in one pass: the text is the " +
-      "model's own, and comes sooner. Coloured words were drafted; a thin rule begins each pass." }),
-    make("div", { className: "examples" }, ...EXAMPLES.map(([title, prompt]) => make("button", { title: prompt, onclick: () => {
-      $("#text").value = prompt;
-      send();
-    } }, make("b", { textContent: title }), ` ${prompt}`))),
-    make("p", { textContent: "“compare” above answers twice with one seed, without drafts and with them, and sets both side by side." }));
+  const ask = (prompt) => { $("#text").value = prompt; send(); };
+  const example = ([title, prompt]) =>
+    make("button", { onclick: () => ask(prompt) }, make("b", { textContent: title }), ` ${prompt}`);
+  return make("li", { id: "welcome" }, make("p", { textContent: WELCOME }),
+    make("div", { className: "examples" }, ...EXAMPLES.map(example)), make("p", { textContent: COMPARE }));
 }
 function isAtEnd(log) { return log.scrollHeight - log.scrollTop - log.clientHeight < 160; }
 function render() {
