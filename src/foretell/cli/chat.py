@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretell.engine.request import Request
     from foretell.tokenizer.codec import Message
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 HELP = """/method NAME   decode with another method from now on
 /reset         start a new conversation

@@ -61,6 +61,7 @@ COMMANDS: Sequence[Command] = (
         "Choose thresholds, placements, draft heads and temperatures from data.",
     ),
     Command("cache", "foretell.cli.cache", "List or clear the packed weights that are kept for the next start."),
+    Command("help", "foretell.cli.help", "Explain what commands share: dtype, methods, sampling."),
     Command("env", "foretell.cli.env", "Print processor, kernels, versions and paths: what a bug report needs."),
     Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up without running a model."),
 )
