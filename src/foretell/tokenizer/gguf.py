@@ -1,5 +1,6 @@
 """The tokenizer that a GGUF file describes; where the file is silent, with the defaults of llama.cpp."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ _NOT_READ = {
     "none": "a file without a tokenizer",
     "no_vocab": "a file without a tokenizer",
 }
+VARIABLE = "FORETELL_PRE_TOKENIZER"
+"""Environment variable that names the pre-tokenizer for commands without `--pre-tokenizer`."""
 _OTHER_SPECIAL = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "cls": "cls"}
 """Names of further special tokens in GGUF files (the format spells so), by those in templates."""
 
@@ -70,7 +73,7 @@ def _rule(meta: Mapping[str, Any], pre: str | None) -> PreTokenizer | None:
             )
         return None
     named = "gemma4" if meta[PREFIX + "model"] == "gemma4" else str(meta.get(PREFIX + "pre") or "default")
-    return pre_tokenizer(pre or named)
+    return pre_tokenizer(pre or os.environ.get(VARIABLE) or named)
 
 
 def _codec(meta: Mapping[str, Any], vocabulary: Vocabulary) -> TextCodec:
