@@ -32,6 +32,7 @@ PAGES = {
 """Files of the repository's root, and the pages that they become."""
 TRANSLATED = (
     "README.md",
+    "docs/choose-a-method.md",
     "docs/howto/add-a-drafter.md",
     "docs/howto/deploy.md",
     "docs/howto/read-a-roofline.md",

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from foretell.model.load.quantization_config import refuse_quantization
+from foretell.model.load.safetensors_file import what_is_wrong
 from foretell.model.load.weights import refuse_quantized
 from foretell.speculator.checkpoint import CONFIG, read_config
 from foretell.utils.validation import Fields
@@ -133,7 +134,7 @@ def _dtypes(file: Path) -> dict[str, str]:
         with safe_open(file, framework="pt") as handle:
             return {name: handle.get_slice(name).get_dtype() for name in handle.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: damaged safetensors file ({error}); download it again") from error
+        raise ValueError(what_is_wrong(file, error)) from error
 
 
 def _strip(name: str, prefixes: tuple[str, ...]) -> str:

@@ -25,7 +25,8 @@ from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
 from foretell.model.kernels.two_stage_head import TwoStageHead
 from foretell.model.load.rounding import round_to_blocks
-from foretell.model.matrices.stored import BLOCKS, Kind, Matrix, StoredMatrix
+from foretell.model.matrices.kinds import BLOCKS, Kind
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersNetwork
 from foretell.speculator.network.dflash import DFlash
