@@ -1,20 +1,31 @@
 """`foretell export`: write a trained speculator for other engines."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import torch
 import typer
 
+from foretell.api import Model
 from foretell.cli import options
 from foretell.cli.setup import spinner
+from foretell.core.tree import root_tree
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.speculator.export import export as write
 from foretell.speculator.export import find_exports
 from foretell.speculator.formats.base import Verifier
 from foretell.utils.paths import require_empty
+from foretell.verify.prompts import PROMPTS
 
 app = typer.Typer(pretty_exceptions_enable=False)
+_ANSWER = 48
+"""Tokens of the answers along which hidden states are read."""
+_FIRST = 4
+"""Positions before this one are left out: their states are many times as large as others (arXiv 2309.17453)."""
 _ON_THE_HUB = {DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
@@ -47,5 +58,18 @@ def export(
     with spinner(f"loading {model}"):
         target = load(model, dtype)
         network = target.speculator(speculator)
-    write(network, Verifier(verifier or _ON_THE_HUB.get(model, model), target.config, target.codec), format_name, out)
+    name = verifier or _ON_THE_HUB.get(model, model)
+    write(network, Verifier(name, target.config, target.codec, partial(_states, target)), format_name, out)
     typer.echo(f"{out}: {network.kind} speculator in the format {format_name}")
+
+
+@torch.inference_mode()
+def _states(model: Model, layers: Sequence[int]) -> list[torch.Tensor]:
+    """The target's hidden states of these layers along its answers to the prompts of `foretell verify`."""
+    parts = []
+    for prompt, answer in zip(PROMPTS, model.generate(PROMPTS, max_new_tokens=_ANSWER), strict=True):
+        tokens = [*model.tokens(prompt), *answer.tokens]
+        tree = root_tree([tokens[-1]]).with_prefix([tokens])
+        output = model.runner().forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers)
+        parts.append([state[_FIRST:].float() for state in output.hidden_states])
+    return [torch.cat(part) for part in zip(*parts, strict=True)]

@@ -54,9 +54,9 @@ def find_format(folder: Path) -> tuple[CheckpointFormat, PublishedCheckpoint] | 
     Raises:
         ValueError: there is no configuration, a file is damaged, or a checkpoint of a known format is quantised.
     """
-    found = open_checkpoint(folder)
-    format_ = next((f for f in FORMATS if f.matches(found)), None)
+    files = open_checkpoint(folder)
+    format_ = next((f for f in FORMATS if f.matches(files)), None)
     if format_ is None:
         return None
-    refuse_quantized_checkpoint(found)
-    return format_, found
+    refuse_quantized_checkpoint(files)
+    return format_, files

@@ -71,90 +71,90 @@ def tensor_sources(c: DFlashConfig) -> dict[str, TensorSource]:
     return out
 
 
-def _fits_speculators(found: PublishedCheckpoint) -> bool:
-    return found.config.get("speculators_model_type") in _TYPES
+def _fits_speculators(files: PublishedCheckpoint) -> bool:
+    return files.config.get("speculators_model_type") in _TYPES
 
 
-def _fits_authors(found: PublishedCheckpoint) -> bool:
-    return any(a in ARCHITECTURES for a in found.architectures) or "dflash_config" in found.config
+def _fits_authors(files: PublishedCheckpoint) -> bool:
+    return any(a in ARCHITECTURES for a in files.architectures) or "dflash_config" in files.config
 
 
 def _read_authors(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    found = found.strip_prefixes("model.")
-    own = found.fields.fields("dflash_config")
+    files = files.strip_prefixes("model.")
+    own = files.fields.fields("dflash_config")
     # The configuration counts a block's output; Foretell counts the input of the next block.
-    layers = tuple(i + 1 for i in own.integers("target_layer_ids") or found.fields.integers("target_layer_ids"))
+    layers = tuple(i + 1 for i in own.integers("target_layer_ids") or files.fields.integers("target_layer_ids"))
     mask = own.integer("mask_token_id", default=-1, least=-1)
-    size = own.integer("block_size", default=found.fields.integer("block_size", default=16))
-    known = found.fields.integer("num_target_layers", default=target.layers)
+    size = own.integer("block_size", default=files.fields.integer("block_size", default=16))
+    known = files.fields.integer("num_target_layers", default=target.layers)
     if known != target.layers:
         raise ValueError(
-            f"{found.folder}: it reads a target of {known} layers (num_target_layers), and this one has {target.layers}"
+            f"{files.folder}: it reads a target of {known} layers (num_target_layers), and this one has {target.layers}"
         )
     values = {
         "hidden_layers": layers,
-        "mask_token": found.fields.integer("mask_token_id", least=0) if mask < 0 else mask,
+        "mask_token": files.fields.integer("mask_token_id", least=0) if mask < 0 else mask,
         "block_size": size,
-        "predicts_from_anchor": any("DSpark" in a for a in found.architectures),
+        "predicts_from_anchor": any("DSpark" in a for a in files.architectures),
     }
-    if found.fields.texts("layer_types"):
+    if files.fields.texts("layer_types"):
         # In vLLM and SpecForge the type of a layer decides, unless a flag does.
-        flag = found.fields.flag("is_causal", default=own.flag("causal", default=True))
-        values["window_causal"] = flag and _SLIDING in found.fields.texts("layer_types")
-    read = _read(found, found.config, values, target, embedding_and_head)
+        flag = files.fields.flag("is_causal", default=own.flag("causal", default=True))
+        values["window_causal"] = flag and _SLIDING in files.fields.texts("layer_types")
+    read = _read(files, files.config, values, target, embedding_and_head)
     keys = (*_HEAD_KEYS, *_OPTIONS, "target_layer_ids", "mask_token_id", "block_size")
-    refuse_other_keys(found.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
+    refuse_other_keys(files.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
     refuse_other_keys(own, ("attention_mode",), keys)
     return read
 
 
 def _read_speculators(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    layer = library_layer(found)
-    sliding = _SLIDING in Fields(layer, found.fields.source).texts("layer_types")
+    layer = library_layer(files)
+    sliding = _SLIDING in Fields(layer, files.fields.source).texts("layer_types")
     values = {
         "window_from_anchor": sliding,
-        "window_causal": sliding and not found.fields.flag("sliding_window_non_causal", default=False),
-        "hidden_layers": found.fields.integers("aux_hidden_state_layer_ids"),
-        "mask_token": found.fields.integer("mask_token_id"),
-        "block_size": found.fields.integer("block_size"),
-        "predicts_from_anchor": found.fields.flag(
-            "sample_from_anchor", default=found.config.get("speculators_model_type") == "dspark"
+        "window_causal": sliding and not files.fields.flag("sliding_window_non_causal", default=False),
+        "hidden_layers": files.fields.integers("aux_hidden_state_layer_ids"),
+        "mask_token": files.fields.integer("mask_token_id"),
+        "block_size": files.fields.integer("block_size"),
+        "predicts_from_anchor": files.fields.flag(
+            "sample_from_anchor", default=files.config.get("speculators_model_type") == "dspark"
         ),
     }
-    read = _read(found, layer, values, target, embedding_and_head)
-    refuse_other_library_keys(found.fields, layer, _LIBRARY_KEYS, _HEAD_KEYS, _OPTIONS)
+    read = _read(files, layer, values, target, embedding_and_head)
+    refuse_other_library_keys(files.fields, layer, _LIBRARY_KEYS, _HEAD_KEYS, _OPTIONS)
     return read
 
 
 def _read(
-    found: PublishedCheckpoint,
+    files: PublishedCheckpoint,
     raw: Mapping[str, Any],
     values: Mapping[str, Any],
     target: TargetInfo,
     embedding_and_head: EmbeddingAndHead,
 ) -> ConvertedCheckpoint:
-    _check_options(found, raw, values, embedding_and_head)
-    shape = layer_shape(found, raw, target.vocab)
-    _check(found, values, target)
-    markov = found.find(_MARKOV_IN)
-    trained_for = target_info(found, target, shape.hidden, target.vocab if markov is None else len(markov))
-    own = OwnTensors.find(found, target, embedding_and_head)
+    _check_options(files, raw, values, embedding_and_head)
+    shape = layer_shape(files, raw, target.vocab)
+    _check(files, values, target)
+    markov = files.find(_MARKOV_IN)
+    trained_for = target_info(files, target, shape.hidden, target.vocab if markov is None else len(markov))
+    own = OwnTensors.find(files, target, embedding_and_head)
     config = DFlashConfig(
         target=trained_for,
         markov_rank=0 if markov is None else markov.shape[1],
-        confidence=found.has(f"{_CONFIDENCE}.weight"),
-        **layer_values(found, raw, shape, own),
+        confidence=files.has(f"{_CONFIDENCE}.weight"),
+        **layer_values(files, raw, shape, own),
         **values,
     )
-    return convert(found, config, tensor_sources(config), own)
+    return convert(files, config, tensor_sources(config), own)
 
 
 def _check_options(
-    found: PublishedCheckpoint,
+    files: PublishedCheckpoint,
     raw: Mapping[str, Any],
     values: Mapping[str, Any],
     embedding_and_head: EmbeddingAndHead,
@@ -166,10 +166,10 @@ def _check_options(
     Raises:
         ValueError: one is set.
     """
-    own = {**raw, **found.config, **found.fields.fields("dflash_config").raw}
-    markov, types = found.has(_MARKOV_IN), Fields(raw, found.fields.source).texts("layer_types")
+    own = {**raw, **files.config, **files.fields.fields("dflash_config").raw}
+    markov, types = files.has(_MARKOV_IN), Fields(raw, files.fields.source).texts("layer_types")
     causal = (False, True) if types and set(types) == {_SLIDING} else (False,)
-    sinks = any(name.endswith("attention_sink_bias") for name in found.names)
+    sinks = any(name.endswith("attention_sink_bias") for name in files.names)
     supported: dict[str, tuple[object, ...]] = {
         "is_causal": causal,
         "causal": causal,
@@ -186,26 +186,26 @@ def _check_options(
         "input_embedding_scale": (embedding_and_head.embedding_scale,),
         "final_logit_softcapping": (embedding_and_head.softcap,),
         "markov_head_type": ("vanilla",) if markov else (own.get("markov_head_type"),),
-        "confidence_head_with_markov": (markov,) if found.has(f"{_CONFIDENCE}.weight") else (False, True),
+        "confidence_head_with_markov": (markov,) if files.has(f"{_CONFIDENCE}.weight") else (False, True),
     }
     assert set(supported) <= {*_OPTIONS, *_HEAD_KEYS}
     for name, known in supported.items():
         if own.get(name) not in (None, *known):
             wanted = " or ".join(map(str, known))
-            raise found.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
+            raise files.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
 
 
-def _check(found: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
+def _check(files: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
     """Refuse what would draft wrongly.
 
     Raises:
         ValueError: a layer that the target does not have, or a mask token outside its vocabulary.
     """
-    place = found.folder / "config.json"
+    place = files.folder / "config.json"
     if not values["hidden_layers"]:
         raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
-    check_layers_read(found, values["hidden_layers"], target)
-    check_mask_token_read(found, values["mask_token"], target)
+    check_layers_read(files, values["hidden_layers"], target)
+    check_mask_token_read(files, values["mask_token"], target)
 
 
 def _check_exported(network: DFlash, format_name: str) -> None:

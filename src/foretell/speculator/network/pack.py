@@ -100,7 +100,7 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
     unsupported = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
     if unsupported or network.packed_head is not None:
         return network
-    packed, form = _shallow_copy(network), _Format.of(precision)
+    packed, form = shallow_copy(network), _Format.of(precision)
     stacked: nn.Module | None = None
     if isinstance(packed, CachedLayersNetwork):
         packed.native_stack = _pack_layers(packed, form)
@@ -164,7 +164,7 @@ def describe_packed(label: str, network: Speculator) -> str:
     return f"{label}, {network.packed_precision} weights" if network.packed_precision else label
 
 
-def _shallow_copy(network: S) -> S:
+def shallow_copy(network: S) -> S:
     """New modules that hold the same tensors."""
     tensors = [
         *network.parameters(),
