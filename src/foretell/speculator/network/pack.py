@@ -260,7 +260,7 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
 def _pack_dflash(network: DFlash) -> NativeBlockDrafts | None:
     """The whole network on the kernels, from layers that are packed already; None where these do not support it."""
     own, head, norms = network.embedding, network.packed_head, network.fc_norm
-    if network.native_stack is None or network.softcap:
+    if network.native_stack is None or network.softcap or network.correction is not None:
         return None
     assert head is not None
     markov_in, markov_out, confidence = network.markov_in, network.markov_out, network.confidence
