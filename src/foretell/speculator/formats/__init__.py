@@ -39,6 +39,7 @@ EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_EAGLE1,
     p_eagle.TO_SPECULATORS,
     dflash.TO_AUTHORS,
+    dflash.TO_SPECULATORS,
     medusa.TO_VLLM,
     mlp.TO_VLLM,
     redrafter.TO_AUTHORS,

@@ -143,22 +143,39 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
             )
 
 
-def library_config(
-    network: EagleNetwork, verifier: Verifier, kind: str, architecture: str, proposed: int
-) -> dict[str, Any]:
-    """The configuration of the `speculators` library; `proposed`: tokens of a draft."""
-    c = network.config
+def library_frame(verifier: Verifier, kind: str, architecture: str, proposed: int) -> dict[str, Any]:
+    """What all configurations of the `speculators` library begin with; `proposed`: tokens of a draft."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": proposed, "verifier_accept_k": 1}
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
-        "speculators_version": "0.7.0",
+        "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
         },
+        "target_hidden_size": None,
+    }
+
+
+def rare_token(network: Speculator) -> int:
+    """The token whose row a learned mask takes: the last one that is not drafted, which is rare in texts."""
+    drafted = torch.ones(network.target_info.vocab, dtype=torch.bool)
+    if network.token_of is not None:
+        drafted = torch.zeros_like(drafted).index_fill(0, network.token_of.cpu(), True)
+    rare = (~drafted).nonzero()
+    return int(rare[-1]) if len(rare) else len(drafted) - 1
+
+
+def library_config(
+    network: EagleNetwork, verifier: Verifier, kind: str, architecture: str, proposed: int
+) -> dict[str, Any]:
+    """The configuration of the `speculators` library; `proposed`: tokens of a draft."""
+    c = network.config
+    return {
+        **library_frame(verifier, kind, architecture, proposed),
         # vLLM reads the number of hidden states, and of P-EAGLE these norms, from the layer's configuration only.
         "transformer_layer_config": {
             **layer_config(c, dtype_name(network)),
@@ -166,7 +183,6 @@ def library_config(
             **{name: True for name in ("fc_norm", "norm_output") if getattr(c, name)},
         },
         "draft_vocab_size": c.draft_vocab or c.target.vocab,
-        "target_hidden_size": None,
         **_norms(c),
         "eagle_aux_hidden_state_layer_ids": list(c.recorded_layers),
         "embed_requires_grad": False,

@@ -187,7 +187,8 @@ def _all_rows(network: Medusa, rows: torch.Tensor) -> torch.Tensor:
     """A head's output matrix over the target's whole vocabulary; tokens that are not drafted have the target's rows."""
     if network.token_of is None:
         return rows
-    return network.full_lm_head.to(rows, copy=True).index_copy(0, network.token_of, rows)
+    out: torch.Tensor = network.full_lm_head.to(rows, copy=True)
+    return out.index_copy(0, network.token_of, rows)
 
 
 AUTHORS = CheckpointFormat("medusa", _fits_authors, _read_authors)

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.formats.base import (
     CheckpointFormat,
@@ -16,7 +14,7 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.eagle import EAGLE3_KEYS, convert_layers, read_flat, read_library
-from foretell.speculator.formats.eagle_export import check_exported, library_config, vocabulary, weights
+from foretell.speculator.formats.eagle_export import check_exported, library_config, rare_token, vocabulary, weights
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import check_mask_token_read, library_layer
@@ -102,25 +100,14 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     """The mask's embedding stands in the row of its token, so the checkpoint has an embedding of its own."""
     assert isinstance(network, PEagle)
     check_exported(network, "speculators")
-    c, token = network.config, _mask_token(network)
+    c = network.config
+    token = rare_token(network) if c.mask_token is None else c.mask_token
     tensors = weights(network, always_embedding=True) | vocabulary(network, always_maps=False)
     embedding = tensors["embed_tokens.weight"].clone()
     embedding[token] = network.mask.to(embedding)
     tensors |= {"embed_tokens.weight": embedding, _MASK_STATES: network.mask_states[None, None]}
     layout = library_config(network, verifier, "peagle", _ARCHITECTURES[0], c.depth)
     write_checkpoint(folder, layout | {"mask_token_id": token, "embed_requires_grad": True}, tensors)
-
-
-def _mask_token(network: PEagle) -> int:
-    """The token whose row the mask's embedding takes: the last one that is not drafted, which is rare in texts."""
-    c = network.config
-    if c.mask_token is not None:
-        return c.mask_token
-    drafted = torch.ones(c.target.vocab, dtype=torch.bool)
-    if network.token_of is not None:
-        drafted = torch.zeros_like(drafted).index_fill(0, network.token_of.cpu(), True)
-    rare = (~drafted).nonzero()
-    return int(rare[-1]) if len(rare) else c.target.vocab - 1
 
 
 LIBRARY = CheckpointFormat("speculators-peagle", _fits_library, _read_library)

@@ -47,6 +47,8 @@ class DFlashTraining(BaseModel):
     """Train a confidence head (DSpark), which weights the nodes of draft trees."""
     convolution: bool = False
     """Mix neighbouring slots in every layer (two taps, DFlash-2); such layers do not run on the CPU kernels."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head, as published formats of DFlash do."""
     own_head: bool = False
     window: int = Field(0, ge=0)
     """Sliding attention window of all layers in tokens, counted back from every slot; 0: none."""
@@ -135,6 +137,7 @@ def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
         "markov_rank",
         "confidence",
         "convolution",
+        "qk_norm",
         "own_head",
     )
     return {
