@@ -14,7 +14,7 @@ from foretell.cli import options
 from foretell.cli.setup import spinner
 from foretell.core.tree import root_tree
 from foretell.load import load
-from foretell.model.load.reference import DEFAULT_MODEL
+from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.speculator.export import export as write
 from foretell.speculator.export import find_exports
 from foretell.speculator.formats.base import Verifier
@@ -37,7 +37,7 @@ def export(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="speculators, eagle3, eagle, dflash, vllm-medusa, vllm-mlp, redrafter or hf.",
+            help="speculators, eagle3, eagle, dflash, gguf, vllm-medusa, vllm-mlp, redrafter or hf.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write, new or empty.")],
@@ -50,8 +50,8 @@ def export(
 ) -> None:
     """Write a trained speculator as vLLM, SGLang and the speculators library read it.
 
-    speculators is for EAGLE-3 and P-EAGLE, eagle3 for EAGLE-3, eagle for EAGLE-1 and 2, hf for draft models and PARD;
-    see docs/formats.md.
+    speculators is for EAGLE-3, P-EAGLE and DFlash, eagle3 for EAGLE-3, gguf for EAGLE-3 and DFlash in llama.cpp, eagle
+    for EAGLE-1 and 2, hf for draft models and PARD; see docs/formats.md.
     """
     find_exports(format_name)
     require_empty(out)
@@ -59,8 +59,16 @@ def export(
         target = load(model, dtype)
         network = target.speculator(speculator)
     name = verifier or _ON_THE_HUB.get(model, model)
-    write(network, Verifier(name, target.config, target.codec, partial(_states, target)), format_name, out)
+    write(
+        network, Verifier(name, target.config, target.codec, partial(_states, target), _gguf(model)), format_name, out
+    )
     typer.echo(f"{out}: {network.kind} speculator in the format {format_name}")
+
+
+def _gguf(model: str) -> Path | None:
+    """The target's GGUF file; None: it is none."""
+    path = resolve_reference(model)
+    return path if path.is_file() else None
 
 
 @torch.inference_mode()

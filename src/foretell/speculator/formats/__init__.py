@@ -8,6 +8,7 @@ from foretell.speculator.formats import (
     draft_model,
     eagle,
     eagle_export,
+    gguf,
     masked_diffusion,
     medusa,
     mlp,
@@ -43,6 +44,8 @@ EXPORTS: Sequence[ExportFormat] = (
     medusa.TO_VLLM,
     mlp.TO_VLLM,
     redrafter.TO_AUTHORS,
+    gguf.TO_EAGLE3,
+    gguf.TO_DFLASH,
     draft_model.HF,
     draft_model.HF_PARD,
 )
@@ -50,14 +53,15 @@ EXPORTS: Sequence[ExportFormat] = (
 
 
 def find_format(folder: Path) -> tuple[CheckpointFormat, PublishedCheckpoint] | None:
-    """The format of the checkpoint in a directory, and the checkpoint; None: no known format.
+    """The format of the checkpoint in a directory or a GGUF file, and the checkpoint; None: no known format.
 
     Raises:
         ValueError: there is no configuration, a file is damaged, or a checkpoint of a known format is quantised.
     """
-    files = open_checkpoint(folder)
+    files = gguf.open_gguf(folder) if folder.is_file() else open_checkpoint(folder)
     format_ = next((f for f in FORMATS if f.matches(files)), None)
     if format_ is None:
         return None
-    refuse_quantized_checkpoint(files)
+    if not folder.is_file():
+        refuse_quantized_checkpoint(files)
     return format_, files

@@ -46,6 +46,8 @@ class Verifier:
     """Its tokenizer, which is exported with draft models."""
     states: Callable[[Sequence[int]], Sequence[torch.Tensor]] | None = None
     """The hidden states of these layers along texts, [t d] each; None: the target is not at hand."""
+    gguf: Path | None = None
+    """Its GGUF file, whose tokenizer is exported with drafters in GGUF; None: it is no GGUF file."""
 
     @property
     def architectures(self) -> list[str]:

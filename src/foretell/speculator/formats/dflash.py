@@ -297,7 +297,7 @@ def _check(files: PublishedCheckpoint, values: Mapping[str, Any], target: Target
     check_mask_token_read(files, values["mask_token"], target)
 
 
-def _check_exported(network: DFlash, format_name: str) -> None:
+def check_exported(network: DFlash, format_name: str) -> None:
     """Refuse a network with a part that the format does not support.
 
     Raises:
@@ -306,7 +306,7 @@ def _check_exported(network: DFlash, format_name: str) -> None:
     refuse_softcap(network, format_name)
     c, library = network.config, format_name == "speculators"
     kind = "" if c.correction is None else c.correction.kind
-    other_heads = {"domino", "lattice"} if library else {"refiner"}
+    known_heads = {"speculators": ("selector", "refiner"), "dflash": ("selector", "domino", "lattice")}
     of_dspark = bool(c.markov_rank or c.confidence)
     from_anchor = " (--set predicts_from_anchor=true, or markov_rank=0 and confidence=false)"
     unsupported = (
@@ -316,14 +316,14 @@ def _check_exported(network: DFlash, format_name: str) -> None:
         ("the target's embeddings as a hidden state", 0 in c.recorded_layers, ""),
         ("biases of queries, keys and values", c.qkv_bias, ""),
         ("attention sinks", library and bool(c.sink_layers), ""),
-        (f"a {kind} over tokens", kind in other_heads, ""),
+        (f"a {kind} over tokens", kind not in ("", *known_heads.get(format_name, ("selector",))), ""),
         ("a selector without a convolution", kind == "selector" and not c.convolution, " (--set convolution=true)"),
         ("a convolution over slots", c.convolution and kind not in _BESIDE, " (--set convolution=false)"),
         ("groups of channels of unequal size", c.convolution and c.target.hidden % c.convolution_group > 0, ""),
         ("a first slot that predicts", c.predicts_from_anchor and kind == "selector" and not library, ""),
         (
             "heads of DSpark beside a first slot that predicts nothing",
-            of_dspark and not c.predicts_from_anchor and not library,
+            of_dspark and not c.predicts_from_anchor and format_name == "dflash",
             from_anchor,
         ),
     )
@@ -335,7 +335,7 @@ def _check_exported(network: DFlash, format_name: str) -> None:
             )
 
 
-def _tensors(network: DFlash, mask_token: int) -> dict[str, torch.Tensor]:
+def published_tensors(network: DFlash, mask_token: int) -> dict[str, torch.Tensor]:
     """The tensors under their published names. A learned mask stands in the row of its token, in an embedding of the
     checkpoint's own.
     """
@@ -353,7 +353,7 @@ def _tensors(network: DFlash, mask_token: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _head_keys(c: DFlashConfig) -> dict[str, Any]:
+def head_keys(c: DFlashConfig) -> dict[str, Any]:
     """Keys that describe the correction and the convolution, as the authors' code reads them."""
     out: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": c.convolution_group} if c.convolution else {}
     match c.correction:
@@ -380,7 +380,7 @@ def _dspark_keys(c: DFlashConfig) -> dict[str, Any]:
     return out
 
 
-def _mask_token(network: DFlash) -> int:
+def mask_token(network: DFlash) -> int:
     """The mask's token, or the one whose row a learned mask takes."""
     token = network.config.mask_token
     return rare_token(network) if token is None else token
@@ -388,9 +388,9 @@ def _mask_token(network: DFlash) -> int:
 
 def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, DFlash)
-    _check_exported(network, "dflash")
-    c, mask_token = network.config, _mask_token(network)
-    tensors = _tensors(network, mask_token)
+    check_exported(network, "dflash")
+    c, mask = network.config, mask_token(network)
+    tensors = published_tensors(network, mask)
     plain = "Qwen3DSparkModel" if c.predicts_from_anchor and c.correction is None else "DFlashDraftModel"
     named = {"selector": "DFlash2DraftModel", "lattice": "LiLiCorrDraftModel"}
     layout = {
@@ -400,12 +400,12 @@ def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> Non
         "num_target_layers": c.target.layers,
         "block_size": c.block_size,
         "dflash_config": {
-            "mask_token_id": mask_token,
+            "mask_token_id": mask,
             "target_layer_ids": [layer - 1 for layer in c.recorded_layers],
             # Without the flag other engines read windows as causal, with it all layers.
             **({} if not c.window or c.window_causal else {"causal": False}),
             **({"attention_sink_bias": True} if c.sink_layers else {}),
-            **_head_keys(c),
+            **head_keys(c),
         },
         **_dspark_keys(c),
     }
@@ -416,8 +416,8 @@ def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> Non
 
 def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, DFlash)
-    _check_exported(network, "speculators")
-    c, mask_token = network.config, _mask_token(network)
+    check_exported(network, "speculators")
+    c, mask = network.config, mask_token(network)
     named = {"selector": ("dflash2", "DFlash2DraftModel"), "refiner": ("xpress", "XPressSpeculator")}
     plain = ("dspark", "DSparkSpeculator") if c.markov_rank or c.confidence else ("dflash", "DFlashSpeculator")
     kind, architecture = plain if c.correction is None else named[c.correction.kind]
@@ -427,15 +427,15 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
         "draft_vocab_size": c.draft_vocab or c.target.vocab,
         "block_size": c.block_size,
         "aux_hidden_state_layer_ids": list(c.recorded_layers),
-        "mask_token_id": mask_token,
+        "mask_token_id": mask,
         "sliding_window_non_causal": not c.window_causal,
         "sample_from_anchor": c.predicts_from_anchor,
         **({"markov_rank": 0, "enable_confidence_head": False} if kind == "dspark" else {}),
-        **_head_keys(c),
+        **head_keys(c),
         **_dspark_keys(c),
         "torch_dtype": dtype_name(network),
     }
-    write_checkpoint(folder, layout, _tensors(network, mask_token))
+    write_checkpoint(folder, layout, published_tensors(network, mask))
 
 
 AUTHORS = CheckpointFormat("dflash", _fits_authors, _read_authors)
