@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,31 +12,12 @@ from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import TopTokens, top_tokens
-from foretell.draft.cached_states import CachedStatesNetwork, CachedStatesPredictor
+from foretell.draft.cached_states import CachedStatesPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.corrections import Blocks, Nodes
-
-
-class BlockNetwork(CachedStatesNetwork, Protocol):
-    """What such a drafter needs of its network."""
-
-    token_of: torch.Tensor | None
-
-    @property
-    def native(self) -> object | None: ...  # noqa: D102
-    @property
-    def slots(self) -> int: ...  # noqa: D102
-    @property
-    def depth(self) -> int: ...  # noqa: D102
-    @property
-    def hidden(self) -> int: ...  # noqa: D102
-    @property
-    def outputs(self) -> int: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-    def compute_logits(self, x: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
-    def to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+from foretell.speculator.network.dflash import DFlash
+from foretell.speculator.network.p_eagle import PEagle
 
 
 class BlockPredictor(CachedStatesPredictor):
@@ -45,7 +25,7 @@ class BlockPredictor(CachedStatesPredictor):
     share the distribution of their place (trees from such distributions: arXiv 2604.12989).
     """
 
-    def __init__(self, network: BlockNetwork, max_pending: int = 32) -> None:
+    def __init__(self, network: DFlash | PEagle, max_pending: int = 32) -> None:
         super().__init__(network, max_pending)
         self._network = network
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
