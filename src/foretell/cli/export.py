@@ -59,16 +59,10 @@ def export(
         target = load(model, dtype)
         network = target.speculator(speculator)
     name = verifier or _ON_THE_HUB.get(model, model)
-    write(
-        network, Verifier(name, target.config, target.codec, partial(_states, target), _gguf(model)), format_name, out
-    )
+    path, states = resolve_reference(model), partial(_states, target)
+    about = Verifier(name, target.config, target.codec, states, path if path.is_file() else None)
+    write(network, about, format_name, out)
     typer.echo(f"{out}: {network.kind} speculator in the format {format_name}")
-
-
-def _gguf(model: str) -> Path | None:
-    """The target's GGUF file; None: it is none."""
-    path = resolve_reference(model)
-    return path if path.is_file() else None
 
 
 @torch.inference_mode()

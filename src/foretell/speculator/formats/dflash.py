@@ -2,7 +2,6 @@
 their authors' format and in that of the `speculators` library.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from foretell.speculator.formats.base import (
     target_info,
     write_checkpoint,
 )
-from foretell.speculator.formats.eagle_export import layer_config, library_frame, rare_token, vocabulary
+from foretell.speculator.formats.eagle_export import layer_config, library_frame, mask_token, vocabulary
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import (
@@ -147,19 +146,13 @@ def _fits_authors(files: PublishedCheckpoint) -> bool:
     return any(a in ARCHITECTURES for a in files.architectures) or "dflash_config" in files.config
 
 
-_PARTS = re.compile(r"(?<=mlp\.)[02](?=\.(?:weight|bias)$)")
-"""The parts of LiLiCorr's feed-forward networks by number, as PyTorch counts them."""
-
-
-def _plain_part(part: re.Match[str]) -> str:
-    return {"0": "up_proj", "2": "down_proj"}[part[0]]
-
-
 def _read_authors(
     files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
     files = files.strip_prefixes("model.")
-    files = replace(files, names={_PARTS.sub(_plain_part, name): place for name, place in files.names.items()})
+    # LiLiCorr's feed-forward networks, whose parts PyTorch numbers.
+    parts = {n.replace("mlp.0.", "mlp.up_proj.").replace("mlp.2.", "mlp.down_proj."): p for n, p in files.names.items()}
+    files = replace(files, names=parts)
     own = files.fields.fields("dflash_config")
     # The configuration counts a block's output; Foretell counts the input of the next block.
     layers = tuple(i + 1 for i in own.integers("target_layer_ids") or files.fields.integers("target_layer_ids"))
@@ -366,10 +359,10 @@ def head_keys(c: DFlashConfig) -> dict[str, Any]:
             out |= {"xpress_rank": head.rank, "xpress_mlp_ratio": head.ratio, "num_jacobi_passes": head.passes}
         case LatticeConfig() as head:
             width = 0 if head.width == c.target.hidden else head.width
-            out |= {"lilicorr_enabled": True, "lilicorr_candidate_topk": head.candidates, "lilicorr_hidden_size": width}
-            out |= {"lilicorr_num_layers": head.layers, "lilicorr_num_heads": head.heads}
-            out |= {"lilicorr_mlp_ratio": head.mlp_ratio, "lilicorr_factor_dim": head.factors}
-            out |= {"lilicorr_vector_eps": head.vector_eps, "lilicorr_logit_scale": head.logit_scale}
+            sizes = {"candidate_topk": head.candidates, "hidden_size": width, "num_layers": head.layers}
+            sizes |= {"num_heads": head.heads, "factor_dim": head.factors, "enabled": True}
+            same = head.model_dump(include={"mlp_ratio", "vector_eps", "logit_scale"})
+            out |= {f"lilicorr_{name}": value for name, value in (sizes | same).items()}
     return out
 
 
@@ -378,12 +371,6 @@ def _dspark_keys(c: DFlashConfig) -> dict[str, Any]:
     if c.confidence:
         out |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(c.markov_rank)}
     return out
-
-
-def mask_token(network: DFlash) -> int:
-    """The mask's token, or the one whose row a learned mask takes."""
-    token = network.config.mask_token
-    return rare_token(network) if token is None else token
 
 
 def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> None:

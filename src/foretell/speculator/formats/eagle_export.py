@@ -18,7 +18,9 @@ from foretell.speculator.formats.base import (
 from foretell.speculator.formats.eagle import FLAGS, tensor_sources
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import CachedLayersConfig
+from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
+from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import shallow_copy
 
 _PROPOSED = 5
@@ -160,13 +162,13 @@ def library_frame(verifier: Verifier, kind: str, architecture: str, proposed: in
     }
 
 
-def rare_token(network: Speculator) -> int:
-    """The token whose row a learned mask takes: the last one that is not drafted, which is rare in texts."""
-    drafted = torch.ones(network.target_info.vocab, dtype=torch.bool)
-    if network.token_of is not None:
-        drafted = torch.zeros_like(drafted).index_fill(0, network.token_of.cpu(), True)
-    rare = (~drafted).nonzero()
-    return int(rare[-1]) if len(rare) else len(drafted) - 1
+def mask_token(network: PEagle | DFlash) -> int:
+    """The mask's token, or the one whose row a learned mask takes: the last that is not drafted, rare in texts."""
+    if network.config.mask_token is not None:
+        return network.config.mask_token
+    drafted = set() if network.token_of is None else set(network.token_of.tolist())
+    last = network.target_info.vocab - 1
+    return next((token for token in range(last, -1, -1) if token not in drafted), last)
 
 
 def library_config(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from foretell.model.config.model import RopeConfig
@@ -136,10 +135,11 @@ def _published(path: Path, name: str) -> str:
         ValueError: it is not known.
     """
     block, _, part = name.removeprefix("blk.").partition(".")
-    known = _OTHERS.get(name) if not name.startswith("blk.") else _OF_LAYERS.get(part)
+    inside = name.startswith("blk.")
+    known = _OF_LAYERS.get(part) if inside else _OTHERS.get(name)
     if known is None:
         raise ValueError(f"{path}: it holds {name}, which a drafter of this architecture does not have")
-    return known if not name.startswith("blk.") else f"layers.{block}.{known}"
+    return f"layers.{block}.{known}" if inside else known
 
 
 def _reorder(rows: torch.Tensor, heads: int, order: tuple[int, int]) -> torch.Tensor:
@@ -159,7 +159,6 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         ("a normed output that is fed back", c.norm_output),
         ("norms of queries and keys", c.qk_norm),
         ("a sliding window", bool(c.window)),
-        ("scaled positions", c.rope != RopeConfig(theta=c.rope.theta, original_context=c.rope.original_context)),
     )
     keys = {"target_layers": list(c.recorded_layers), "target_hidden_size": c.target.hidden}
     keys |= {"norm_before_residual": c.norm_before_residual}
@@ -170,11 +169,10 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
 def _write_dflash(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, DFlash)
     dflash.check_exported(network, "gguf")
-    c, mask = network.config, dflash.mask_token(network)
+    c, mask = network.config, eagle_export.mask_token(network)
     _refuse(
         ("a confidence head", c.confidence),
         ("a window within which a slot sees no later slots", c.window_causal),
-        ("scaled positions", c.rope != RopeConfig(theta=c.rope.theta, original_context=c.rope.original_context)),
     )
     of_head = dflash.head_keys(c)
     keys = {key: of_head[published] for key, published in _OPTIONS.items() if published in of_head}
@@ -214,6 +212,7 @@ def _write(
             "a drafter in a GGUF file has the tokenizer of its target's file, and the target is no GGUF file; name one "
             "with --model"
         )
+    _refuse(("scaled positions", c.rope != RopeConfig(theta=c.rope.theta, original_context=c.rope.original_context)))
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(folder / FILE, kind)
@@ -259,12 +258,11 @@ def _add(writer: Any, key: str, value: Any) -> None:
         known = ((bool, Type.BOOL), (int, Type.UINT32), (float, Type.FLOAT32), (str, Type.STRING))
         return next(t for python, t in known if isinstance(one, python))
 
-    if isinstance(value, list):
-        inner = type_of(value[0]) if value else Type.UINT32
-        inner = Type.INT32 if inner == Type.UINT32 else inner
-        writer.add_key_value(key, value, Type.ARRAY, sub_type=inner)
-    else:
-        writer.add_key_value(key, value, type_of(value) if not isinstance(value, np.generic) else type_of(value.item()))
+    if not isinstance(value, list):
+        writer.add_key_value(key, value, type_of(value))
+    elif value:
+        inner = type_of(value[0])
+        writer.add_key_value(key, value, Type.ARRAY, sub_type=Type.INT32 if inner == Type.UINT32 else inner)
 
 
 TO_EAGLE3 = ExportFormat("gguf", "eagle3", _write_eagle3)

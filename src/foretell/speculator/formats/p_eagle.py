@@ -14,7 +14,7 @@ from foretell.speculator.formats.base import (
     write_checkpoint,
 )
 from foretell.speculator.formats.eagle import EAGLE3_KEYS, convert_layers, read_flat, read_library
-from foretell.speculator.formats.eagle_export import check_exported, library_config, rare_token, vocabulary, weights
+from foretell.speculator.formats.eagle_export import check_exported, library_config, mask_token, vocabulary, weights
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import check_mask_token_read, library_layer
@@ -100,8 +100,7 @@ def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     """The mask's embedding stands in the row of its token, so the checkpoint has an embedding of its own."""
     assert isinstance(network, PEagle)
     check_exported(network, "speculators")
-    c = network.config
-    token = rare_token(network) if c.mask_token is None else c.mask_token
+    c, token = network.config, mask_token(network)
     tensors = weights(network, always_embedding=True) | vocabulary(network, always_maps=False)
     embedding = tensors["embed_tokens.weight"].clone()
     embedding[token] = network.mask.to(embedding)

@@ -143,15 +143,11 @@ class DFlash(CachedLayersNetwork):
         self.markov_in = nn.Embedding(config.target.vocab, rank) if rank else None
         self.markov_out = nn.Linear(rank, self.outputs, bias=False) if rank else None
         self.confidence = nn.Linear(d + rank, 1) if config.confidence else None
+        sizes = config.target.vocab, self.outputs, config.block_size, eps
         given = config.correction
-        self.correction = None if given is None else make_correction(given, d, *self._sizes, eps)
+        self.correction = None if given is None else make_correction(given, d, *sizes)
         self.native: NativeBlockDrafts | None = None
         """The whole network on the CPU kernels, set by `pack_network`."""
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        """Tokens of the target, tokens that are drafted, and slots of a block."""
-        return self.target_info.vocab, self.outputs, self.config.block_size
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
