@@ -246,6 +246,15 @@ def test_what_is_read_corrects_as_it_is_described(tmp_path: Path, name: str) -> 
     )
 
 
+@pytest.mark.parametrize(("kind", "causal"), [("dflash2", False), ("dflash", True)])
+def test_windows_of_the_library_hide_later_slots_by_kind(tmp_path: Path, kind: str, causal: bool) -> None:
+    """Where `sliding_window_non_causal` is missing, its default is the class's: true for DFlash 2 alone."""
+    config, t = checkpoint("dflash2 of the library") if kind == "dflash2" else dflash(library=True)
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "use_sliding_window": True}
+    config["transformer_layer_config"] |= windows
+    assert load(put(tmp_path, config, t)).config.window_causal == causal
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_exported_reads_back(tmp_path: Path, name: str) -> None:
     network = load(put(tmp_path / "in", *checkpoint(name)))
