@@ -124,14 +124,16 @@ def check(
     if not theirs:
         print(f"| {export.speculator} | {export.format} | fails: see {options.out / name}.log | | |", flush=True)
         return False
-    method = model.method(
-        export.method, {"num_speculative_tokens": export.steps, "speculative_eagle_topk": 1}, drafts=[folder]
-    )
+    chain = {"speculative_tree": [[0] * length for length in range(1, export.steps + 1)]}
+    chain = {"num_draft_tokens": export.steps} if export.method == "draft_model" else chain
+    draft = load(str(folder), "float32") if export.method == "draft_model" else folder
+    method = model.method(export.method, chain, drafts=[draft])
     ours = model.generate([*PROMPTS, *MORE], method, max_new_tokens=job["tokens"], rows=1)
     # The pass over a prompt has no drafts; vLLM counts those that have.
     passes = sum(a.statistics.target_passes - 1 for a in ours)
     here = sum(a.statistics.new_tokens - 1 for a in ours) / passes
-    there = 1 + theirs["num_accepted_tokens"] / max(theirs["num_drafts"], 1)
+    # Not its count of accepted tokens, which includes those beyond the end of an answer.
+    there = sum(len(answer) - 1 for answer in theirs["answers"]) / max(theirs["num_drafts"], 1)
     same = theirs["answers"] == plain
     print(
         f"| {export.speculator} | {export.format} | {'yes' if same else 'no'} | {there:.2f} | {here:.2f} |", flush=True

@@ -1,5 +1,5 @@
 """Answers of vLLM, for `tools/check_vllm.py`: run by the Python of its environment with a job in JSON; writes the
-tokens of every answer, and of speculative decoding the number of drafts and of accepted tokens.
+tokens of every answer, and the number of drafts.
 """
 
 import json
@@ -20,7 +20,7 @@ def main() -> None:
     outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in job["prompts"]], greedy, use_tqdm=False)
     counts = {m.name.removeprefix("vllm:spec_decode_"): m.value for m in llm.get_metrics() if hasattr(m, "value")}
     result = {"answers": [list(o.outputs[0].token_ids) for o in outputs]}
-    result |= {name: counts.get(name, 0) for name in ("num_drafts", "num_accepted_tokens")}
+    result["num_drafts"] = counts.get("num_drafts", 0)
     Path(job["out"]).write_text(json.dumps(result))
 
 
