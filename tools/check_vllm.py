@@ -125,7 +125,7 @@ def check(
         print(f"| {export.speculator} | {export.format} | fails: see {options.out / name}.log | | |", flush=True)
         return False
     chain = {"speculative_tree": [[0] * length for length in range(1, export.steps + 1)]}
-    chain = {"num_draft_tokens": export.steps} if export.method == "draft_model" else chain
+    chain = {"num_speculative_tokens": export.steps} if export.method == "draft_model" else chain
     draft = load(str(folder), "float32") if export.method == "draft_model" else folder
     method = model.method(export.method, chain, drafts=[draft])
     ours = model.generate([*PROMPTS, *MORE], method, max_new_tokens=job["tokens"], rows=1)

@@ -73,7 +73,7 @@ def test_eagle3(tmp_path: Path, target: Path, more: dict[str, Any]) -> None:
         # Target tokens as they are, not less their index as in safetensors.
         assert tensors["d2t"].tensor_type.name == "I64" and tensors["d2t"].data.tolist() == KEPT.tolist()
     # llama.cpp rotates neighbouring rows of queries and keys together, transformers those half a head apart.
-    q = network.layers[0].self_attn.qkv_proj.weight[:16].detach()
+    q = network.get_parameter("layers.0.self_attn.qkv_proj.weight")[:16].detach()
     rows = [head * 4 + pair + half * 2 for head in range(4) for pair in range(2) for half in range(2)]
     assert np.array_equal(tensors["blk.0.attn_q.weight"].data, q[rows].numpy())
 
