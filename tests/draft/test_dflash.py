@@ -166,7 +166,7 @@ def test_drafting_is_the_forward_pass_of_training(heads: str, from_anchor: bool)
         texts = generate(Method(drafter, DynamicTree(9, 2, 12), Match()), requests, rows=3, chunk=8)
     assert [len(t) for t in texts] == [8] * 4
     checked, depths = 0, set[int]()
-    for text, nodes in list(drafter.found.items())[::2]:
+    for text, nodes in list(drafter.found.items())[::4]:
         for path, (logits, confidence) in nodes.items():
             whole = [*text, *path]
             # Features of drafted tokens exist in this pass; the block does not see them.
@@ -229,6 +229,7 @@ def test_a_new_convolution_changes_nothing_and_then_mixes_neighbouring_slots() -
 SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("heads", ["markov", "selector", "domino", "refiner", "lattice"])
 def test_sampled_drafts_keep_the_distribution(name: str, heads: str) -> None:
@@ -239,7 +240,7 @@ def test_sampled_drafts_keep_the_distribution(name: str, heads: str) -> None:
         patch.setitem(HEADS[heads], "draft_vocab", 3 if heads in ("markov", "refiner") else None)
         network, start = network_of(heads, 4, subset=3), [1, 0, 2]
     sampling = SamplingParams(temperature=2.5)
-    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(800)]
+    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(400)]
     with unchecked():
         method = Method(DFlashDrafter(network), SHAPES[name], Rejection())
         texts = generate(method, requests, rows=400, chunk=1 << 14, vocab=4)
