@@ -228,9 +228,9 @@ def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Mode
         ValueError: it is neither.
     """
     path = resolve_reference(reference)
+    if is_speculator(path):
+        return path
     if path.is_dir():
-        if is_speculator(path):
-            return path
         _refuse_no_draft(path)
     return load(reference, "auto" if dtype in _FOR_SOME_FILES else dtype, device)
 
