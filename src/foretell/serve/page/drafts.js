@@ -25,7 +25,8 @@ class Origins {
     for (; this.passes < message.passes.length; this.passes++)
       for (const { token, bytes, origin } of message.passes[this.passes].tokens) {
         // A token that is a part of a character has bytes; what a whole one finds unfinished is no character.
-        const part = bytes ? this.decoder.decode(new Uint8Array(bytes), { stream: true }) : this.decoder.decode() + token;
+        const { decoder } = this;
+        const part = bytes ? decoder.decode(new Uint8Array(bytes), { stream: true }) : decoder.decode() + token;
         if (part) this.queue.push({ text: part, origin, pass: this.passes });
       }
     while (this.queue.length && this.place(message, this.queue[0], ended)) this.queue.shift();
