@@ -116,7 +116,7 @@ inline void prefetch_panel(const uint32_t* panel, const char* next, int k) {
 template <class P>
 struct FloatProduct {
   static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
-  static constexpr int kMaxTokens = kAccumulators / 2;
+  static constexpr int kMaxTokens = kWholePanels ? kAccumulators / 2 : kHalfTokens;
   static constexpr int kFewTokens = 2;             // at most so many tokens are bound by memory
   static constexpr bool kPrefetchesAhead = true;
   static constexpr bool kSplitsTokens = false;
@@ -130,10 +130,45 @@ struct FloatProduct {
   // Adds to out[2 * t], out[2 * t + 1] the panel's 32 outputs for token t.
   template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+    if constexpr (kWholePanels)
+      unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+    else
+      in_halves<T, kPrefetch>(panel, x, stride, in, next, out);
   }
 
  private:
+  // The 32 outputs in two halves, for few tokens side by side. A panel is read a few steps at a time, which stay in the
+  // first-level cache for the second half.
+  template <int T, Prefetch kPrefetch>
+  static void in_halves(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
+    constexpr int kSteps = 64, kHalves = T < kHalfTokens ? 2 : 1;
+    const int steps = (int)row_words(in);
+    for (int first = 0; first < steps; first += kSteps)
+      for (int half = 0; half < 2; half += kHalves) {
+        const uint32_t* row[T];
+        Float sums[kHalves][T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+          row[t] = x + t * stride;
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) sums[h][t] = out[2 * t + half + h];
+        }
+        for (int k = first; k < std::min(first + kSteps, steps); ++k) {
+          if (!half) prefetch_panel<kPrefetch>(panel, next, k);
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) {
+            const Word w = load<Word>(panel + kPanel * k + kLanes * (half + h));
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sums[h][t] = P::step(sums[h][t], w, splat(row[t][k]));
+          }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) out[2 * t + half + h] = sums[h][t];
+      }
+  }
+
   // Unrolled by token, so that every index is a constant and the sums stay in registers.
   template <Prefetch kPrefetch, size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
