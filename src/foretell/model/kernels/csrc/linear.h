@@ -216,9 +216,13 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   const bool halves = P::kSplitsTokens && tokens > 3 && tokens <= P::kMaxTokens;
   const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
   auto pick = pick_tile<P, Prefetch::kHalf>;
-  if constexpr (P::kPrefetchesAhead)
+  int pages = 1;  // ahead
+  if constexpr (P::kPrefetchesAhead) {
     if (tokens > P::kFewTokens)
       pick = blocks.count == 2 ? pick_tile<P, Prefetch::kNext> : pick_tile<P, Prefetch::kAhead>;
+  } else if constexpr (P::kFewTokens < P::kMaxTokens) {
+    if (tokens > P::kFewTokens && blocks.count == 1) pick = pick_tile<P, Prefetch::kAhead>, pages = 2;
+  }
   Float out[2 * P::kMaxTokens];
   const Runs* runs = output.runs && reads_runs(w, output.runs->unit) ? output.runs : nullptr;
   for (int p = from; p < to; ++p) {
@@ -229,8 +233,8 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
       const int count = blocks.size(b, t);
       for (int i = 0; i < 2 * count; ++i) out[i] = Float{};
       const char* soon = (const char*)next + 64 * b;
-      if constexpr (!P::kPrefetchesAhead) {  // half of the lines: a page ahead, or those of the next panel
-        if (blocks.count == 1) soon = (const char*)panel + kPageBytes;
+      if constexpr (!P::kPrefetchesAhead) {  // lines of a page ahead, or half of those of the next panel
+        if (blocks.count == 1) soon = (const char*)panel + pages * kPageBytes;
         if (b > 1) soon = (const char*)panel;
       }
       if (runs)

@@ -249,8 +249,7 @@ struct Int8 {
       total += number;
       store_bytes(row + i / 4, number);
     }
-    int32_t correction = 0;
-    for (int i = 0; i < kLanes; ++i) correction -= 128 * total[i];
+    const int32_t correction = -128 * sum(total);
     std::memcpy(row + count / 4, &scale, 4);
     std::memcpy(row + count / 4 + 1, &correction, 4);
     return row + count / 4 + 2;

@@ -290,23 +290,12 @@ struct Int8Blocks {
       for (int half = 0; half < 2; ++half) {
         const Int number = round_product(half ? b : a, inverse);
         store_bytes(row + kGroupWords / 2 * half, number);
-        sums[half] = total(number);
+        sums[half] = sum(number);
       }
       const float scales[] = {scale, scale * (float)(sums[0] + sums[1]), scale * (float)sums[0],
                               scale * (float)sums[1]};
       std::memcpy(row + kScale, scales, sizeof scales);
     }
-  }
-
- private:
-  static int32_t total(Int v) {
-#if FORETELL_AVX512
-    return _mm512_reduce_add_epi32((__m512i)v);
-#else
-    int32_t sum = 0;
-    for (int i = 0; i < kLanes; ++i) sum += v[i];
-    return sum;
-#endif
   }
 };
 
@@ -317,11 +306,12 @@ template <class K>
 struct QuantizedProduct {
   static constexpr int kHalves = kWholePanels ? 2 : 1;
   static constexpr int kMaxTokens = kWholePanels ? 6 : kHalfTokens;
+  static constexpr int kFewTokens = kWholePanels ? kMaxTokens : 1;  // of which half of the lines are prefetched
   static constexpr bool kPrefetchesAhead = false;
   static constexpr bool kSplitsTokens = kHalves == 2;
 
   // Adds to out[2 * t], out[2 * t + 1]: the panel's 32 outputs for token t.
-  template <int T, Prefetch>
+  template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
     constexpr int kGroups = K::kInputs / kGroupInputs, kPrefetched = K::kWords / kGroups;  // words per group
     Float sums[2 * T];  // where the registers hold them
@@ -329,7 +319,8 @@ struct QuantizedProduct {
     if (kHalves == 2) std::copy(out, out + 2 * T, sums);
     for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
       for (int group = 0; group < kGroups; ++group, x += Int8Blocks::kRowWords, next += 4 * kPrefetched) {
-        for (int line = 0; line < kPrefetched; line += 2 * kLanes) __builtin_prefetch(next + 4 * line, 0, 2);
+        for (int line = 0; line < kPrefetched; line += kPrefetch == Prefetch::kAhead ? kLanes : 2 * kLanes)
+          __builtin_prefetch(next + 4 * line, 0, 2);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half += kHalves) {
           if (kHalves == 1) asm volatile("" ::: "memory");  // what one half has loaded is not kept for the other

@@ -279,7 +279,7 @@ inline Int splat(int32_t x) { return (Int)splat((uint32_t)x); }
 
 // Lanes of a where the mask is set, else of b.
 template <class V>
-inline V select(Int mask, V a, V b) {
+__attribute__((always_inline)) inline V select(Int mask, V a, V b) {
   return each_part<V>([](auto m, auto x, auto y) { return m ? x : y; }, mask, a, b);
 }
 
@@ -592,6 +592,13 @@ inline void expand_halves(Word v, const uint32_t* masks, Word& a, Word& b) {
 inline void store_bytes(void* p, Int v) {
 #if FORETELL_AVX512
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif FORETELL_AVX2
+  const __m256i low = _mm256_set1_epi32(0xFF);
+  const __m256i halves = _mm256_packus_epi32(_mm256_and_si256((__m256i)v.part[0], low),
+                                             _mm256_and_si256((__m256i)v.part[1], low));
+  const __m256i words = _mm256_packus_epi16(halves, halves);  // lanes 0 to 3, 8 to 11; then 4 to 7, 12 to 15
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(words, order)));
 #else
   int32_t lane[kLanes];
   store(lane, v);
