@@ -23,14 +23,17 @@ _HOT = {
     "q8_0": (_ARGUMENTS, _TILE.format(product="QuantizedProduct<Q8_0>", tokens=4), 48),
     "bfloat16": (_ARGUMENTS, _TILE.format(product="FloatProduct<Bfloat16>", tokens=4), 4),
     "float32": (_ARGUMENTS, _TILE.format(product="FloatProduct<Float32>", tokens=4), 4),
-    "attention": (_COLUMNS, "multiply_columns<Bfloat16, kTileQueries, 1>(columns, words, rows, false, out, nullptr)", 12),
+    "attention": (_COLUMNS, "multiply_columns<Bfloat16, kTileQueries, 1>(columns, words, rows, 0, out, nullptr)", 12),
 }  # fmt: skip
 """Parameters, a call, and how many instructions may move vectors to or from the stack: a tile of Q4_1 has 128 products
 of bytes, and one of Q8_0 keeps the sums of its lower halves meanwhile."""
 
 
 def test_hot_loops_hardly_touch_the_stack(tmp_path: Path) -> None:
-    calls = [f'extern "C" __attribute__((flatten)) void hot_{name}({arguments}) {{ {call}; }}' for name, (arguments, call, _) in _HOT.items()]
+    calls = [
+        f'extern "C" __attribute__((flatten)) void hot_{name}({parameters}) {{ {call}; }}'
+        for name, (parameters, call, _) in _HOT.items()
+    ]
     source, assembly = tmp_path / "tiles.cpp", tmp_path / "tiles.s"
     source.write_text('#include "attention_products.h"\n' + "\n".join(calls))
     flags = [*packaged.FLAGS, "-march=x86-64-v3", f"-I{build.SOURCE.parent}"]

@@ -247,13 +247,17 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   }
 }
 
+// How bfloat16 words of blocks are kept that are widened for a product.
+using WidenedWords = std::conditional_t<kMultipliesBfloat16 || kWholePanels, Bfloat16, WidenedBfloat16>;
+
 // The same for blocks of kind K whose numbers are widened to words of P, a few groups of a panel at a time.
 template <class P, class K>
 void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
   constexpr int kChunk = std::is_same_v<K, TwoOfFour> ? 6 : 2;
   constexpr int kMostTokens = 5 * FloatProduct<P>::kMaxTokens, kDepth = P::kDepth;
   constexpr int kGroups = K::kInputs / kGroupInputs;  // per block
-  alignas(64) uint32_t words[kChunk * kGroupInputs / kDepth * kPanel];
+  constexpr int kGroupWidened = kGroupInputs / kDepth * P::kWeightWords * kPanel;
+  alignas(64) uint32_t words[kChunk * kGroupWidened];
   Float out[2 * kMostTokens];
   const size_t size = panel_words(w);
   const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
@@ -268,7 +272,7 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
           const uint32_t* block = w.words + p * size + g / kGroups * K::kWords;
           const int line = g % kGroups * (K::kWords / kGroups);
           for (int i = 0; i < K::kWords / kGroups; i += 2 * kLanes) __builtin_prefetch(block + 1024 + line + i, 0, 2);
-          widen_words<P, K>(block, g % kGroups, words + (g - first) * (kGroupInputs / kDepth) * kPanel);
+          widen_words<P, K>(block, g % kGroups, words + (g - first) * kGroupWidened);
         }
         const uint32_t* rows = x.words + start * x.stride + first * (kGroupInputs / kDepth);
         for (int b = 0, t = 0; b < blocks.count; ++b) {
@@ -359,9 +363,11 @@ inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& o
       multiply_widened<Float32, K>(w, x, tokens, output, team);
     else if (std::is_same_v<K, TwoOfFour> && tokens <= TwoOfFourProduct::kMaxTokens)
       multiply_tiles<TwoOfFourProduct>(w, x, tokens, output, following, team);
-    else if (w.operand == kBfloat16Operand)
+    else if constexpr (std::is_same_v<K, TwoOfFour>)
       multiply_widened<Bfloat16, K>(w, x, tokens, output, team);
-    else if constexpr (!std::is_same_v<K, TwoOfFour>)
+    else if (w.operand == kBfloat16Operand)
+      multiply_widened<WidenedWords, K>(w, x, tokens, output, team);
+    else
       multiply_tiles<QuantizedProduct<K>>(w, x, tokens, output, following, team);
   });
 }

@@ -10,6 +10,9 @@ namespace {
 
 struct Float32 {
   static constexpr int kDepth = 1;  // numbers in a word
+  using Weight = Word;              // what a step multiplies with a word
+  static constexpr int kWeightWords = 1;
+  static Weight weight(const uint32_t* words) { return load<Word>(words); }
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
   // Number i of every word as number 0, the others 0; number 0 of every word as number i; number i of every word.
   static Word take(Word w, int) { return w; }
@@ -25,7 +28,8 @@ struct Float32 {
       numbers[i] = (int8_t)(2 * (x[i] & 15) - 15), numbers[kLanes + i] = (int8_t)(2 * (x[i] >> 4) - 15);
     low = from_int8(numbers), high = from_int8(numbers + kLanes);
   }
-  // Words of kDepth numbers for each lane.
+  // Words of kDepth numbers for each lane, as a panel has them.
+  static void store_columns(uint32_t* words, const Float* numbers) { store(words, numbers[0]); }
   static Word pack_columns(const Float* numbers) { return (Word)numbers[0]; }
   // n numbers from x, which is zero up to a multiple of 32, into words.
   static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
@@ -33,6 +37,9 @@ struct Float32 {
 
 struct Bfloat16 {
   static constexpr int kDepth = 2;
+  using Weight = Word;
+  static constexpr int kWeightWords = 1;
+  static Weight weight(const uint32_t* words) { return load<Word>(words); }
   static Float step(Float acc, Word w, Word x) { return dot_bfloat16(acc, w, x); }
   static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
   static Word place(Word w, int i) { return i ? w << 16 : w; }
@@ -83,6 +90,7 @@ struct Bfloat16 {
 #endif
     for (; i < n; i += 2) words[i / 2] = round(x[i]) | round(x[i + 1]) << 16;
   }
+  static void store_columns(uint32_t* words, const Float* numbers) { store(words, pack_columns(numbers)); }
   static Word pack_columns(const Float* numbers) {
 #if FORETELL_BF16
     typedef int16_t Order __attribute__((vector_size(64)));
@@ -93,6 +101,22 @@ struct Bfloat16 {
 #else
     return (Word)rounded(numbers[0]) >> 16 | (Word)rounded(numbers[1]);
 #endif
+  }
+};
+
+// Bfloat16 weights as float32 numbers, of a pair the upper one first: where the processor does not multiply bfloat16
+// numbers, and weights are widened anyhow, they are not packed before.
+struct WidenedBfloat16 : Bfloat16 {
+  struct Weight {
+    Float upper, lower;
+  };
+  static constexpr int kWeightWords = 2;
+  static Weight weight(const uint32_t* words) { return {load<Float>(words), load<Float>(words + kPanel)}; }
+  static Float step(Float acc, const Weight& w, Word x) {
+    return fma(w.lower, (Float)(x << 16), fma(w.upper, (Float)(x & splat(0xFFFF0000u)), acc));
+  }
+  static void store_columns(uint32_t* words, const Float* numbers) {
+    store(words, rounded(numbers[1])), store(words + kPanel, rounded(numbers[0]));
   }
 };
 
@@ -157,7 +181,7 @@ struct FloatProduct {
           if (!half) prefetch_panel<kPrefetch>(panel, next, k);
 #pragma GCC unroll 2
           for (int h = 0; h < kHalves; ++h) {
-            const Word w = load<Word>(panel + kPanel * k + kLanes * (half + h));
+            const typename P::Weight w = P::weight(panel + kPanel * P::kWeightWords * k + kLanes * (half + h));
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) sums[h][t] = P::step(sums[h][t], w, splat(row[t][k]));
           }

@@ -267,7 +267,7 @@ void widen_group(const uint32_t* block, int group, uint32_t* words) {
         const Word level = (levels >> (8 * ((i + d) % 4))) & splat(0xFFu);
         numbers[d] = fma(to_float((Int)level), scale[i / 16], offset[i / 16]);
       }
-      store(words + i / P::kDepth * kPanel + kLanes * half, P::pack_columns(numbers));
+      P::store_columns(words + i / P::kDepth * P::kWeightWords * kPanel + kLanes * half, numbers);
     }
   }
 }
