@@ -11,7 +11,8 @@ INSTALL := install --quiet --constraint constraints.txt
 # Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
 # Half of the tests for each process, in order, so that the tests of a file share what they prepare.
-PYTEST := $(BIN)/pytest --numprocesses auto --dist worksteal
+# The bytecode of the library and of the tests is kept for the second run and the processes that tests start.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --dist worksteal
 # Which exhaustive tests `make test-all` runs: all, or a part such as 2/3.
 SHARE ?= all
 # Tests of single parts and one of all methods, which run again with the shapes and types of all calls checked.

@@ -152,7 +152,7 @@ def test_drafting_is_the_forward_pass_of_training(heads: str, from_anchor: bool)
         texts = generate(Method(drafter, DynamicTree(9, 2, 12), Match()), requests, rows=3, chunk=8)
     assert [len(t) for t in texts] == [8] * 4
     checked, depths = 0, set[int]()
-    for text, nodes in list(drafter.found.items())[::2]:
+    for text, nodes in list(drafter.found.items())[::4]:
         for path, (logits, confidence) in nodes.items():
             whole = [*text, *path]
             # Features of drafted tokens exist in this pass; the block does not see them.
@@ -218,7 +218,7 @@ SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (
 @pytest.mark.parametrize("name", SHAPES)
 def test_sampled_drafts_keep_the_distribution(name: str) -> None:
     network, sampling, start = network_of("markov", 4, subset=3), SamplingParams(temperature=2.5), [1, 0, 2]
-    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(800)]
+    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(400)]
     with unchecked():
         method = Method(DFlashDrafter(network), SHAPES[name], Rejection())
         texts = generate(method, requests, rows=400, chunk=1 << 14, vocab=4)

@@ -68,6 +68,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(rule: HeuristicSchedule | Co
     assert answers(3) == answers(1)
 
 
+@pytest.mark.exhaustive_types
 def test_good_drafts_lengthen_the_chain_and_bad_ones_shorten_it_for_each_request_by_itself() -> None:
     def lengths(draft: DraftModel) -> list[int]:
         """Length of the chain after every step of a request."""

@@ -69,6 +69,7 @@ def flat(free: int, slope: float = 0.1) -> Callable[[int], float]:
 
 
 @pytest.mark.parametrize("free", [8, 32])
+@pytest.mark.exhaustive_types
 def test_trees_grow_to_the_nodes_that_are_free(free: int) -> None:
     late = sizes(flat(free))[-200:]
     assert 0.75 * free <= np.median(late) <= free + 2
@@ -83,6 +84,7 @@ def test_trees_of_a_batch_share_the_free_nodes() -> None:
     assert 24 <= np.median(late) <= 34
 
 
+@pytest.mark.exhaustive_types
 def test_noise_does_not_make_sizes_oscillate() -> None:
     noise = random.Random(0)
 

@@ -145,6 +145,7 @@ def test_trees_are_as_large_as_pays() -> None:
     assert CostAwareTrie(12, CHEAP)._choose_sizes(candidates, 2) == [3, 1]
 
 
+@pytest.mark.exhaustive_types
 def test_an_oracle_is_used_and_wrong_probabilities_are_calibrated() -> None:
     texts = plain_sequences()
     cost = PassCost({1: 1.0, 2: 1.4, 64: 8.0})
@@ -154,6 +155,7 @@ def test_an_oracle_is_used_and_wrong_probabilities_are_calibrated() -> None:
     assert wrong.drafted / wrong.target_passes < 0.5 * right.drafted / right.target_passes
 
 
+@pytest.mark.exhaustive_types
 def test_a_request_whose_drafts_do_not_pay_drafts_less_often() -> None:
     oracle = Oracle(plain_sequences(), wrong=True)
     (s,) = statistics(Method(oracle, CostAwareTrie(12, CHEAP), Match()), GREEDY[:1], Clock(tick=0.02))
@@ -239,6 +241,7 @@ def test_the_model_is_timed_by_its_fastest_drafts() -> None:
     assert drafts_per_pass(SlowAtFirst(good_model(VOCAB), clock, 50.0), clock)[0] > 3
 
 
+@pytest.mark.exhaustive_types
 def test_rejections_in_one_request_do_not_stop_drafts_in_the_next() -> None:
     """A model that is wrong in the first request soon stops there, and drafts throughout the second one."""
 
@@ -253,6 +256,7 @@ def test_rejections_in_one_request_do_not_stop_drafts_in_the_next() -> None:
     assert drafted[0] < 2 and drafted[1] > 3
 
 
+@pytest.mark.exhaustive_types
 def test_acceptance_in_one_request_raises_the_prior_of_the_next() -> None:
     """Drafting takes 1.5 passes, which pays only if more drafts are accepted than the first prior says."""
     clock = Clock()

@@ -92,9 +92,9 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"},
-        {"convolution": "1"},
+        pytest.param({"convolution": "1"}, marks=pytest.mark.exhaustive),
         {"window": "6"},
     ],
 )
