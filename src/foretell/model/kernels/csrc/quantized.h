@@ -16,7 +16,8 @@ namespace {
 constexpr int kGroupInputs = 32;
 constexpr int kGroupWords = kGroupInputs / 4;  // words of four levels or activations
 
-// Word k of four levels of a group, from four words of eight nibbles: those of a word are inputs 0, 4, 1, 5, 2, 6, 3, 7.
+// Word k of four levels of a group, from four words of eight nibbles: those of a word are inputs 0, 4, 1, 5, 2, 6, 3,
+// 7.
 __attribute__((always_inline)) inline Word nibbles_at(const uint32_t* p, int k) {
   const Word w = load<Word>(p + kPanel * (k / 2));
   return (k % 2 ? w >> 4 : w) & splat(0x0F0F0F0Fu);

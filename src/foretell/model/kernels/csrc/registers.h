@@ -370,9 +370,9 @@ constexpr bool kShortSums =
     false;
 #endif
 
-// Sums of products of unsigned levels, at most kMost, with signed bytes above -128, four per lane and word: `add` for up
-// to kMostWords words, then `whole`. Short sums take as many words in 16 bits as fit, |sum| <= kMostWords * 2 * 127 *
-// kMost <= 32767, and then the two numbers of a lane at once.
+// Sums of products of unsigned levels, at most kMost, with signed bytes above -128, four per lane and word: `add` for
+// up to kMostWords words, then `whole`. Short sums take as many words in 16 bits as fit, |sum| <= kMostWords * 2 * 127
+// * kMost <= 32767, and then the two numbers of a lane at once.
 template <int kMost>
 struct LevelSum {
   static constexpr bool kShort = kShortSums && kMost < 128;

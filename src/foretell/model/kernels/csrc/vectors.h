@@ -102,7 +102,9 @@ __attribute__((always_inline)) inline Int rounded_integer(Float x) {
 }
 
 // x * factor, rounded to the nearest integer.
-__attribute__((always_inline)) inline Int round_product(Float x, float factor) { return rounded_integer(fma(x, splat(factor), splat(kRounder))); }
+__attribute__((always_inline)) inline Int round_product(Float x, float factor) {
+  return rounded_integer(fma(x, splat(factor), splat(kRounder)));
+}
 
 // e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores vanish.
 __attribute__((always_inline)) inline Float exponential(Float x) {
