@@ -64,7 +64,8 @@ class Client:
     length: int
     sampled: bool = False
     account: budgets.DraftAccount = field(default_factory=budgets.DraftAccount)
-    done: int = 0
+    done: int = 1
+    """The first one comes with the prompt."""
     seconds: float = 0.0
     """Time of its steps."""
 

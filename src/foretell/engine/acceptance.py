@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 
@@ -14,6 +15,8 @@ RUNGS = 32
 """
 _REFRESH = 8
 """Counted requests after which the chances follow the counts."""
+_FEW = 0.01
+"""Drafts per step below which a rung is not worth a look."""
 _SCORED = ((1 - (np.arange(RUNGS) + 0.5) / RUNGS) ** 2).tolist()
 _BY_DEPTH = (PRIOR_SURVIVAL ** np.arange(1.0, RUNGS + 1)).tolist()
 
@@ -22,9 +25,8 @@ def rungs_of(tree: TokenTree) -> list[list[int]]:
     """The rung of every node."""
     if tree.score is None:
         return [[min(max(depth - 1, 0), RUNGS - 1) for depth in row] for row in tree.depth.tolist()]
-    rung = RUNGS - RUNGS * np.sqrt(tree.score)
-    out: list[list[int]] = np.minimum(rung, RUNGS - 1).astype(np.int64).tolist()
-    return out
+    # Lists: on small trees arrays take several times as long.
+    return [[min(int(RUNGS - RUNGS * sqrt(score)), RUNGS - 1) for score in row] for row in tree.score.tolist()]
 
 
 class Acceptance:
@@ -38,6 +40,9 @@ class Acceptance:
         self._nodes, self._counted = [0.0] * RUNGS, 0
         self.steps = 0.0
         """Steps of requests that were counted; older ones fade."""
+        tokens, nodes = PRIOR_PROMISE
+        self.promise = [(tokens / nodes, nodes)]
+        """Drafts that a request's step is expected to offer: their chances, falling, and their numbers."""
 
     def count(self, rungs: Sequence[int], right: Sequence[int], room: int) -> None:
         """Count the drafts of a request's step whose fate is known, and those of them that the target chose; `room`:
@@ -57,7 +62,7 @@ class Acceptance:
         """Count all drafts of a request's step."""
         if room >= ROOM:
             share = max(1 / (self.steps + 1), 1 / MEMORY**0.5)
-            self._nodes = [(1 - share) * n for n in self._nodes]
+            self._nodes = [n - share * n for n in self._nodes]
             for rung in rungs:
                 self._nodes[rung] += share
 
@@ -69,17 +74,18 @@ class Acceptance:
         # The mean of the two nearest monotone sequences.
         falling, rising = np.minimum.accumulate(rate), np.maximum.accumulate(rate[::-1])[::-1]
         self.chance = ((falling + rising) / 2).tolist()
+        if self.steps:
+            self.promise = [(c, n) for c, n in zip(self.chance, self._nodes, strict=True) if n > _FEW]
 
-    def promise(self, floor: float) -> tuple[float, float]:
-        """Expected accepted tokens of a request's step, and the drafts with at least this chance that give them."""
-        if not self.steps:
-            return PRIOR_PROMISE
-        tokens = nodes = 0.0
-        for chance, count in zip(self.chance, self._nodes, strict=True):
-            if chance < floor:
-                break
-            tokens, nodes = tokens + chance * count, nodes + count
-        return tokens, nodes
+    @property
+    def hope(self) -> float:
+        """How many times the promise the truth may be."""
+        return 1 + 1 / sqrt(1 + self.steps)
+
+    @property
+    def hoped(self) -> float:
+        """Most tokens of the promise."""
+        return self.hope * sum(chance * n for chance, n in self.promise)
 
     def least_score(self, floor: float) -> float:
         """The least score of drafts with at least this chance."""

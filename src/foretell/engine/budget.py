@@ -8,7 +8,8 @@ as AdaServe (arXiv 2501.12162) serves them first.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import inf
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -50,6 +51,10 @@ REASONS = NO_CHOICE, LOAD, MEASURED, COST, PROTECTED
 """Why a request got no drafts in a step: it may have none; more requests than `disable_by_batch_size`; a plain pass is
 measured; drafts would not pay; they would cost a request more than it may lose.
 """
+
+
+_MARGIN = 4
+"""Drafts by which the time of a further one is told."""
 
 
 class DraftAccount:
@@ -185,6 +190,25 @@ class _Offer:
     tree: OfferedTree
 
 
+class _Offered(NamedTuple):
+    """Drafts that pay: their number and summed value, the rate with them, and per request number and summed chances."""
+
+    nodes: float
+    gained: float
+    rate: float
+    kept: dict[int, int]
+    expected: dict[int, float]
+
+
+class _Cut(NamedTuple):
+    """A least chance, the drafts down to it, the seconds of the step with them, and its rate."""
+
+    chance: float
+    nodes: float
+    seconds: float
+    rate: float
+
+
 class Budget:
     """Chooses the drafts of every step. It governs lossless methods that keep the text of a seed whatever is drafted:
     all of them, or with `every_method` False those whose shape is `elastic`. Of other methods it sees no drafts: they
@@ -255,7 +279,8 @@ class Budget:
             reason = LOAD if crowded else MEASURED if self._measures else ""
         if not reason:
             source = self._source(bound, number)
-            plan = Plan(open_) if source.steps < FIRST_STEPS else self._weigh(source, open_)
+            is_new = source.steps < FIRST_STEPS and not self._overdrawn
+            plan = Plan(open_) if is_new else self._weigh(source, open_)
             if isinstance(plan, Plan):
                 self._asked.add(source)
                 return plan
@@ -271,49 +296,77 @@ class Budget:
 
     def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
-        load, plain = self._load, self._at(0)
-        values = sorted(self._values, reverse=True)
-        kept, gained = self._best_of(values)
-        offered = dict[int, float]()
-        if kept:
-            least = values[kept - 1]
-            for i, chances in self._offered.items():
-                offered[i] = sum(chance for chance in chances if chance * load.weights[i] >= least)
-        before = rate = (self._worth + gained) / (self._at(kept) + self._spent)
-        slope = min((self._at(n) - plain) / n for n in (1, 2, 4, 8, 16, 32))
-        known = {sampled: source.acceptance(sampled) for sampled in {load.sampled[i] for i in which}}
-        own, seconds = dict[int, float](), 0.0
-        for _ in range(2):
-            floor = slope * rate
-            promises = {sampled: a.promise(floor) for sampled, a in known.items()}
-            tokens, nodes = gained, float(kept)
-            own.clear()
-            for i in which:
-                promised, count = promises[load.sampled[i]]
-                promised *= load.accounts[i].factor(source.name)
-                hoped = promised * (1 + 1 / sqrt(1 + known[load.sampled[i]].steps))
-                more = hoped - offered.get(i, 0.0)
-                if more > 0:
-                    own[i], tokens, nodes = promised, tokens + more * load.weights[i], nodes + count
-            drafting = self.times.draft_seconds(source.name, self._key, len(own), plain)
-            seconds = self._at(nodes) + self._spent + drafting
-            after = (self._worth + tokens) / seconds
-            rate = max(rate, after)
-        asked = list(own)
+        load, plain, before = self._load, self._at(0), self._so_far
+        asked, nodes, tokens = list[int](), before.nodes, self._worth + before.gained
+        weights = dict[bool, list[float]]()
+        for i in which:
+            kind, offered = load.sampled[i], before.expected.get(i, 0.0)
+            factor = load.accounts[i].factor(source.name)
+            if not offered or factor * source.acceptance(kind).hoped > offered:
+                asked.append(i)
+                weights.setdefault(kind, []).append(factor * load.weights[i])
+                if offered:
+                    nodes -= before.kept[i]
+                    tokens -= offered * load.weights[i]
+        spent = self._spent + self.times.draft_seconds(source.name, self._key, len(asked), plain)
+        best = self._best_cut(source, weights, nodes, tokens, spent)
         for i in self._overdrawn:
-            if asked and (1 + own.get(i, offered.get(i, 0.0))) * plain < seconds:
+            expected = before.expected.get(i, 0.0)
+            if i in asked:
+                chances = source.acceptance(load.sampled[i]).promise
+                expected = load.accounts[i].factor(source.name) * sum(c * n for c, n in chances if c >= best.chance)
+            if asked and (1 + expected) * plain < best.seconds:
                 return PROTECTED
         trials = source.trials.setdefault(self._key, _Trials())
-        on = bool(asked) and after >= before * (OFF if trials.on else ON)
+        on = bool(asked) and best.rate >= before.rate * (OFF if trials.on else ON)
         if on is not trials.on:
             self._switch(trials, on)
         if not on:
             asked = self._tried(trials, source, which, plain)
             if not asked:
                 return COST
-        level = LEVEL_SHARE * self.times.draft_seconds(source.name, self._key, len(asked), plain) / source.levels
-        raw = max(a.least_score(FLOOR_SLACK * floor) for a in known.values())
+        rate, size = max(before.rate, best.rate), best.nodes
+        # Where the time of a pass has a step, further drafts cost more than those that lead up to it are worth.
+        floor = FLOOR_SLACK * min(best.chance, rate * (self._at(size + _MARGIN) - self._at(size)) / _MARGIN, 1.0)
+        raw = max(source.acceptance(kind).least_score(floor) for kind in {load.sampled[i] for i in asked})
+        level = LEVEL_SHARE * (spent - self._spent) / source.levels
         return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
+
+    @property
+    def _so_far(self) -> "_Offered":
+        """The drafts that pay of those that were offered before."""
+        if not self._values:
+            return _Offered(0, 0.0, self._worth / (self._at(0) + self._spent), {}, {})
+        values, weights = sorted(self._values, reverse=True), self._load.weights
+        nodes, gained = self._best_of(values)
+        least = values[nodes - 1] if nodes else inf
+        paying = {i: [c for c in chances if c * weights[i] >= least] for i, chances in self._offered.items()}
+        return _Offered(
+            nodes,
+            gained,
+            (self._worth + gained) / (self._at(nodes) + self._spent),
+            {i: len(chances) for i, chances in paying.items()},
+            {i: sum(chances) for i, chances in paying.items()},
+        )
+
+    def _best_cut(
+        self, source: _Source, weights: dict[bool, list[float]], nodes: float, tokens: float, spent: float
+    ) -> "_Cut":
+        """The least chance down to which the expected drafts of requests of these weights, by kind, are best taken."""
+        drafts = list[tuple[float, float, float]]()
+        for kind, own in weights.items():
+            acceptance = source.acceptance(kind)
+            count, worth = len(own), sum(own) * acceptance.hope
+            drafts += [(chance, n * count, chance * n * worth) for chance, n in acceptance.promise]
+        if len(weights) > 1:
+            drafts.sort(reverse=True)
+        best = _Cut(inf, nodes, self._at(nodes) + spent, 0.0)
+        for chance, count, more in drafts:
+            tokens, nodes = tokens + more, nodes + count
+            seconds = self._at(nodes) + spent
+            if tokens > best.rate * seconds:
+                best = _Cut(chance, nodes, seconds, tokens / seconds)
+        return best
 
     def _switch(self, trials: _Trials, on: bool) -> None:
         trials.on, trials.left, trials.next = on, 0, self._step + TRIAL_INTERVAL
@@ -323,7 +376,7 @@ class Budget:
     def _tried(self, trials: _Trials, source: _Source, which: list[int], plain: float) -> list[int]:
         """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
         if not trials.left:
-            if self._step < trials.next:
+            if self._step < trials.next or self._overdrawn:
                 return []
             lost = self._at(TRIAL_NODES) - plain
             lost += self.times.draft_seconds(source.name, self._key, TRIAL_REQUESTS, plain)
@@ -437,7 +490,8 @@ class Budget:
         """Learn the time of the drafter that was asked last: what those before it and the engine take is known."""
         *before, last = [_HOST, *(offer.source.name for offer in self._offers)]
         known = sum(self.times.draft_seconds(name, self._key, self._requests, 0.0) for name in before)
-        self.times.observe_draft(last, self._key, seconds - known)
+        plain = 0.0 if last == _HOST else self._at(0)
+        self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
         source, tree, load = offer.source, offer.tree, self._load

@@ -44,10 +44,14 @@ QUANTILE = 0.3
 """Share of the measured times that are below the estimate: other programs on the processor only add time, and with
 half of the steps disturbed this one is still an undisturbed one.
 """
-WINDOW = 16
+EXPECTED_TIMES = 2
+"""Times that what is expected of a size counts for when it is seen first: a longer time is believed after six of it."""
+WINDOW = 64
 """Last times of a size that are kept."""
-DRIFT_WINDOW = 9
-"""Last passes that say how fast the machine is now."""
+DRIFT_WINDOW = 24
+"""Last passes that say how fast the machine is now: fewer than a size keeps, so that another speed is noticed before it
+goes into the times.
+"""
 DRIFT = 0.15
 """Least deviation of these that counts as another speed of the machine."""
 PLAIN_INTERVALS = 8, 256

@@ -63,6 +63,8 @@ class StepMetrics:
         for reason in REASONS:
             self._undrafted.labels(*labels, reason)
         self._switched = counter("spec_controller_switches", "Drafting switched on or off by measured times.", "to")
+        for to in ("on", "off"):
+            self._switched.labels(*labels, to)
         self._labels, self._seen, self._steps_seen = labels, Counts[str](), 0
         self._recent = deque[_StepGain](maxlen=RECENT)
         for name, text, value in (
