@@ -30,6 +30,7 @@ from helpers import (
     VARIANTS,
     VOCAB,
     Phrases,
+    Variant,
     context_of,
     exact_distribution,
     good_model,
@@ -371,3 +372,27 @@ def test_an_error_after_the_commit_ends_the_requests_and_leaves_no_token_out() -
         assert completion.tokens == whole.tokens[: len(completion.tokens)]
     assert found[2].tokens == expected[2].tokens
     assert engine.unowned_rows == 0
+
+
+class JumpingClock:
+    """A clock that goes on by very different times, in an order of its own per seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.now, self._rng = 0.0, np.random.default_rng(seed)
+
+    def __call__(self) -> float:
+        self.now += float(10 ** self._rng.uniform(-6, 2))
+        return self.now
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless and not v.same_seed], ids=str)
+def test_no_measured_time_is_in_a_text_that_depends_on_drafts(variant: Variant) -> None:
+    requests = [Request(random_tokens(6 + 3 * i, seed=i), SamplingParams(1.0, seed=i), 24) for i in range(3)]
+    copies: AnyMethod = Method(PromptLookup(2, 1, 4), Trie(4, elastic=True), Match())
+    others = [Request([1, 2, 3] * 4, max_new_tokens=20, method=copies)] * 2
+    texts = list[list[list[int]]]()
+    with unchecked():
+        for seed, company in ((0, False), (1, True), (2, False)):
+            run = Engine(DecoderRunner(target()), variant.make(VOCAB), 6, clock=JumpingClock(seed), budget=Budget())
+            texts.append(tokens(run.complete([*requests, *(others if company else ())])[:3]))
+    assert texts[0] == texts[1] == texts[2]

@@ -211,7 +211,7 @@ def test_a_request_among_many_drafts_what_its_constraint_forces_and_nothing_else
         plain = Engine(runner, PLAIN, rows=4).complete(requests)
         alone = Engine(runner, method, rows=4).complete(requests[:1])[0].statistics
     assert tokens(found) == tokens(plain)
-    first, second, forced, none = (c.statistics for c in found)
+    first, _, forced, none = (c.statistics for c in found)
     assert not none.drafted and first.drafted < alone.drafted
     assert forced.drafted and forced.target_passes < none.target_passes
 

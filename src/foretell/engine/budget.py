@@ -193,7 +193,7 @@ class _Offer:
 class _Offered(NamedTuple):
     """Drafts that pay: their number and summed value, the rate with them, and per request number and summed chances."""
 
-    nodes: float
+    nodes: int
     gained: float
     rate: float
     kept: dict[int, int]
@@ -297,7 +297,7 @@ class Budget:
     def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
         load, plain, before = self._load, self._at(0), self._so_far
-        asked, nodes, tokens = list[int](), before.nodes, self._worth + before.gained
+        asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
         weights = dict[bool, list[float]]()
         for i in which:
             kind, offered = load.sampled[i], before.expected.get(i, 0.0)
