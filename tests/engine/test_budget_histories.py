@@ -112,7 +112,9 @@ def test_no_request_is_slower_than_plain_decoding(together: int, chance: float, 
     simulation.run(clients := [sim.Client(200) for _ in range(6 * together)], together)
     plain = losing.seconds(together, 0)
     assert np.mean([c.seconds / (c.length * plain) for c in clients]) < 1.02
-    assert max(c.seconds / (c.length * plain) for c in [*warm, *clients]) < 1.06
+    # 3 %, one drafting step, and before anything is known what the first steps of the drafter cost.
+    assert max(c.seconds / (c.length * plain) for c in clients) < 1.05
+    assert max(c.seconds / (c.length * plain) for c in warm) < 1.08
 
 
 def test_a_drafter_that_gets_better_is_found_by_a_trial_and_one_that_loses_costs_little() -> None:

@@ -8,7 +8,7 @@ as AdaServe (arXiv 2501.12162) serves them first.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, sqrt
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from foretell.core.context import StepResult
 from foretell.core.tree import TokenTree
-from foretell.draft.base import NoDrafter
+from foretell.draft.base import Drafter, NoDrafter
 from foretell.engine.acceptance import Acceptance, OfferedTree
 from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
 from foretell.engine.method import BoundMethod
@@ -70,6 +70,10 @@ class DraftAccount:
         """Chances of this request's drafts over those of all requests."""
         predicted, right = self._factors.get(drafter, (0.0, 0.0))
         return min(MOST_FACTOR, (REQUEST_WEIGHT + right) / (REQUEST_WEIGHT + predicted))
+
+    def hope(self, drafter: str) -> float:
+        """The same as far as luck may have made them small."""
+        return self.factor(drafter) * (1 + 1 / sqrt(REQUEST_WEIGHT + self._factors.get(drafter, (0.0, 0.0))[0]))
 
     def count(self, drafter: str, predicted: float, right: int) -> None:
         """Count a step: the summed chances of drafts before the factor, and how many of them were right."""
@@ -224,7 +228,8 @@ class Budget:
         self.times = PassTimes() if times is None else times
         self.statistics, self.last = BudgetStatistics(), Forecast()
         self._every_method, self._crowd = every_method, disable_by_batch_size
-        self._sources: WeakKeyDictionary[BoundMethod, list[_Source]] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[Drafter, list[_Source]] = WeakKeyDictionary()
+        """By the drafter of a method, which lives as long as the method does."""
         self._step = 0
         self.begin(StepLoad(1, False, (), (), (), ()))
 
@@ -279,8 +284,7 @@ class Budget:
             reason = LOAD if crowded else MEASURED if self._measures else ""
         if not reason:
             source = self._source(bound, number)
-            is_new = source.steps < FIRST_STEPS and not self._overdrawn
-            plan = Plan(open_) if is_new else self._weigh(source, open_)
+            plan = self._weigh(source, open_)
             if isinstance(plan, Plan):
                 self._asked.add(source)
                 return plan
@@ -290,9 +294,10 @@ class Budget:
         return None
 
     def _source(self, bound: BoundMethod, number: int) -> _Source:
-        if bound not in self._sources:
-            self._sources[bound] = [_Source(f"{bound.method.name} {i}") for i in range(len(bound.method.sources))]
-        return self._sources[bound][number]
+        method = bound.method
+        if method.draft not in self._sources:
+            self._sources[method.draft] = [_Source(f"{method.name} {i}") for i in range(len(method.sources))]
+        return self._sources[method.draft][number]
 
     def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
@@ -314,11 +319,12 @@ class Budget:
             expected = before.expected.get(i, 0.0)
             if i in asked:
                 chances = source.acceptance(load.sampled[i]).promise
-                expected = load.accounts[i].factor(source.name) * sum(c * n for c, n in chances if c >= best.chance)
-            if asked and (1 + expected) * plain < best.seconds:
+                expected = load.accounts[i].hope(source.name) * sum(c * n for c, n in chances if c >= best.chance)
+            if asked and (1 + expected) * (1 + MOST_LOSS) * plain < best.seconds:
                 return PROTECTED
         trials = source.trials.setdefault(self._key, _Trials())
-        on = bool(asked) and best.rate >= before.rate * (OFF if trials.on else ON)
+        is_new = source.steps < FIRST_STEPS and not self._overdrawn
+        on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
         if on is not trials.on:
             self._switch(trials, on)
         if not on:
@@ -356,8 +362,8 @@ class Budget:
         drafts = list[tuple[float, float, float]]()
         for kind, own in weights.items():
             acceptance = source.acceptance(kind)
-            count, worth = len(own), sum(own) * acceptance.hope
-            drafts += [(chance, n * count, chance * n * worth) for chance, n in acceptance.promise]
+            requests, worth = len(own), sum(own) * acceptance.hope
+            drafts += [(chance, n * requests, chance * n * worth) for chance, n in acceptance.promise]
         if len(weights) > 1:
             drafts.sort(reverse=True)
         best = _Cut(inf, nodes, self._at(nodes) + spent, 0.0)
