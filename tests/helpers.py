@@ -1,6 +1,7 @@
 """Shared by the tests: tiny models, all methods and variants, and reference implementations without the engine."""
 
 import atexit
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from foretell.accept import BlockVerification, Match, Rejection, TypicalAcceptance
+from foretell.accept import (
+    BlockVerification,
+    GreedyBlockVerification,
+    Match,
+    Rejection,
+    TraversalVerification,
+    TypicalAcceptance,
+)
 from foretell.catalogue import BUILT_IN, DEFAULT_METHOD, BuildContext, Entry, build
 from foretell.catalogue.speculators import embedding_and_head, read_speculator, require_draft_predictor, target_card
 from foretell.core.context import Context, StepResult, TokenBuffer
@@ -29,6 +37,7 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics
 from foretell.model.block.decoder import Decoder
+from foretell.model.cache.block_table import OutOfBlocksError
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import Weights
@@ -265,6 +274,21 @@ _BY_HAND = (
         lambda v: Method(MixtureDrafter([small_model(v), good_model(v)], [1, 2]), BranchingTree((2, 2)), Rejection()),
         same_seed=False,
     ),
+    Variant(
+        "greedy_block",
+        lambda v: Method(small_model(v), BranchingTree((3, 1, 1), distinct=False), GreedyBlockVerification()),
+        same_seed=False,
+    ),
+    Variant(
+        "traversal_independent",
+        lambda v: Method(small_model(v), BranchingTree((3, 2), distinct=False), TraversalVerification()),
+        same_seed=False,
+    ),
+    Variant(
+        "traversal",
+        lambda v: Method(small_model(v), BranchingTree((3, 2, 1)), TraversalVerification()),
+        same_seed=False,
+    ),
     Variant("trained_draft", lambda v: Method(trained_model(v), Chain(4), Rejection()), same_seed=False),
     Variant("fixed_argmax", lambda v: Method(good_model(v), FixedTree(_CHOICES), Match())),
     Variant(
@@ -371,6 +395,61 @@ def generate(
 ) -> list[list[int]]:
     """Tokens of every request from the tiny target."""
     return [tokens_of(u) for u in run(engine_for(method, rows, chunk, vocab), requests)]
+
+
+class Interrupted(DecoderRunner):
+    """A target that raises an error in the place of its next pass over several requests that decode, after drafts."""
+
+    error: Exception | None = None
+    failures = 0
+
+    def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
+        if self.error is not None and len(rows) > 1 and tree.is_decode:
+            error, self.error = self.error, None
+            self.failures += 1
+            raise error
+        return super().forward(rows, tree, **more)
+
+
+def interrupted(
+    engine: Engine, asked: Sequence[Request], interrupt: Callable[[Engine, int], None]
+) -> list[tuple[int, ...]]:
+    """Texts of requests each of which is interrupted in turn, again and again, while it is answered."""
+    numbers, texts, over = [engine.submit(r) for r in asked], defaultdict[int, list[int]](list), set[int]()
+    steps = turns = 0
+    while len(over) < len(numbers):
+        for update in engine.step():
+            assert update.error is None
+            texts[update.request] += update.tokens
+            over |= {update.request} if update.finish_reason else set()
+        steps += 1
+        begun = [n for n in numbers if texts[n] and n not in over]
+        if begun and steps % 3 == 0:
+            interrupt(engine, begun[turns % len(begun)])
+            turns += 1
+    return [tuple(texts[n]) for n in numbers]
+
+
+def fail(engine: Engine, number: int) -> None:
+    """The next pass raises; then each request gets one of its own."""
+    assert isinstance(engine.runner, Interrupted)
+    engine.runner.error = MemoryError()
+
+
+def preempt(engine: Engine, number: int) -> None:
+    """The next pass finds the cache full, and this request is the least urgent."""
+    assert isinstance(engine.runner, Interrupted)
+    for r in engine._scheduler.running:
+        r.request = replace(r.request, priority=int(r.number == number))
+    engine.runner.error = OutOfBlocksError(1)
+
+
+def pause(engine: Engine, number: int) -> None:
+    """This request waits, and the one that waited goes on; one that is alone does not wait."""
+    for other in list(engine._scheduler.paused):
+        engine.resume(other)
+    if engine.load[0] > 1:
+        engine.pause(number)
 
 
 def letters(tokens: Sequence[int]) -> str:

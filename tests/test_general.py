@@ -57,7 +57,10 @@ every_lossless = pytest.mark.parametrize(
 )
 every_lossy = pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.lossless], ids=str)
 every_matching = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.same_seed], ids=str)
-KINDS = ("draft_model", "block_verification", "specinfer", "spectr", "confident_block", "independent", "fixed_sampled")
+KINDS = (
+    "draft_model", "block_verification", "specinfer", "spectr", "confident_block", "independent", "fixed_sampled",
+    "greedy_block", "traversal",
+)  # fmt: skip
 every_kind_of_rejection = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in KINDS], ids=str)
 every_rejecting = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless and not v.same_seed], ids=str)
 

@@ -1,6 +1,6 @@
 """Every lossy method of the catalogue: its neutral setting is plain decoding, and its meaning depends on no clock."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,7 +21,20 @@ from foretell.model import kernels
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from helpers import VARIANTS, VOCAB, Variant, naive, random_tokens, speculator, target, wide_target
+from helpers import (
+    VARIANTS,
+    VOCAB,
+    Interrupted,
+    Variant,
+    interrupted,
+    naive,
+    pause,
+    preempt,
+    random_tokens,
+    speculator,
+    target,
+    wide_target,
+)
 
 LOSSY = [entry for entry in BUILT_IN if not entry.lossless]
 ALL_LAYERS = {"min_layers": 2, "max_layers": 2, "warmup_layers": 1}
@@ -51,8 +64,8 @@ def test_every_lossy_method_has_a_neutral_setting() -> None:
     assert {entry.name for entry in LOSSY} == set(NEUTRAL)
 
 
-def requests_of(temperature: float) -> list[Request]:
-    return [Request(p, SamplingParams(temperature, seed=i), max_new_tokens=14 + i) for i, p in enumerate(PROMPTS)]
+def requests_of(temperature: float, length: int = 14) -> list[Request]:
+    return [Request(p, SamplingParams(temperature, seed=i), max_new_tokens=length + i) for i, p in enumerate(PROMPTS)]
 
 
 def built(entry: Entry, network: Network, options: Mapping[str, object]) -> AnyMethod:
@@ -98,6 +111,21 @@ def test_a_neutral_setting_changes_no_token_alone_or_in_a_batch(
             assert fidelity.tokens == known * request.max_new_tokens
             assert (fidelity.changed, fidelity.changed_share) == (0, 0)
             assert fidelity.mean_variation == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("interrupt", [pause, preempt])
+@pytest.mark.parametrize(("entry", "options"), CASES, ids=lambda case: getattr(case, "name", str(case)))
+def test_a_neutral_setting_changes_no_token_after_an_interruption(
+    entry: Entry, options: Mapping[str, object], interrupt: Callable[[Engine, int], None]
+) -> None:
+    """A request that waits loses its row, and all its tokens are read again."""
+    sampled = entry.name in SAMPLES and "rollback_threshold" not in options
+    for temperature in (0.0, 1.0) if sampled else (0.0,):
+        engine = Engine(Interrupted(target()), built(entry, target(), options), 3)
+        requests = requests_of(temperature, 40)
+        texts = interrupted(engine, requests, interrupt)
+        assert [list(text) for text in texts] == [naive(target(), r) for r in requests]
+        assert (engine.preemptions > 0) is (interrupt is preempt)
 
 
 @pytest.mark.parametrize("rows", [1, 4])

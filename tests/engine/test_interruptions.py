@@ -1,7 +1,7 @@
 """What interrupts a request (a pass that raises, a preemption, a pause, what a row held before) changes no text."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -15,15 +15,19 @@ from foretell.draft import DraftModel
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
-from foretell.model.cache.block_table import OutOfBlocksError
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import Chain, LLMCadTree
 from helpers import (
     VARIANTS,
     VOCAB,
+    Interrupted,
     TinyCheckpoint,
     Variant,
+    fail,
+    interrupted,
     naive,
+    pause,
+    preempt,
     random_tokens,
     sibling,
     small_model,
@@ -81,20 +85,6 @@ def some_of(*names: str, without: Collection[str] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("variant", [pytest.param(EVERY[n], marks=m, id=n) for n, m in marks.items()])
 
 
-class Interrupted(DecoderRunner):
-    """A target that raises an error in the place of its next pass over several requests that decode, after drafts."""
-
-    error: Exception | None = None
-    failures = 0
-
-    def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
-        if self.error is not None and len(rows) > 1 and tree.is_decode:
-            error, self.error = self.error, None
-            self.failures += 1
-            raise error
-        return super().forward(rows, tree, **more)
-
-
 def engine_of(method: AnyMethod, rows: int, chunk: int = 64, prefix_caching: bool = False) -> Engine:
     return Engine(Interrupted(target()), method, rows=rows, chunk=chunk, prefix_caching=prefix_caching)
 
@@ -113,47 +103,6 @@ def tokens(engine: Engine, asked: Sequence[Request]) -> list[tuple[int, ...]]:
 def uninterrupted(variant: Variant) -> list[tuple[int, ...]]:
     """The texts of the requests."""
     return tokens(engine_of(variant.make(VOCAB), 3), requests())
-
-
-def interrupted(
-    engine: Engine, asked: Sequence[Request], interrupt: Callable[[Engine, int], None]
-) -> list[tuple[int, ...]]:
-    """Texts of requests each of which is interrupted in turn, again and again, while it is answered."""
-    numbers, texts, over = [engine.submit(r) for r in asked], defaultdict[int, list[int]](list), set[int]()
-    steps = turns = 0
-    while len(over) < len(numbers):
-        for update in engine.step():
-            assert update.error is None
-            texts[update.request] += update.tokens
-            over |= {update.request} if update.finish_reason else set()
-        steps += 1
-        begun = [n for n in numbers if texts[n] and n not in over]
-        if begun and steps % 3 == 0:
-            interrupt(engine, begun[turns % len(begun)])
-            turns += 1
-    return [tuple(texts[n]) for n in numbers]
-
-
-def fail(engine: Engine, number: int) -> None:
-    """The next pass raises; then each request gets one of its own."""
-    assert isinstance(engine.runner, Interrupted)
-    engine.runner.error = MemoryError()
-
-
-def preempt(engine: Engine, number: int) -> None:
-    """The next pass finds the cache full, and this request is the least urgent."""
-    assert isinstance(engine.runner, Interrupted)
-    for r in engine._scheduler.running:
-        r.request = replace(r.request, priority=int(r.number == number))
-    engine.runner.error = OutOfBlocksError(1)
-
-
-def pause(engine: Engine, number: int) -> None:
-    """This request waits, and the one that waited goes on; one that is alone does not wait."""
-    for other in list(engine._scheduler.paused):
-        engine.resume(other)
-    if engine.load[0] > 1:
-        engine.pause(number)
 
 
 @some_of("eagle3_sampled", "mtp_sampled", "p_eagle_sampled")

@@ -10,7 +10,7 @@ from test_decoder import oracle_of
 from test_state_models import STATES, single_mixers
 
 from foretell.model.block.modules import from_weights, to_weights
-from foretell.model.block.spec import BlockWeights, LinearWeights, VectorSpec, specs_of
+from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights, VectorSpec, specs_of
 from foretell.model.block.weights import map_linears, map_matrices, places_of, read_block, tensor_at
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
@@ -23,6 +23,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "llama": TINY,
     "biased": CONFIG,
     "norms": replace(TINY, qk_norm=True, post_norms=True, norm_offset=1.0, value_norm=True, layer_scales=True),
+    "norms after": replace(TINY, qk_norm=True, qk_norm_over="all", pre_norms=False, post_norms=True),
+    "parallel": replace(TINY, qk_norm=True, qk_norm_over="rotated", parallel_blocks=True, centered=True),
     "gpt_oss": tiny_gpt_oss(),
     "mixtral": tiny_moe(),
     "deepseek": tiny_deepseek(),
@@ -110,9 +112,9 @@ def test_matrices_that_decide_much_are_not_rounded(name: str) -> None:
     assert ("experts.experts.gate_up" in rounded) == (config.experts is not None)
 
 
-def test_what_every_block_has_must_be_given() -> None:
-    with pytest.raises(TypeError, match="mlp_norm"):
-        BlockWeights()
+def test_what_every_network_has_must_be_given() -> None:
+    with pytest.raises(TypeError, match="gate_up"):
+        GatedWeights()
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "mamba2"])

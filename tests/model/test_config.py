@@ -63,7 +63,7 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
     hybrid = said.get("shared_intermediate_size") if ours.architecture == "granitemoehybrid" else None
     assert (ours.ffn, ours.norm_eps, ours.tied) == (
         said.get("intermediate_size_mlp", hybrid or theirs.intermediate_size),
-        said.get("rms_norm_eps", said.get("norm_eps", said.get("layer_norm_epsilon"))),
+        said.get("rms_norm_eps", said.get("norm_eps", said.get("layer_norm_epsilon", said.get("layer_norm_eps")))),
         theirs.tie_word_embeddings,
     )
     granite = said.get("attention_multiplier") or (1.0 if ours.layer_scales else None)
@@ -90,7 +90,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         assert e.ffn == said.get("moe_intermediate_size", theirs.intermediate_size)
         assert e.shared_ffn == said.get("shared_expert_intermediate_size", e.ffn * said.get("n_shared_experts", 0))
         assert e.scale == said.get("routed_scaling_factor", 1.0)
-        assert e.layers[0] == said.get("first_k_dense_replace", said.get("mlp_layer_types", [])[:1].count("dense"))
+        dense = said.get("first_k_dense_replace", said.get("num_dense_layers"))
+        assert e.layers[0] == (said.get("mlp_layer_types", [])[:1].count("dense") if dense is None else dense)
     if ours.latent is not None:
         m = ours.latent
         assert (m.q_rank, m.kv_rank, m.nope_dim, m.rope_dim, m.value_dim) == (

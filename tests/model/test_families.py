@@ -1,5 +1,5 @@
-"""Gemma 4, Llama 4 and Ministral 3 against transformers: windows, chunks and shared keys crossed by chunks of a text
-and by trees.
+"""Gemma 4, Llama 4, Ministral 3 and families with other norms against transformers: windows, chunks and shared keys
+crossed by chunks of a text and by trees.
 """
 
 import json
@@ -67,6 +67,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("Ministral3Config", {"head_dim": 16, "pad_token_id": 0, "rope_parameters": YARN | {
     "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
     "ministral3 window": ("Ministral3Config", {"head_dim": 16, "pad_token_id": 0, "sliding_window": 8}),
+    "olmo3": ("Olmo3Config", {"pad_token_id": 0, "num_hidden_layers": 4, "sliding_window": 8, "layer_types": [S, S, S,
+    F], "rope_parameters": {F: YARN | {"original_max_position_embeddings": 16}, S: {"rope_type": "default",
+    "rope_theta": 10000.0}}}),
+    "exaone4": ("Exaone4Config", {"num_hidden_layers": 4, "sliding_window": 8, "layer_types": [S, S, S, F]}),
+    "hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0,
+    "factor": 1.0, "rope_theta": 10000.0}}),
+    "cohere2": ("Cohere2Config", {"num_hidden_layers": 4, "sliding_window": 8, "logit_scale": 0.25}),
+    "glm4": ("Glm4Config", {"head_dim": 32, "pad_token_id": 0}),
+    "minicpm3": ("MiniCPM3Config", {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "num_key_value_heads": 4, "max_position_embeddings": 256, "rope_parameters": {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1 + i / 8 for i in range(8)],
+    "long_factor": [1.0 + i for i in range(8)], "original_max_position_embeddings": 256}}),
 }  # fmt: skip
 
 
@@ -116,7 +128,7 @@ def test_the_kernels_give_the_logits_of_transformers(name: str) -> None:
     check_logits(native_of(name, "float32"), oracle_of(name), (7, 1, 1, 19, 12))
 
 
-@pytest.mark.parametrize("name", ["gemma4 shared", "llama4"])
+@pytest.mark.parametrize("name", ["gemma4 shared", "llama4", "olmo3", "cohere2"])
 def test_static_passes_give_the_same_logits(name: str) -> None:
     text = random_tokens(30, SIZES["vocab_size"])
     found, wanted = (all_logits(network, text) for network in (GraphedDecoder(decoder_of(name)), decoder_of(name)))
@@ -124,7 +136,7 @@ def test_static_passes_give_the_same_logits(name: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["gemma4 shared", "llama4", "ministral3 window"])
+@pytest.mark.parametrize("name", ["gemma4 shared", "llama4", "ministral3 window", "olmo3", "cohere2"])
 def test_lossless_methods_give_the_tokens_of_plain_decoding(name: str) -> None:
     network, vocab = native_of(name, "bfloat16"), SIZES["vocab_size"]
     draft = DraftModel(DecoderRunner(network.first_layers(2)))
@@ -139,7 +151,7 @@ def test_lossless_methods_give_the_tokens_of_plain_decoding(name: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["gemma4 shared", "gemma4 experts", "llama4"])
+@pytest.mark.parametrize("name", ["gemma4 shared", "gemma4 experts", "llama4", "olmo3", "cohere2"])
 def test_packed_layers_are_read_from_the_cache_of_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +176,9 @@ def test_packed_layers_are_read_from_the_cache_of_weights(
 
 @needs_kernels
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["gemma4 shared", "gemma4 experts", "llama4 two experts", "ministral3"])
+@pytest.mark.parametrize(
+    "name", ["gemma4 shared", "gemma4 experts", "llama4 two experts", "ministral3", "olmo3", "cohere2", "hunyuan"]
+)
 def test_the_kernels_give_every_token_the_same_bits_in_trees_chunks_and_batches(
     name: str, precision: Precision
 ) -> None:
@@ -204,6 +218,28 @@ def test_sizes_of_full_layers_as_published_files_name_them() -> None:
     assert from_hf(whole) == from_hf(raw)
     text = raw_of("ministral3")
     assert from_hf({"model_type": "mistral3", "text_config": text}) == from_hf(text)
+
+
+YARN_16 = {"rope_type": "yarn", "factor": YARN["factor"], "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("olmo3", {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": YARN_16}),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": 4}),
+        ("cohere2", {"layer_types": None, "sliding_window_pattern": 4}),
+        ("hunyuan", {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "alpha": 50.0,
+        "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("glm4", {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+        ("minicpm3", {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "longrope",
+        "short_factor": [1 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 256}}),
+    ],
+)  # fmt: skip
+def test_published_configurations_mean_the_same(name: str, changes: dict[str, Any]) -> None:
+    assert from_hf(raw_of(name, **changes)) == from_hf(raw_of(name))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Names come from the `gguf` package's map of tensor names; the metadata and the c
 converter (ggml-org/llama.cpp, conversion/).
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -318,6 +319,123 @@ def _glm4_meta(config: Any) -> Meta:
     }  # fmt: skip
 
 
+def _lfm2_moe(name: str, tensor: torch.Tensor, config: Any) -> Named:
+    at = name.split(".feed_forward.")[0].replace("model.layers.", "blk.")
+    if name.endswith("experts.gate_up_proj"):
+        yield from _split(name, tensor, f"{at}.ffn_gate_exps.weight", f"{at}.ffn_up_exps.weight")
+    elif name.endswith("experts.down_proj"):
+        yield f"{at}.ffn_down_exps.weight", tensor
+    elif name.endswith("expert_bias"):
+        yield f"{at}.exp_probs_b.bias", tensor
+    else:
+        yield from _lfm2(name, tensor, config)
+
+
+def _lfm2_moe_meta(config: Any) -> Meta:
+    return _lfm2_meta(config) | {
+        "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok, "expert_gating_func": 2,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "leading_dense_block_count": config.num_dense_layers,
+    }  # fmt: skip
+
+
+def _llama4(name: str, tensor: torch.Tensor, config: Any) -> Named:
+    at = name.split(".feed_forward.")[0].replace("model.layers.", "blk.")
+    if name.endswith("experts.gate_up_proj"):
+        yield from _split(name, tensor.mT.contiguous(), f"{at}.ffn_gate_exps.weight", f"{at}.ffn_up_exps.weight")
+    elif name.endswith("experts.down_proj"):
+        yield f"{at}.ffn_down_exps.weight", tensor.mT
+    else:
+        yield name, tensor
+
+
+def _llama4_meta(config: Any) -> Meta:
+    return {
+        "feed_forward_length": config.intermediate_size_mlp, "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok, "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": 2, "rope.dimension_count": config.head_dim,
+    }  # fmt: skip
+
+
+def _nemotron_h(name: str, tensor: torch.Tensor, config: Any) -> Named:
+    at = name.split(".mixer.")[0].replace("model.layers.", "blk.")
+    if ".experts." in name:
+        yield f"{at}.ffn_{'up' if 'up_proj' in name else 'down'}_exps.weight", tensor
+        return
+    if name.endswith("e_score_correction_bias"):
+        name = name.replace("_bias", ".bias")
+    elif name.endswith(("A_log", ".D")):
+        tensor = (-tensor.exp() if name.endswith("A_log") else tensor)[:, None]
+    elif name.endswith("dt_bias"):
+        name = name.replace("dt_bias", "dt.bias")
+    elif "conv1d.weight" in name:
+        tensor = tensor.squeeze(1)
+    elif name.endswith("mixer.norm.weight"):
+        tensor = tensor.reshape(config.n_groups, -1)
+    yield name.replace("model.", "backbone.").replace("embed_tokens", "embeddings"), tensor
+
+
+def _nemotron_h_meta(config: Any) -> Meta:
+    types = config.layers_block_type
+    sparse = "moe" in types
+    width = config.moe_intermediate_size if sparse else config.intermediate_size
+    return {
+        "attention.head_count_kv": [config.num_key_value_heads * (t in ("attention", F)) for t in types],
+        "feed_forward_length": [width * (t in ("mlp", "moe")) for t in types], "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size, "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads, "rope.scaling.finetuned": False,
+        "attention.layer_norm_epsilon": float(config.layer_norm_epsilon),
+        **({
+            "expert_count": config.n_routed_experts, "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": width, "expert_shared_count": config.n_shared_experts,
+            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+            "expert_weights_norm": config.norm_topk_prob, "expert_group_count": config.n_group,
+            "expert_weights_scale": float(config.routed_scaling_factor),
+        } if sparse else {}),
+    }  # fmt: skip
+
+
+def _minicpm3_meta(config: Any) -> Meta:
+    rotary = config.qk_rope_head_dim
+    return {
+        "attention.q_lora_rank": config.q_lora_rank, "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.qk_nope_head_dim + rotary, "rope.dimension_count": rotary,
+        "attention.head_count_kv": config.num_key_value_heads, "attention.value_length": None,
+    }  # fmt: skip
+
+
+def _window_meta(config: Any) -> Meta:
+    """Of models with windows in some layers: OLMo 3, EXAONE 4."""
+    if not getattr(config, "sliding_window", None):
+        return {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    yarn = rope.get(F, {})
+    scaling = {
+        "rope.freq_base": yarn["rope_theta"], "rope.scaling.type": "yarn", "rope.scaling.factor": yarn["factor"],
+        "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
+    } if yarn.get("rope_type") == "yarn" else {}  # fmt: skip
+    return scaling | {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [t == S for t in config.layer_types],
+    }
+
+
+def _hunyuan_meta(config: Any) -> Meta:
+    """A fixed alpha stretches the base of the positions."""
+    rope = config.rope_parameters
+    base = rope["rope_theta"] * rope.get("alpha", 1.0) ** (config.head_dim / (config.head_dim - 2))
+    return {"rope.freq_base": base, "rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+
+
+def _cohere2_meta(config: Any) -> Meta:
+    return {
+        "logit_scale": config.logit_scale, "attention.sliding_window": config.sliding_window,
+        "attention.layer_norm_epsilon": config.layer_norm_eps, "rope.scaling.type": "none",
+        "rope.dimension_count": config.head_dim,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class GGUFCase:
     """A model of transformers and how the converter writes it."""
@@ -356,6 +474,13 @@ _LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
     "original_max_position_embeddings": 256},
 }  # fmt: skip
+_WINDOWS = {"sliding_window": 8, "layer_types": [S, S, S, F, S], "num_hidden_layers": 5}
+_NEMOTRON = {
+    "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4,
+}  # fmt: skip
+_MINICPM = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
 _GEMMA4_FULL = 32
 """Width of heads with full attention."""
 _GEMMA4 = {
@@ -369,6 +494,9 @@ CASES: Mapping[str, GGUFCase] = {
     _plus_one, _gemma2_meta),
     "gemma3": GGUFCase("gemma3", "Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8,
     "num_hidden_layers": 7}, _plus_one, _gemma3_meta),
+    "gemma3 marked layers": GGUFCase("gemma3", "Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16,
+    "sliding_window": 8, "layer_types": [S, F, S]}, _plus_one, lambda config: _gemma3_meta(config) | {
+    "attention.sliding_window_pattern": [t == S for t in config.layer_types]}),
     "gemma4 E2B": GGUFCase("gemma4", "Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 32,
     "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, _gemma4, _gemma4_meta),
     "gemma4": GGUFCase("gemma4", "Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 0,
@@ -409,7 +537,39 @@ CASES: Mapping[str, GGUFCase] = {
     "glm4moe": GGUFCase("glm4moe", "Glm4MoeConfig", {"head_dim": 16, "use_qk_norm": True, "attention_bias": True,
     "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "num_mtp_layers": 0, "routed_scaling_factor": 1.5}, _glm4, _glm4_meta),
+    "lfm2moe": GGUFCase("lfm2moe", "Lfm2MoeConfig", {"layer_types": [C, F, C], "num_experts": 5, "num_dense_layers": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": True}, _lfm2_moe, _lfm2_moe_meta),
+    "llama4": GGUFCase("llama4", "Llama4TextConfig", {"head_dim": 16, "intermediate_size_mlp": 64,
+    "intermediate_size": 32, "num_local_experts": 5, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    "num_hidden_layers": 5}, _llama4, _llama4_meta),
+    "nemotron_h": GGUFCase("nemotron_h", "NemotronHConfig", _NEMOTRON | {"layers_block_type": ["mamba", "mlp",
+    "attention", "mlp"]}, _nemotron_h, _nemotron_h_meta),
+    "nemotron_h_moe": GGUFCase("nemotron_h_moe", "NemotronHConfig", _NEMOTRON | {"layers_block_type": ["mamba", "moe",
+    "attention", "moe"], "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5}, _nemotron_h, _nemotron_h_meta),
+    "glm4": GGUFCase("glm4", "Glm4Config", {"head_dim": 32}, meta=lambda config: {"rope.dimension_count": 16}),
+    "ernie4_5": GGUFCase("ernie4_5", "Ernie4_5Config", {"head_dim": 16}),
+    "ernie4_5 biases": GGUFCase("ernie4_5", "Ernie4_5Config", {"head_dim": 16, "use_bias": True,
+    "tie_word_embeddings": False}),
+    "minicpm3": GGUFCase("minicpm3", "MiniCPM3Config", _MINICPM, meta=_minicpm3_meta),
+    "minicpm3 longrope": GGUFCase("minicpm3", "MiniCPM3Config", _MINICPM | {"max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "longrope",
+    "rope_theta": 10000.0, "short_factor": [1 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)],
+    "original_max_position_embeddings": 256}}, meta=_minicpm3_meta),
+    "olmo2": GGUFCase("olmo2", "Olmo2Config"),
+    "olmo3": GGUFCase("olmo2", "Olmo3Config", _WINDOWS | {"rope_parameters": {F: YARN, S: {"rope_type": "default",
+    "rope_theta": 10000.0}}}, meta=_window_meta),
+    "exaone4": GGUFCase("exaone4", "Exaone4Config", {"sliding_window": None, "layer_types": [F] * 3}),
+    "exaone4 windows": GGUFCase("exaone4", "Exaone4Config", _WINDOWS, meta=_window_meta),
+    "hunyuan-dense": GGUFCase("hunyuan-dense", "HunYuanDenseV1Config", {"head_dim": 32}),
+    "hunyuan-dense alpha": GGUFCase("hunyuan-dense", "HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {
+    "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}}, meta=_hunyuan_meta),
+    "cohere2": GGUFCase("cohere2", "Cohere2Config", {"sliding_window": 8, "num_hidden_layers": 5,
+    "logit_scale": 0.25}, meta=_cohere2_meta),
 }  # fmt: skip
+
+
+_BUFFERS = ("layer_scalar", "e_score_correction_bias", "expert_bias")
 
 
 def oracle_of(case: GGUFCase) -> Any:
@@ -417,8 +577,12 @@ def oracle_of(case: GGUFCase) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, case.config)(**{**SIZES, **case.values})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            # Nemotron-H of transformers has another lower limit for prompts, which it does not have for single tokens.
+            module.time_step_limit = config.time_step_limit
     with torch.no_grad():
-        buffers = (b for n, b in model.named_buffers() if n.endswith(("layer_scalar", "e_score_correction_bias")))
+        buffers = (b for n, b in model.named_buffers() if n.endswith(_BUFFERS))
         for vector in [p for p in model.parameters() if p.dim() == 1] + list(buffers):
             vector.add_(0.2 * torch.randn_like(vector))
         for name, parameter in model.named_parameters():
@@ -427,19 +591,35 @@ def oracle_of(case: GGUFCase) -> Any:
     return model
 
 
-def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -> None:
-    """Write the file, its matrices stored as `kind`, which those of the model become, too."""
+def _nextn(name: str) -> str:
+    """The name in GGUF of a part of a layer of multi-token prediction, which the package does not know of every
+    architecture.
+    """
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight", name)
+    assert match is not None, f"{name} has no name in GGUF"
+    return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
+
+
+def write_model(
+    path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32, prediction: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write the file, its matrices stored as `kind`, which those of the model become, too; `prediction`: the tensors of
+    a layer of multi-token prediction by their names in DeepSeek-V3.
+    """
     config, arch = model.config, case.architecture
     writer = gguf.GGUFWriter(path, arch)
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope, blocks = getattr(config, "rope_parameters", None) or {}, config.num_hidden_layers + (prediction is not None)
     head_dim = case.values.get("head_dim") or config.hidden_size // config.num_attention_heads
     meta: Meta = {
         "vocab_size": config.vocab_size, "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size, "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size, "block_count": blocks,
+        "nextn_predict_layers": blocks - config.num_hidden_layers or None,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": case.values.get("num_key_value_heads", 2), "attention.key_length": head_dim,
         "attention.value_length": head_dim, "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
-        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", None) or config.norm_eps),
+        "attention.layer_norm_rms_epsilon": next(
+            (float(getattr(config, n)) for n in ("rms_norm_eps", "norm_eps") if hasattr(config, n)), None
+        ),
     }  # fmt: skip
     write: Mapping[type, Callable[[str, Any], None]] = {
         int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool,
@@ -455,18 +635,17 @@ def write_model(path: Path, case: GGUFCase, model: Any, kind: Kind = Kind.F32) -
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32))
     for name in ("short", "long") if rope.get("rope_type") == "longrope" else ():
         writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-    names = gguf.get_tensor_name_map(
-        next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config.num_hidden_layers
-    )
-    for name, tensor in model.state_dict().items():
+    names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), blocks)
+    for name, tensor in {**model.state_dict(), **(prediction or {})}.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = kind if tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 and "conv" not in name else Kind.F32
         if stored != Kind.F32:
-            tensor.copy_(torch.from_numpy(dequantize(quantize(tensor.numpy(), stored), stored).reshape(tensor.shape)))
+            rows = tensor.mT if arch == "llama4" and ".experts." in name else tensor  # as the file has them
+            blocks = quantize(np.ascontiguousarray(rows.numpy()), stored)
+            rows.copy_(torch.from_numpy(dequantize(blocks, stored).reshape(rows.shape)))
         for each, data in case.change(name, tensor, config):
-            own = each if each.startswith("blk.") else names.get_name(each, (".weight", ".bias"))
-            assert own is not None, f"{each} has no name in GGUF"
+            own = each if each.startswith("blk.") else names.get_name(each, (".weight", ".bias")) or _nextn(each)
             # Transposed keys are quantised along another axis than those of the model.
             form = Kind.F32 if own.endswith("attn_k_b.weight") else stored
             writer.add_tensor(own, quantize(np.ascontiguousarray(data.numpy()), form), raw_dtype=form)

@@ -6,11 +6,13 @@ from foretell.accept.block import BlockVerification
 from foretell.accept.blockwise import DistanceAcceptor, TopKAcceptor
 from foretell.accept.early_exit import AcceptExits, AcceptReduced
 from foretell.accept.fidelity import FidelityLoss, TokenFidelity
+from foretell.accept.greedy_block import GreedyBlockVerification
 from foretell.accept.lenient import LenientRejection
 from foretell.accept.lossy import LossyAcceptor
 from foretell.accept.match import Match
 from foretell.accept.rejection import Rejection
 from foretell.accept.spectr import KSequentialSelection
+from foretell.accept.traversal import TraversalVerification
 from foretell.accept.typical import TypicalAcceptance
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "BlockVerification",
     "DistanceAcceptor",
     "FidelityLoss",
+    "GreedyBlockVerification",
     "KSequentialSelection",
     "LenientRejection",
     "LossyAcceptor",
@@ -29,5 +32,6 @@ __all__ = [
     "Rejection",
     "TokenFidelity",
     "TopKAcceptor",
+    "TraversalVerification",
     "TypicalAcceptance",
 ]

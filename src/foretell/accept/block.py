@@ -1,7 +1,13 @@
 """Block verification: a joint test of a chain that accepts at least as many tokens as testing them one by one."""
 
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.accept.match import Match
+from foretell.accept.rejection import was_sampled
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
@@ -37,28 +43,46 @@ class BlockVerification(Acceptor):
                     "acceptor"
                 )
             chain.append(below[0])
-        drafts = chain[1:]
-        if tree.q is None or any(tree.q_index[row, d] < 0 for d in drafts):
+        if tree.q is None or not was_sampled(tree, row, chain[1:]):
             return Match().accept(tree, row, distributions)
-        weight, accepted, weights = 1.0, 0, [1.0]
-        for i, node in enumerate(drafts):
-            token = int(tree.token[row, node])
-            p, q = distributions.probabilities(row, chain[i]), tree.q[row, tree.q_index[row, node]]
-            weight = min(1.0, weight * float(p[token]) / float(q[token]))
-            weights.append(weight)
-            pass_probability = weight
-            if i + 1 < len(drafts):
-                next_q = tree.q[row, tree.q_index[row, drafts[i + 1]]]
-                mass = float((weight * distributions.probabilities(row, node) - next_q).clamp_min(0).sum())
-                pass_probability = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
-            if distributions.uniform(row, chain[i], Stream.ACCEPT) < pass_probability:
-                accepted = i + 1
-        if accepted and accepted == len(drafts) and not distributions.goes_on(row, chain[-1]):
-            return AcceptResult(tuple(drafts[:-1]), int(tree.token[row, chain[-1]]))
-        if accepted == len(drafts):
-            return AcceptResult(tuple(drafts), distributions.sample(row, chain[-1]))
-        end = chain[accepted]
-        p, q = distributions.probabilities(row, end), tree.q[row, tree.q_index[row, drafts[accepted]]]
-        residual = (weights[accepted] * p - q).clamp_min(0)
-        uniform = distributions.uniform(row, end, Stream.RESIDUAL)
-        return AcceptResult(tuple(drafts[:accepted]), sample_from(residual if residual.sum() > 0 else p, uniform))
+        q = [tree.q[row, tree.q_index[row, node]] for node in chain[1:]]
+        accepted, token = accept_block(tree, row, chain, q, distributions)
+        return AcceptResult(tuple(chain[1 : accepted + 1]), token)
+
+
+def accept_block(
+    tree: TokenTree,
+    row: int,
+    chain: Sequence[int],
+    q: Sequence[Float[torch.Tensor, " v"]],
+    distributions: ProcessedDistributions,
+    p: Sequence[Float[torch.Tensor, " v"]] = (),
+    number: int = 0,
+) -> tuple[int, int]:
+    """How many drafts of a chain of nodes are accepted, and the token after them. `chain[0]` is decided; `chain[i + 1]`
+    was drawn from `q[i]`. `p`: the target's distributions after the first nodes, as far as they are known. `number`: of
+    the random numbers at each node, which.
+    """
+    weights, p, length = [1.0], list(p), len(q)
+    for i, node in enumerate(chain[1:]):
+        if i == len(p):
+            p.append(distributions.probabilities(row, chain[i]))
+        token = int(tree.token[row, node])
+        weights.append(min(1.0, weights[-1] * float(p[i][token]) / float(q[i][token])))
+    for accepted in range(length, 0, -1):
+        weight = pass_probability = weights[accepted]
+        if accepted < length and weight < 1:
+            mass = float((weight * p[accepted] - q[accepted]).clamp_min(0).sum())
+            pass_probability = mass / (mass + 1 - weight)
+        if distributions.uniform(row, chain[accepted - 1], Stream.ACCEPT, number) < pass_probability:
+            break
+    else:
+        accepted = 0
+    end = chain[accepted]
+    if accepted == length and length and not distributions.goes_on(row, end):
+        return accepted - 1, int(tree.token[row, end])
+    if accepted == length:
+        return accepted, distributions.sample(row, end)
+    residual = (weights[accepted] * p[accepted] - q[accepted]).clamp_min(0)
+    uniform = distributions.uniform(row, end, Stream.RESIDUAL, number)
+    return accepted, sample_from(residual if residual.sum() > 0 else p[accepted], uniform)

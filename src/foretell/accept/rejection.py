@@ -1,5 +1,7 @@
 """The rejection test of speculative sampling, for chains and for several drafts of one token."""
 
+from collections.abc import Iterable
+
 import torch
 from jaxtyping import Float
 
@@ -90,3 +92,8 @@ def residual(p: Float[torch.Tensor, " v"], q: Float[torch.Tensor, " v"]) -> Floa
     left = (p - q).clamp_min(0)
     total = left.sum()
     return left / total if total > 0 else p
+
+
+def was_sampled(tree: TokenTree, row: int, nodes: Iterable[int]) -> bool:
+    """Whether all these nodes were sampled from distributions that the tree has."""
+    return tree.q is not None and all(tree.q_index[row, node] >= 0 for node in nodes)

@@ -1,12 +1,28 @@
 """What methods are built from, and helpers that several builders use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from foretell.accept import Acceptor, BlockVerification, Match, Rejection
-from foretell.catalogue.options.shared import BeamOptions, ChainOptions, HybridOptions, RejectionOptions, TrieOptions
+from foretell.accept import (
+    Acceptor,
+    BlockVerification,
+    GreedyBlockVerification,
+    KSequentialSelection,
+    Match,
+    Rejection,
+    TraversalVerification,
+)
+from foretell.catalogue.options.draft_model import SpecTrOptions
+from foretell.catalogue.options.shared import (
+    BeamOptions,
+    ChainOptions,
+    HybridOptions,
+    RejectionOptions,
+    TreeRejectionOptions,
+    TrieOptions,
+)
 from foretell.draft import CombinedRetriever, DraftModel, Predictor, SuffixRetriever, TokenRecycling
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.sparsity import FirstNeurons, NeuronRule, sparse_decoder
@@ -145,11 +161,20 @@ def chain(options: ChainOptions, fallback: float = 0.0) -> Shape[Predictor]:
     )
 
 
-def rejection(options: RejectionOptions, draft_sample_method: str = "probabilistic") -> Acceptor:
-    """Rejection sampling token by token, or block verification; matching where drafts are not sampled."""
-    if draft_sample_method == "greedy":
-        return Match()
-    return BlockVerification() if options.rejection_sample_method == "block" else Rejection()
+_REJECTION: Mapping[str, type[Acceptor]] = {
+    "standard": Rejection,
+    "block": BlockVerification,
+    "greedy_block": GreedyBlockVerification,
+    "traversal": TraversalVerification,
+    "optimal_transport": KSequentialSelection,
+}
+
+
+def rejection(
+    options: RejectionOptions | TreeRejectionOptions | SpecTrOptions, draft_sample_method: str = "probabilistic"
+) -> Acceptor:
+    """The rule of the options for sampled drafts; matching where drafts are not sampled."""
+    return Match() if draft_sample_method == "greedy" else _REJECTION[options.rejection_sample_method]()
 
 
 def trie(options: TrieOptions) -> Trie:

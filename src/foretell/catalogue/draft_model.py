@@ -73,7 +73,9 @@ def block_verification(context: BuildContext, options: ChainOptions) -> AnyMetho
 def specinfer(context: BuildContext, options: SpecInferOptions) -> AnyMethod:
     """A tree with fixed branching, sampled from a mixture of draft models."""
     return Method(
-        require_draft_predictor(context), BranchingTree(tuple(_branching(options.num_draft_tokens))), Rejection()
+        require_draft_predictor(context),
+        BranchingTree(tuple(_branching(options.num_draft_tokens))),
+        rejection(options),
     )
 
 
@@ -96,7 +98,7 @@ def sequoia(context: BuildContext, options: SequoiaOptions) -> AnyMethod:
         shape = FixedTree(sorted_paths(options.speculative_tree), draw)
     else:
         shape = optimal_tree(options.num_draft_tokens, options.acceptance, depth=options.num_steps, draw=draw)
-    return Method(require_draft_predictor(context), shape, Rejection() if draw else Match())
+    return Method(require_draft_predictor(context), shape, rejection(options, options.draft_sample_method))
 
 
 def dynamic_draft_tree(context: BuildContext, options: DynamicTreeOptions) -> AnyMethod:
@@ -126,9 +128,9 @@ def _expert_sizes(context: BuildContext) -> ExpertSizes:
 
 
 def spectr(context: BuildContext, options: SpecTrOptions) -> AnyMethod:
-    """Independent chains, accepted by K-SEQ."""
+    """Independent chains, accepted by K-SEQ or tested jointly."""
     chains = BranchingTree((options.eagle_topk, *[1] * (options.num_steps - 1)), distinct=False)
-    return Method(require_draft_predictor(context), chains, KSequentialSelection())
+    return Method(require_draft_predictor(context), chains, rejection(options))
 
 
 def cascade(context: BuildContext, options: DraftModelOptions) -> AnyMethod:

@@ -1,7 +1,7 @@
 """Methods that draft autoregressively on the target's hidden states: EAGLE, and the multi-stage MLP speculator."""
 
-from foretell.accept import Acceptor, Match, Rejection
-from foretell.catalogue.build_context import BuildContext, elastic_tree, require_network, sorted_paths
+from foretell.accept import Acceptor, Match
+from foretell.catalogue.build_context import BuildContext, elastic_tree, rejection, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.feature_level import (
     BeamSearchOptions,
@@ -60,7 +60,8 @@ def eagle(context: BuildContext, options: EagleOptions) -> AnyMethod:
     else:
         nodes = options.num_draft_tokens or len(_EAGLE1_TREE)
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, options.num_steps, draw)
-    return _method(EagleDrafter(_eagle_network(context, "eagle")), shape, draw)
+    accept = rejection(options, options.draft_sample_method)
+    return _method(EagleDrafter(_eagle_network(context, "eagle")), shape, accept)
 
 
 def eagle2(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
@@ -105,7 +106,7 @@ def feature_method(drafter: EagleDrafter, options: EagleTreeOptions) -> AnyMetho
     else:
         grown = _DEFAULT_DEPTH + nodes // _NODES_PER_EXTRA_LEVEL if given else _MAX_LEVELS
         shape = elastic_tree(options, options.num_steps or grown)
-    return _method(drafter, shape, draw)
+    return _method(drafter, shape, rejection(options, options.draft_sample_method))
 
 
 def mlp_speculator(context: BuildContext, options: MLPSpeculatorOptions) -> AnyMethod:
@@ -140,7 +141,7 @@ def redrafter_method(network: ReDrafter, options: BeamSearchOptions) -> AnyMetho
     depth = options.num_steps or network.stages
     if depth > network.stages:
         raise ValueError(f"this speculator was trained to draft {network.stages} tokens, and {depth} were asked for")
-    return _method(ReDrafterDrafter(network), BeamSearch(depth, options.num_beams), draw=False)
+    return _method(ReDrafterDrafter(network), BeamSearch(depth, options.num_beams), Match())
 
 
 def method_of_levels(
@@ -167,14 +168,13 @@ def method_of_levels(
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     else:
         shape = Chain(length, draw, _chain_confidence(options)) if is_chain else elastic_tree(options, depth)
-    return _method(drafter, shape, draw)
+    return _method(drafter, shape, rejection(options, options.draft_sample_method))
 
 
 def _method(
-    drafter: EagleDrafter | MLPSpeculatorDrafter | OnePassDrafter, shape: Shape[Predictor], draw: bool
+    drafter: EagleDrafter | MLPSpeculatorDrafter | OnePassDrafter, shape: Shape[Predictor], accept: Acceptor
 ) -> AnyMethod:
-    """A method that names the precision of its drafter; sampled drafts need rejection sampling."""
-    accept: Acceptor = Rejection() if draw else Match()
+    """A method that names the precision of its drafter."""
     network = None if isinstance(drafter, PardDrafter) else drafter.network
     label = describe_packed(drafter.label, network) if isinstance(network, Speculator) else drafter.label
     return Method(drafter, shape, accept, drafter_label=label)

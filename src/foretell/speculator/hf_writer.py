@@ -54,6 +54,7 @@ def llama_config(c: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[st
         "latent attention": c.latent is not None,
         "norms of queries and keys": c.qk_norm,
         "norms after its sub-layers": c.post_norms or c.norm_offset != 0,
+        "parallel blocks": c.parallel_blocks,
         "a sliding window": c.window > 0,
         "soft caps": c.attention_softcap > 0 or c.logit_softcap > 0,
         "a scaled embedding": c.embedding_scale != 1,

@@ -1,6 +1,6 @@
 """Options of the methods that draft with a draft model."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,13 @@ from foretell.catalogue.options.fields import (
     TreeSampling,
     aliases,
 )
-from foretell.catalogue.options.shared import BeamOptions, ChainOptions, FixedTreeOptions, RejectionOptions
+from foretell.catalogue.options.shared import (
+    BeamOptions,
+    ChainOptions,
+    FixedTreeOptions,
+    RejectionOptions,
+    TreeRejectionOptions,
+)
 
 _RATES_OF_RANKS = [0.6, 0.15, 0.07, 0.04, 0.025, 0.02, 0.015, 0.01]
 """Acceptance rate per rank of a draft model where none was measured."""
@@ -50,7 +56,7 @@ class LLMCadOptions(MethodOptions):
     ] = 0.01
 
 
-class SpecInferOptions(MethodOptions):
+class SpecInferOptions(TreeRejectionOptions):
     """A tree with fixed branching."""
 
     num_draft_tokens: Annotated[
@@ -84,9 +90,18 @@ class SpecTrOptions(MethodOptions):
             validation_alias=aliases("num_steps", "num_speculative_tokens", "speculative_num_steps"),
         ),
     ] = 4
+    rejection_sample_method: Annotated[
+        Literal["optimal_transport", "greedy_block", "traversal"],
+        Field(
+            description=(
+                "How the chains are accepted: SpecTr's optimal transport token by token, greedy block verification of "
+                "the best chain, or traversal verification from the leaves."
+            )
+        ),
+    ] = "optimal_transport"
 
 
-class SequoiaOptions(FixedTreeOptions):
+class SequoiaOptions(FixedTreeOptions, TreeRejectionOptions):
     """The optimal fixed tree for its number of nodes."""
 
     num_draft_tokens: TreeNodes = 16

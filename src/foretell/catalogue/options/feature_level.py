@@ -6,10 +6,10 @@ from pydantic import Field, model_validator
 
 from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.fields import Depth, NodeConfidence, TreeSampling, aliases
-from foretell.catalogue.options.shared import BeamOptions, FixedTreeOptions
+from foretell.catalogue.options.shared import BeamOptions, FixedTreeOptions, TreeRejectionOptions
 
 
-class FeatureTreeOptions(BeamOptions, FixedTreeOptions):
+class FeatureTreeOptions(BeamOptions, FixedTreeOptions, TreeRejectionOptions):
     """A tree of a feature-level drafter."""
 
     num_draft_tokens: Annotated[
@@ -117,7 +117,7 @@ class EagleTreeOptions(FeatureTreeOptions):
     ] = None
 
 
-class EagleOptions(FixedTreeOptions):
+class EagleOptions(FixedTreeOptions, TreeRejectionOptions):
     """EAGLE-1's fixed tree."""
 
     num_draft_tokens: Annotated[

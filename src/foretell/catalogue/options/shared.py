@@ -55,6 +55,20 @@ class RejectionOptions(MethodOptions):
     ] = "standard"
 
 
+class TreeRejectionOptions(MethodOptions):
+    """How trees of sampled drafts are accepted."""
+
+    rejection_sample_method: Annotated[
+        Literal["standard", "traversal"],
+        Field(
+            description=(
+                "How sampled drafts are accepted: token by token from the root (standard), or by traversal "
+                "verification, which tests paths jointly from the leaves."
+            )
+        ),
+    ] = "standard"
+
+
 class ChainOptions(MethodOptions):
     """A draft chain."""
 

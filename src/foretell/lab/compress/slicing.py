@@ -31,10 +31,11 @@ def kept_width(config: ModelConfig, sparsity: float, source: str) -> int:
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f"--sparsity {sparsity:g}: slicegpt deletes a share of the hidden size that is 0 to below 1")
-    if config.post_norms:
+    if config.post_norms or config.parallel_blocks:
         raise ValueError(
             f"{source}: slicegpt rotates the residual stream, and {config.architecture} norms the outputs of attention "
-            "and feed-forward with weights, which no rotation leaves as they are; use another method"
+            "and feed-forward with weights, or adds both at once, which no rotation leaves as they are; use another "
+            "method"
         )
     return max(_STEP, round(config.hidden * (1 - sparsity) / _STEP) * _STEP)
 

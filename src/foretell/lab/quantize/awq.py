@@ -8,7 +8,7 @@ from jaxtyping import Float
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears, output_error
 from foretell.lab.quantize.grid import Grid, QuantizedRows
 from foretell.lab.quantize.rtn import round_to_nearest
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.decoder import DecoderBlock, RMSNorm
 from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor
@@ -39,11 +39,14 @@ class AWQ(Quantizer):
         for role, statistics in inputs.items():
             if role == "output" and config.heads != config.kv_heads:
                 continue  # Several query heads share a value: no scale fits them all.
+            norm = {"qkv": block.attention_norm, "gate_up": block.mlp_norm}.get(role)
+            if norm is not None and (config.parallel_blocks or not isinstance(norm, RMSNorm)):
+                continue  # Two matrices share a norm, or none precedes them.
             scale = _search(matrices[role].weight, grids[role], statistics)
             matrices[role].weight.data.mul_(scale)
             scaled[role] = statistics.scaled(1 / scale)
-            if role in ("qkv", "gate_up"):
-                (block.attention_norm if role == "qkv" else block.mlp_norm).weight.data.div_(scale)
+            if isinstance(norm, RMSNorm):
+                norm.weight.data.div_(scale)
                 continue
             before = matrices["qkv" if role == "output" else "gate_up"]
             before.weight.data[-len(scale) :].div_(scale[:, None])  # The last rows: values, or the up projection.

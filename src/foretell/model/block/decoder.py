@@ -26,7 +26,7 @@ from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout, PaddedLayout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
-from foretell.model.config.model import Activation, ModelConfig
+from foretell.model.config.model import Activation, ModelConfig, NormedHeads
 
 
 class RMSNorm(nn.Module):
@@ -76,6 +76,20 @@ def _shortcut(x: torch.Tensor, matrix: nn.Module | None) -> torch.Tensor:
     return out.to(x.dtype)
 
 
+def _normed(p: "LayerModules", qk: torch.Tensor, heads: int) -> torch.Tensor:
+    """Queries, as many as heads, and keys with their norms, where these exist."""
+    if p.q_norm is None or p.k_norm is None:
+        return qk
+    parts = [(p.q_norm, qk[..., :heads, :]), (p.k_norm, qk[..., heads:, :])]
+    if p.qk_norm_over == "all":
+        return torch.cat([norm(part.flatten(-2)).view(part.shape) for norm, part in parts], -2)
+    return torch.cat([norm(part) for norm, part in parts], -2)
+
+
+def _centered(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    return x - x.mean(-1, keepdim=True)
+
+
 class HeadSizes(Protocol):
     """Sizes of the attention heads in the rows of `qkv`."""
 
@@ -118,6 +132,9 @@ class LayerModules(NamedTuple):
     attention_shortcut: nn.Module | None = None
     """Multiplies the residual stream before the output of attention is added (SliceGPT)."""
     mlp_shortcut: nn.Module | None = None
+    qk_norm_over: NormedHeads = "head"
+    parallel: bool = False
+    """The feed-forward network has the input of the attention."""
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -151,10 +168,12 @@ class DecoderLayer(nn.Module, ABC):
             return queries if angles is None else apply_rope(queries, angles), None, None
         heads = projected[..., : (h + 2 * g) * sizes.head_dim].unflatten(-1, (h + 2 * g, sizes.head_dim))
         qk, v = heads[..., : h + g, :], heads[..., h + g :, :]
-        if p.q_norm is not None and p.k_norm is not None:
-            qk = torch.cat((p.q_norm(qk[..., :h, :]), p.k_norm(qk[..., h:, :])), -2)
+        if p.qk_norm_over != "rotated":
+            qk = _normed(p, qk, h)
         if angles is not None:
             qk = apply_rope(qk, angles)
+        if p.qk_norm_over == "rotated":
+            qk = _normed(p, qk, h)
         if p.v_norm is not None:
             v = p.v_norm(v)
         return qk[..., :h, :], qk[..., h:, :], v
@@ -197,10 +216,14 @@ class DecoderLayer(nn.Module, ABC):
         """The residual stream that the output of the feed-forward network is added to."""
         return _shortcut(x, self.layer_modules.mlp_shortcut)
 
-    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> StreamAndRoutes:
-        """Add the feed-forward network to the residual stream; returns also every token's experts (None: dense)."""
+    def add_mlp(
+        self, x: Float[torch.Tensor, "*t d"], before: Float[torch.Tensor, "*t d"] | None = None
+    ) -> StreamAndRoutes:
+        """Add the feed-forward network to the residual stream; returns also every token's experts (None: dense).
+        `before`: the stream before the attention, which parallel blocks read.
+        """
         p, routes = self.layer_modules, None
-        part: torch.Tensor = p.mlp_norm(x)
+        part: torch.Tensor = p.mlp_norm(before if p.parallel and before is not None else x)
         if isinstance(p.mlp, DenseAndExperts):
             flat, routes = p.mlp.forward_with_routes(part.flatten(0, -2), x.flatten(0, -2))
             part = flat.view_as(x)
@@ -221,10 +244,10 @@ class DecoderBlock(DecoderLayer):
 
     def __init__(
         self,
-        attention_norm: RMSNorm,
+        attention_norm: RMSNorm | None,
         qkv: nn.Module,
         output: AnyLinear,
-        mlp_norm: RMSNorm,
+        mlp_norm: RMSNorm | None,
         mlp: FeedForward | ExpertFeedForward | DenseAndExperts,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -240,12 +263,16 @@ class DecoderBlock(DecoderLayer):
         scale: float = 1.0,
         attention_shortcut: Linear | None = None,
         mlp_shortcut: Linear | None = None,
+        qk_norm_over: NormedHeads = "head",
+        parallel: bool = False,
+        centered: bool = False,
     ) -> None:
         super().__init__()
+        self.qk_norm_over, self.parallel, self.centered = qk_norm_over, parallel, centered
         self.attention_shortcut, self.mlp_shortcut = attention_shortcut, mlp_shortcut
         self.v_norm, self.reads_keys, self.layer_input, self.scale = v_norm, reads_keys, layer_input, scale
-        self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
-        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.attention_norm, self.qkv, self.output = attention_norm or nn.Identity(), qkv, output
+        self.mlp_norm, self.mlp = mlp_norm or nn.Identity(), mlp
         self.q_norm, self.k_norm = q_norm, k_norm
         self.post_attention_norm, self.post_mlp_norm = post_attention_norm, post_mlp_norm
         self.mixer, self.attention_gate, self.residual_scale = mixer, attention_gate, residual_scale
@@ -268,6 +295,7 @@ class DecoderBlock(DecoderLayer):
             if inputs is None:
                 raise ValueError("models with per-layer inputs are not supported in training: only in decoding")
             x = self.layer_input(x, inputs)
+        x = _centered(x) if self.centered else x
         return x if self.scale == 1 else x * self.scale
 
     def forward(
@@ -279,8 +307,8 @@ class DecoderBlock(DecoderLayer):
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the block."""
-        x = self.add_attention(x, self.attention_norm(x), sizes, angles, layer, attention)
-        return self.finish(self.add_mlp(x)[0])
+        after = self.add_attention(x, self.attention_norm(x), sizes, angles, layer, attention)
+        return self.finish(self.add_mlp(after, x)[0])
 
 
 class BlockRange(NamedTuple):
@@ -426,6 +454,7 @@ class Decoder(nn.Module):
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""
         x = widen(F.embedding(token.to(self.device), self.embedding))
         scale = self.config.embedding_scale
+        x = _centered(x) if self.config.centered else x
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
@@ -473,12 +502,13 @@ class Decoder(nn.Module):
             inputs = self.layer_inputs(attention.token, self.embed(attention.token))
 
         def forward(block: DecoderBlock, i: int, x: Float[torch.Tensor, "t d"]) -> StreamAndRoutes:
+            before = x
             if i not in self.skip.attention:
                 angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
                 x = block.add_attention(x, block.attention_norm(x), c.sizes_of(i), angles, i, attention)
             else:
                 x = block.shortcut_attention(x)
-            x, experts = (block.shortcut_mlp(x), None) if i in self.skip.mlp else block.add_mlp(x)
+            x, experts = (block.shortcut_mlp(x), None) if i in self.skip.mlp else block.add_mlp(x, before)
             return block.finish(x, None if inputs is None else inputs[:, i]), experts
 
         return forward

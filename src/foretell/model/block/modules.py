@@ -56,14 +56,15 @@ class _Modules:
     def block(self, i: int, w: BlockWeights) -> DecoderBlock:
         """A block of a record."""
         vectors = {name: getattr(w, name) for name in VECTORS}
-        if w.attention_norm is None:
-            vectors["attention_norm"] = torch.empty(0)
         return (DecoderBlock if w.latent is None else LatentBlock)(
             qkv=self._projection(w),
             output=_nothing(0) if w.output is None else self._linear(w.output),
             mlp=self._feed_forward(w),
             mixer=_map(self._mixer, w.mixer),
             attention_gate=w.attention_gate is not None,
+            qk_norm_over=self._config.qk_norm_over,
+            parallel=self._config.parallel_blocks,
+            centered=self._config.centered,
             residual_scale=self._config.residual_scale,
             reads_keys=self._config.kv_layer_of(i) != i,
             layer_input=_map(self._layer_input, w.layer_input),
@@ -190,9 +191,7 @@ def to_weights(layer: nn.Module) -> BlockWeights:
     assert isinstance(layer, DecoderBlock)
     qkv, gate, latent = layer.qkv, None, None
     vectors = {name: _of_vector(getattr(layer, name)) for name in VECTORS}
-    mixes = len(layer.attention_norm.weight) > 0
-    if not mixes:
-        vectors["attention_norm"] = None
+    mixes = _of_linear(layer.output).outputs > 0
     if isinstance(qkv, LatentProjection):
         inputs, latent = _of_latent(qkv)
     else:
@@ -216,6 +215,8 @@ def to_weights(layer: nn.Module) -> BlockWeights:
 
 
 def _of_vector(holder: nn.Module | Tensor | None) -> Any:
+    if isinstance(holder, nn.Identity):
+        return None  # the block has no such norm
     return holder.weight if isinstance(holder, RMSNorm) else holder
 
 

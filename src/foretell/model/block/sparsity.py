@@ -95,6 +95,7 @@ def check_sparse(config: ModelConfig, rules: Sequence[NeuronRule]) -> None:
         "biases in its feed-forward networks": config.mlp_bias,
         "matrices of low rank": bool(config.low_rank),
         "a sliced residual stream": config.shortcuts,
+        "parallel blocks": config.parallel_blocks,
         f"the activation {config.activation}": config.activation not in GATED,
     }
     what = next((name for name, present in unsupported.items() if present), "")

@@ -496,14 +496,25 @@ def _mixed(at: Place) -> int:
 
 
 def _head_norm(name: str, keys: bool) -> Any:
-    """The norm of queries or keys by head; without weights where the architecture has none."""
+    """The norm of queries or keys; without weights where the architecture has none."""
 
     def when(at: Place) -> bool:
         c = at.config
         unit = c.unit_qk_norm and at.layer not in c.unrotated_layers
         return (c.qk_norm or unit) and at.attends and not (keys and at.reads_keys)
 
-    return _vector(lambda at: name if at.config.qk_norm else None, lambda at: (at.head_dim,), when, offset=True)
+    def shape(at: Place) -> tuple[int, ...]:
+        sizes = at.config.sizes_of(at.layer)
+        heads = sizes.kv_heads if keys else sizes.heads
+        return (at.head_dim * (heads if at.config.qk_norm_over == "all" else 1),)
+
+    return _vector(lambda at: name if at.config.qk_norm else None, shape, when, offset=True)
+
+
+def _mlp_norm(at: Place) -> str:
+    if at.config.parallel_blocks:
+        return "input_layernorm.weight"
+    return f"{'pre_feedforward' if at.config.post_norms else 'post_attention'}_layernorm.weight"
 
 
 def _shortcut(name: str) -> Any:
@@ -549,10 +560,10 @@ class BlockWeights:
     """Multiplies the residual stream before the output of attention is added (SliceGPT, arXiv 2401.15024)."""
     mlp_shortcut: LinearWeights | None = _shortcut("mlp_shortcut")
     """The same before the output of the feed-forward network."""
-    attention_norm: Float[Tensor, " d"] | None = _norm("input_layernorm.weight", lambda at: at.mixes)
-    mlp_norm: Float[Tensor, " d"] = _norm(
-        lambda at: f"{'pre_feedforward' if at.config.post_norms else 'post_attention'}_layernorm.weight"
+    attention_norm: Float[Tensor, " d"] | None = _norm(
+        "input_layernorm.weight", lambda at: at.mixes and at.config.pre_norms
     )
+    mlp_norm: Float[Tensor, " d"] | None = _norm(_mlp_norm, lambda at: at.config.pre_norms)
     q_norm: Float[Tensor, " e"] | None = _head_norm("self_attn.q_norm.weight", keys=False)
     k_norm: Float[Tensor, " e"] | None = _head_norm("self_attn.k_norm.weight", keys=True)
     v_norm: Float[Tensor, " e"] | None = _vector(

@@ -109,12 +109,9 @@ class _Reader:
         assert experts is not None
         gate_up, down = (self._name(name) for name in family.stacked_names)
         stored = family.expert_storage
-        if stored == "alternating" and self._source.get(f"{gate_up}_bias") is None:
-            stored = "each"  # in GGUF
-        if stored == "stacked" and self._source.get(gate_up) is None:
-            stored = "each"  # in GGUF
-        if stored == "each" and self._source.get(gate_up) is not None:
-            stored = "stacked"
+        in_one = self._source.get(f"{gate_up}_bias" if stored == "alternating" else gate_up) is not None
+        if in_one != (stored != "each"):
+            stored = "stacked" if in_one else "each"  # transformers saves them stacked, GGUF has one tensor per matrix
         if stored == "each":
             for j in range(experts.count):
                 yield _Reader(self._config, self._prefix, self._source, j).part(GatedWeights, at, "experts.experts.")

@@ -21,6 +21,9 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "clamped_swiglu", "rel
 """
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of `clamped_swiglu`: the factor within its sigmoid, and the bound on both factors."""
+NormedHeads = Literal["head", "all", "rotated"]
+"""What the norms of queries and keys are over: each head, all heads together (OLMo 2), or each head after its rotation
+(Hunyuan)."""
 CacheDtype = Literal["auto", "int8", "int8-halves", "int4", "int4-kivi", "int2-kivi"]
 """Numbers of cached keys and values: as the model computes, or with one scale per token and head. `int8-halves` has
 the numbers of int8, their upper and lower halves apart, so that drafts can read the upper ones alone."""
@@ -112,14 +115,21 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: NormedHeads = "head"
     unit_qk_norm: bool = False
     """Queries and keys have a norm without weights in the layers with rotary positions (Llama 4)."""
     value_norm: bool = False
     """Values have a norm without weights (Gemma 4)."""
     norm_offset: float = 0.0
     """Added to every norm weight (1 for Gemma, whose checkpoints store weight - 1)."""
+    pre_norms: bool = True
+    """Norms of the inputs of attention and feed-forward; OLMo 2 and EXAONE 4 have none."""
     post_norms: bool = False
     """Norms of the outputs of attention and feed-forward, before they are added to the residual (Gemma 2 and 3)."""
+    centered: bool = False
+    """Whether norms subtract the mean (layer norms without bias, of Cohere). Since nothing but norms reads the residual
+    stream, its mean is subtracted after the embedding and after every layer instead.
+    """
     window: int = 0
     """Sliding attention window in tokens; 0: full attention."""
     window_layers: tuple[int, ...] = ()
@@ -164,7 +174,8 @@ class ModelConfig:
     """The query projection also gives a gate per head, whose sigmoid multiplies the output of attention."""
     learned_positions: bool = False
     parallel_blocks: bool = False
-    """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J)."""
+    """Attention and feed-forward have the same normed input, and both outputs are added to the residual (GPT-J,
+    Cohere)."""
     low_rank: LowRank = field(default_factory=LowRank)
     """Matrices that are stored as two factors."""
     shortcuts: bool = False

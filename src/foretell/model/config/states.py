@@ -91,8 +91,8 @@ def layers_of_type(read: Fields, layers: int, name: str, default: list[str]) -> 
     Raises:
         ValueError: a layer has another type, or they are not as many as the layers.
     """
-    found = read.texts("layer_types") or read.texts("layers_block_type") or tuple(default)
-    types = [LAYER_TYPES.get(kind, kind) for kind in found]
+    names = read.texts("layer_types") or read.texts("layers_block_type") or default
+    types = [LAYER_TYPES.get(kind, kind) for kind in names]
     if len(types) != layers or not set(types) <= {name, "full_attention"}:
         raise read.wrong("layer_types", f"{layers} of {name} or full_attention", list(types))
     return tuple(i for i, kind in enumerate(types) if kind == name)

@@ -31,7 +31,15 @@ from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_ki
 from foretell.model.kernels.linear import check_tensor
 from foretell.model.kernels.states import NativePass, NativeStateStore, projected_width
 from foretell.model.kernels.states import supports as supports_states
-from foretell.model.kernels.structures import ACTIVATIONS, LANES, MAX_GROUP, MAX_HEAD_DIM, UNREADABLE, Precision
+from foretell.model.kernels.structures import (
+    ACTIVATIONS,
+    LANES,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    NORMED_HEADS,
+    UNREADABLE,
+    Precision,
+)
 
 
 class NativeStack:
@@ -88,6 +96,9 @@ class NativeStack:
                 scale=config.scale,
                 softcap=config.attention_softcap,
                 residual_scale=config.residual_scale,
+                qk_norm_over=NORMED_HEADS.index(config.qk_norm_over),
+                parallel=config.parallel_blocks,
+                centered=config.centered,
             )
             for sizes, rotary_dim, ffn in shapes
         }
@@ -128,10 +139,11 @@ class NativeStack:
     @staticmethod
     def supports(config: ModelConfig) -> bool:
         """Whether the kernels support this architecture: sequential blocks with rotary positions."""
-        plain = not (config.learned_positions or config.parallel_blocks)
+        plain = not config.learned_positions
         plain = plain and (config.state is None or supports_states(config.state))
         if config.experts is not None:
-            plain = plain and (config.experts.beside_dense or not config.post_norms)
+            plain = plain and (config.experts.beside_dense or not config.post_norms) and config.pre_norms
+            plain = plain and not config.parallel_blocks
             plain = plain and supports_experts(config.experts)
         plain = plain and config.gated == (config.activation != "relu2")
         plain = plain and config.activation in ACTIVATIONS and config.rope is not None

@@ -21,6 +21,7 @@ OPERANDS = PRECISIONS
 """What the inputs of a product are rounded to: float32, bfloat16, rotated int8, or int8 with a scale per 32 inputs."""
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 SCORINGS = ("softmax", "sigmoid")
+NORMED_HEADS = ("head", "all", "rotated")
 PANEL = 32
 """Outputs that are packed together."""
 PREFIX_UNIT = 64

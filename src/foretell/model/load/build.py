@@ -40,7 +40,8 @@ def require_last_layer(config: ModelConfig, weights: Weights) -> None:
     Raises:
         ValueError: the checkpoint does not have the last one.
     """
-    name = family_of(config.architecture).name("input_layernorm.weight")
+    norm = "input_layernorm" if config.pre_norms else "post_attention_layernorm"
+    name = family_of(config.architecture).name(f"{norm}.weight")
     weights.require(f"model.layers.{config.layers - 1}.{name}", config.hidden)
 
 

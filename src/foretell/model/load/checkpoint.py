@@ -10,6 +10,7 @@ import torch
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.sparsity import NeuronRule, sparse_decoder
+from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.decoder import NativeDecoder
@@ -95,9 +96,9 @@ def model_fingerprint(config: ModelConfig, weights: Weights) -> str:
     c, h = config, hashlib.sha256()
     h.update(repr((c.architecture, c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.ffn)).encode())
     family = family_of(c.architecture)
-    own = [family.name(name) for name in ("input_layernorm", "post_attention_layernorm")]
-    norms = [f"model.layers.{i}.{name}" for i in range(c.layers) for name in own]
-    for name in [f"{norm}.weight" for norm in (*norms, family.final_norm)]:
+    own = [family.name(f"{name}.weight") for name in ("input_layernorm", "post_attention_layernorm")]
+    norms = [f"model.layers.{i}.{name}" for i in range(c.layers) for name in own if name in names_of(c, i)]
+    for name in (*norms, f"{family.final_norm}.weight"):
         h.update(weights.require(name, c.hidden).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return h.hexdigest()[:16]
 

@@ -38,14 +38,37 @@ def _block_size(ggml_type: int) -> tuple[int, int]:
         return BLOCKS[_KIND_OF_TYPE[ggml_type]]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    found: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
-    return found
+    sizes: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
+    return sizes
 
 
 def _type_name(ggml_type: int) -> str:
     from gguf.constants import GGMLQuantizationType
 
     return GGMLQuantizationType(ggml_type).name if ggml_type in list(GGMLQuantizationType) else str(ggml_type)
+
+
+def _levels_as_q8_0(blocks: np.ndarray, ggml_type: int) -> tuple[Kind, np.ndarray]:
+    """Blocks of IQ4_NL, whose levels are integers of 8 bits."""
+    from gguf.quants import IQ4_NL
+
+    levels = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1)
+    return "Q8_0", np.concatenate([blocks[:, :2], np.array(IQ4_NL.kvalues, np.int8)[levels].view(np.uint8)], 1)
+
+
+def _ternary_as_q4_0(blocks: np.ndarray, ggml_type: int) -> tuple[Kind, np.ndarray]:
+    """Blocks of 256 numbers -1, 0 or 1 with a scale at their end (TQ1_0, TQ2_0)."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    plain, scales = blocks.copy(), np.repeat(blocks[:, -2:], 8, 0)
+    plain[:, -2:] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+    levels = (dequantize(plain, GGMLQuantizationType(ggml_type)) + 8).astype(np.uint8).reshape(-1, 32)
+    return "Q4_0", np.concatenate([scales, levels[:, :16] | levels[:, 16:] << 4], 1)
+
+
+_REPACKED = {20: _levels_as_q8_0, 34: _ternary_as_q4_0, 35: _ternary_as_q4_0}
+"""What makes blocks of another kind, which has the same numbers, of those of a type by its number in the file."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +105,15 @@ class _Cursor:
     def strings(self, count: int) -> list[str]:
         """Consecutive strings; a vocabulary has many."""
         data, position, end, size_of = self.data, self.position, len(self.data), struct.Struct("<Q").unpack_from
-        found = []
+        texts = []
         for _ in range(count):
             first = position + 8
             position = first + size_of(data, position)[0]
             if position > end:
                 raise struct.error("string past the end")
-            found.append(data[first:position].decode("utf-8", errors="replace"))
+            texts.append(data[first:position].decode("utf-8", errors="replace"))
         self.position = position
-        return found
+        return texts
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -158,14 +181,14 @@ class GGUF:
             raise ValueError(f"version {version} is not supported")
         tensors, keys = cursor.scalar("Q"), cursor.scalar("Q")
         meta = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(keys)}
-        found = {}
+        entries = {}
         for _ in range(tensors):
             name = cursor.string()
             shape = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
-            found[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
+            entries[name] = TensorInfo(tuple(reversed(shape)), cursor.scalar("I"), cursor.scalar("Q"))
         align = int(meta.get("general.alignment", 32))
         base = -(-cursor.position // align) * align
-        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset, part) for n, e in found.items()}
+        return meta, {n: TensorInfo(e.shape, e.ggml_type, base + e.offset, part) for n, e in entries.items()}
 
     def _check(self, name: str, e: TensorInfo) -> None:
         try:
@@ -206,14 +229,23 @@ class GGUF:
         most = kinds.most_common(1)[0][0] if kinds else torch.float32
         return "quantized" if most is None else "float32" if most == torch.float32 else "half"
 
+    def maps(self, name: str) -> bool:
+        """Whether a tensor is of a type that `Kind` has."""
+        return self.tensors[name].ggml_type in _KIND_OF_TYPE
+
     def stored_matrix(self, name: str, expert: int | None = None) -> StoredMatrix | None:
-        """A view of the file's bytes of a matrix, or of one expert's matrix in a tensor of all; None: not a matrix, or
-        of a type that `Kind` does not have.
+        """A view of the file's bytes of a matrix, or of one expert's matrix in a tensor of all. Types that `Kind` does
+        not have become one that it has, if that has all of their numbers. None: not a matrix, or of another type.
         """
         e = self._part(name, expert)
-        kind = _KIND_OF_TYPE.get(e.ggml_type)
-        if len(e.shape) != 2 or kind is None:
+        kind, repack = _KIND_OF_TYPE.get(e.ggml_type), _REPACKED.get(e.ggml_type)
+        if len(e.shape) != 2 or (kind is None and repack is None):
             return None
+        if kind is None and repack is not None:
+            blocks = np.frombuffer(self._data[e.part], np.uint8, self._bytes(e), e.offset)
+            kind, blocks = repack(blocks.reshape(-1, _block_size(e.ggml_type)[1]), e.ggml_type)
+            return StoredMatrix(kind, e.shape[1], torch.from_numpy(blocks.reshape(e.shape[0], -1)), self.release_pages)
+        assert kind is not None
         raw = torch.frombuffer(self._data[e.part], dtype=torch.uint8, count=self._bytes(e), offset=e.offset)
         return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1), self.release_pages)
 

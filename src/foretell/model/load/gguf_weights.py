@@ -3,11 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
+from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.load.build import LAYER_INPUTS_NORM, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_TABLE
@@ -26,6 +28,8 @@ _GGUF_NAMES = {
 }
 _OF_CONFIG = {f"{name}.weight" for name in ("rope_freqs", "rope_factors_short", "rope_factors_long")}
 """Tensors that are a part of the configuration."""
+_FACTOR = re.compile(r"(.+)\.(?:input_)?scale")
+"""Names of factors of matrices (of NVFP4) or of their inputs, which stay unrounded here."""
 _EXPERT = re.compile(r"(?:^|(?<=\.))experts\.(\d+|\{\})\.")
 
 
@@ -79,31 +83,72 @@ class GGUFWeights(Weights):
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self.files, self._family = file.files, family_of(config.architecture)
-        self._require_read()
+        self._scales = self._require_read()
+        """Factors of matrices, one or one for each expert, by the names of these (NVFP4)."""
 
-    def _require_read(self) -> None:
-        """Check that every tensor of the file is read.
+    def _require_read(self) -> dict[str, Tensor]:
+        """Check that every tensor of the file is read; the factors of its matrices.
 
         Raises:
             ValueError: one is not, so the numbers would be others.
         """
-        config = self._config
+        config, blocks = self._config, [name for name in self._file.tensors if name.startswith("blk.")]
+        if blocks and all(map(self._predicts, blocks)):
+            raise ValueError(
+                f"{self.source}: the file has a layer of multi-token prediction alone, which is not read apart from "
+                "its model; take a file that has the model and the layer"
+            )
         outer = *_GGUF_NAMES, f"{family_of(config.architecture).final_norm}.weight"
         inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
         known = {part.tensor for name in (*outer, *inner) for part in self._parts(name)} | _OF_CONFIG
         own = [name for name in self._file.tensors if not self._predicts(name)]
-        unread = next((name for name in own if name not in known), None)
+        factors = {name: matrix for name in self._file.tensors if name not in known and (matrix := self._scaled(name))}
+        unread = next((name for name in own if name not in known and name not in factors), None)
         if unread is not None:
             raise ValueError(
                 f"{self.source}: the file has a tensor {unread}, which the decoder of {config.architecture} does not "
                 "read, so its answers would be others; it may be of an architecture that is not supported yet"
             )
+        used = [name for name in factors if not name.endswith(".input_scale")]
+        return {factors[name]: self._file.load_tensor(name).flatten() for name in used}
+
+    def _scaled(self, name: str) -> str | None:
+        """The matrix, or those of all experts, that this tensor scales, or whose inputs it does; None: it is none."""
+        match, tensors = _FACTOR.fullmatch(name), self._file.tensors
+        matrix = "" if match is None else f"{match[1]}.weight"
+        if matrix not in tensors:
+            return None
+        experts = tensors[matrix].shape[0] if len(tensors[matrix].shape) == 3 else 1
+        return matrix if prod(tensors[name].shape) in (1, experts) else None
+
+    def _load(self, part: "_Part") -> Tensor:
+        """The tensor of a part in the file, times its factor."""
+        whole: Tensor = self._file.load_tensor(part.tensor, part.expert)
+        factors = self._scales.get(part.tensor)
+        if factors is None:
+            return whole
+        if len(factors) == 1:
+            return whole * factors
+        return whole * (factors[:, None, None] if part.expert is None else factors[part.expert])
 
     def _predicts(self, name: str) -> bool:
         """Whether a tensor belongs to a layer of multi-token prediction, which follows the model's own."""
         layer = name.removeprefix("blk.").partition(".")[0]
         further = self._file.metadata.get(f"{self._kind}.nextn_predict_layers", 0)
         return bool(further) and name.startswith("blk.") and int(layer) >= self._config.layers
+
+    def prediction_names(self, names: PredictionNames) -> PredictionNames:
+        """Those of the layer after the model's own."""
+        at = f"model.layers.{self._config.layers}."
+        norm = f"{at}nextn.shared_head_norm"
+        return PredictionNames(
+            layer=at,
+            norm=norm if self._parts(f"{norm}.weight") else self._family.final_norm,
+            combine=f"{at}nextn.eh_proj",
+            embedding_norm=f"{at}nextn.enorm",
+            hidden_norm=f"{at}nextn.hnorm",
+            norms_states=names.norms_states,
+        )
 
     @property
     def _kind(self) -> str:
@@ -117,9 +162,9 @@ class GGUFWeights(Weights):
             return None
         if joined := self._joined(name):
             _, join = self._family.gguf_joined[_split(name)[1]]
-            made: Tensor = join(*(self._file.load_tensor(part.tensor) for part in joined), self._config)
+            made: Tensor = join(*map(self._load, joined), self._config)
             return made
-        loaded = [(self._file.load_tensor(part.tensor, part.expert), part.rows) for part in parts]
+        loaded = [(self._load(part), part.rows) for part in parts]
         tensor = torch.cat([whole if rows is None else whole[rows] for whole, rows in loaded])
         _, own, _ = _split(name)
         change = self._family.gguf_vectors.get(own)
@@ -160,7 +205,7 @@ class GGUFWeights(Weights):
         pieces = list[StoredMatrix]()
         for part in () if self._joined(name) else self._parts(name):
             whole = self._file.stored_matrix(part.tensor, part.expert)
-            if whole is None:
+            if whole is None or part.tensor in self._scales:
                 return None
             pieces.append(whole if part.rows is None else whole.rows(part.rows))
         if not pieces or any((p.kind, p.inputs) != (pieces[0].kind, pieces[0].inputs) for p in pieces):
@@ -177,7 +222,7 @@ class GGUFWeights(Weights):
 
     def maps(self, name: str) -> bool:
         """Whether the file stores it in one of the known kinds."""
-        return self._stored(name) is not None
+        return all(self._file.maps(part.tensor) for part in self._parts(name)) and self._stored(name) is not None
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """The output matrix as the file stores it; None: it is tied to the embedding."""

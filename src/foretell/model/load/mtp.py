@@ -87,6 +87,7 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network) -> MTPLayer
             f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
             f"architectures that have one: {', '.join(_known())}"
         )
+    names = weights.prediction_names(names)
     if not isinstance(target, Decoder | NativeDecoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
     try:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
+from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.safetensors_file import SafetensorsFile
@@ -81,10 +82,10 @@ class Weights(ABC):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        found = self.get(name)
-        if found is None:
+        tensor = self.get(name)
+        if tensor is None:
             raise ValueError(f"{self.source}: the checkpoint has no {name}; is it complete?")
-        return self._checked(name, found, shape)
+        return self._checked(name, tensor, shape)
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape, as the file stores it.
@@ -103,6 +104,10 @@ class Weights(ABC):
         whole = self.require(name, count, inputs, outputs)
         return (StoredMatrix.of(each.T, self.release_pages) for each in whole)
 
+    def prediction_names(self, names: PredictionNames) -> PredictionNames:
+        """Names of the parts of the layer of multi-token prediction, of those in safetensors: here these."""
+        return names
+
     def round_matrix(self, name: str, matrix: Matrix) -> Matrix:
         """A matrix of a block as it is packed: here as it is."""
         return matrix
@@ -113,25 +118,25 @@ class Weights(ABC):
         Raises:
             ValueError: it has another shape, or is missing in a format that always has it.
         """
-        found = self.get(HEAD)
-        return None if found is None else self._checked(HEAD, found, (vocab, hidden))
+        head = self.get(HEAD)
+        return None if head is None else self._checked(HEAD, head, (vocab, hidden))
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """As `head`, but as the file stores it."""
-        found = self.head(vocab, hidden)
-        return None if found is None else StoredMatrix.of(found, self.release_pages)
+        head = self.head(vocab, hidden)
+        return None if head is None else StoredMatrix.of(head, self.release_pages)
 
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The output matrix as the file stores it; the embedding where the two are tied."""
         own = None if config.tied else self.head_matrix(config.vocab, config.hidden)
         return self.matrix(EMBEDDING, config.vocab, config.hidden) if own is None else own
 
-    def _checked(self, name: str, found: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if tuple(found.shape) != shape:
+    def _checked(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{self.source}: {name} has shape {tuple(found.shape)}, the configuration asks for {shape}"
+                f"{self.source}: {name} has shape {tuple(tensor.shape)}, the configuration asks for {shape}"
             )
-        return found
+        return tensor
 
     @abstractmethod
     def release_pages(self) -> None:
@@ -195,9 +200,9 @@ class SafetensorsWeights(Weights):
         Raises:
             ValueError: there is one, so the model would not be the one that was trained.
         """
-        found = [match for match in map(_LAYER.fullmatch, self._file_of) if match is not None]
-        predicting = {match[1] for match in found if match[2].startswith(_PREDICTION)}
-        own = {int(match[1]) for match in found if match[1] not in predicting}
+        inner = [match for match in map(_LAYER.fullmatch, self._file_of) if match is not None]
+        predicting = {match[1] for match in inner if match[2].startswith(_PREDICTION)}
+        own = {int(match[1]) for match in inner if match[1] not in predicting}
         if own and max(own) >= count:
             raise ValueError(
                 f"{self.source}: config.json says that there are {count} layers, and the weights have a layer "
@@ -249,8 +254,8 @@ class SafetensorsWeights(Weights):
         """The tensor of this name, or None."""
         for candidate in candidate_names(name):
             if candidate in self._file_of:
-                found: Tensor = self._file_of[candidate].tensor(self._stored_as.get(candidate, candidate))
-                return found
+                tensor: Tensor = self._file_of[candidate].tensor(self._stored_as.get(candidate, candidate))
+                return tensor
         return None
 
     @property
@@ -269,8 +274,8 @@ class SafetensorsWeights(Weights):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        found: Tensor = self.require(HEAD, vocab, hidden)
-        return found
+        head: Tensor = self.require(HEAD, vocab, hidden)
+        return head
 
     def release_pages(self) -> None:
         """Return the files' memory pages to the system."""

@@ -67,8 +67,10 @@ class BlockLayer(EagleLayer):
         mixed, nothing = around.mix(attention_input, before), torch.zeros_like(x)
         return x + around.mix(super().add_attention(nothing, mixed, sizes, angles, layer, attention), after)
 
-    def add_mlp(self, x: Float[torch.Tensor, "*t d"]) -> StreamAndRoutes:
+    def add_mlp(
+        self, x: Float[torch.Tensor, "*t d"], before: Float[torch.Tensor, "*t d"] | None = None
+    ) -> StreamAndRoutes:
         """Add the feed-forward network, with the convolution before and after it."""
         around, part = self.mlp_convolution, self.post_attention_layernorm(x)
-        before, after = around.taps(part)
-        return x + around.mix(self.mlp(around.mix(part, before)), after), None
+        first, last = around.taps(part)
+        return x + around.mix(self.mlp(around.mix(part, first)), last), None

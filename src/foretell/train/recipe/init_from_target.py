@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward
+from foretell.model.block.decoder import Decoder, DecoderBlock, FeedForward, RMSNorm
 from foretell.model.block.linear import Linear
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.block_layer import TwoTapConvolution
@@ -125,6 +125,8 @@ def copy_block(
     """Copy a block of the target, as far as it is dense and sizes agree. The block expects states of scale 1 and the
     layer reads features of these `scales` (those of the target's final norm), which are divided out.
     """
+    if not isinstance(block.attention_norm, RMSNorm):
+        return
     attention, d = layer.self_attn, layer.post_attention_layernorm.weight.shape[0]
     relative = scales / root_mean_square(scales)
     if isinstance(block.qkv, Linear) and block.qkv.weight.shape[0] == attention.qkv_proj.weight.shape[0]:

@@ -4,7 +4,7 @@ Names of tensors are those of Llama's checkpoints (`foretell.model.block.spec` h
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from foretell.model.config.model import ModelConfig, MoEConfig
@@ -12,6 +12,8 @@ from foretell.model.config.readers.values import read_head_dim
 from foretell.model.config.states import StateConfig
 from foretell.utils.validation import Fields
 
+GGUF_SOFTMAX, GGUF_SIGMOID = 1, 2
+"""Of `gguf.ExpertGatingFuncType`."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -86,8 +88,8 @@ def windowed(
     window = read.integer("sliding_window", default=0)
     if not window:
         return 0, ()
-    found = read_layer_types(read, layers) if types else None
-    return window, default() if found is None else found
+    chosen = read_layer_types(read, layers) if types else None
+    return window, default() if chosen is None else chosen
 
 
 def no_windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
@@ -96,11 +98,24 @@ def no_windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ..
 
 
 def gguf_windows(read: Fields, layers: int, pattern: int, default: int = 0) -> dict[str, Any]:
-    """Sliding window and its layers in GGUF: all but every `pattern`-th; `default`: the window where none is given."""
-    window = read.integer("attention.sliding_window", default=default)
-    pattern = read.integer("attention.sliding_window_pattern", default=pattern, least=1)
-    chosen = tuple(i for i in range(layers) if (i + 1) % pattern) if window else ()
-    return {"window": window, "window_layers": chosen}
+    """Sliding window and its layers in GGUF: those that the file marks, or all but every `pattern`-th; `default`: the
+    window where none is given.
+    """
+    window, name = read.integer("attention.sliding_window", default=default), "attention.sliding_window_pattern"
+    if isinstance(read.raw.get(name), list):
+        marked = gguf_flags(read, name, layers)
+    else:
+        step = read.integer(name, default=pattern, least=1)
+        marked = tuple((i + 1) % step > 0 for i in range(layers))
+    return {"window": window, "window_layers": tuple(i for i in range(layers) if marked[i]) if window else ()}
+
+
+def gguf_flags(read: Fields, name: str, layers: int) -> tuple[bool, ...]:
+    """A boolean for every layer."""
+    flags = read.raw.get(name)
+    if not isinstance(flags, list) or len(flags) != layers or not all(isinstance(each, bool) for each in flags):
+        raise read.wrong(name, f"a list of {layers} booleans", flags)
+    return tuple(flags)
 
 
 def largest_kv_heads(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -124,6 +139,12 @@ def gguf_state_layers(read: Fields, layers: int) -> tuple[int, ...]:
     return tuple(i for i, each in enumerate(heads) if not each)
 
 
+def gguf_mamba_names(module: str) -> dict[str, str]:
+    """Names in GGUF of the parts of a Mamba-2 layer, by their names in safetensors."""
+    parts = {"in_proj": "in", "out_proj": "out", "conv1d": "conv1d", "norm": "norm", "A_log": "a", "D": "d"}
+    return {f"{module}.{own}": f"ssm_{name}" for own, name in parts.items()} | {f"{module}.dt_bias": "ssm_dt.bias"}
+
+
 def gguf_experts(read: Fields, layers: int) -> MoEConfig:
     """The mixture of experts of a GGUF file: in all layers."""
     count = read.integer("expert_count", least=1)
@@ -133,6 +154,46 @@ def gguf_experts(read: Fields, layers: int) -> MoEConfig:
         ffn=read.integer("expert_feed_forward_length", "feed_forward_length", least=1),
         layers=tuple(range(layers)),
     )
+
+
+def gguf_routed_experts(
+    read: Fields, chosen: tuple[int, ...], tensors: Collection[str], scoring: int, shared: int = 0
+) -> MoEConfig:
+    """Experts of the `chosen` layers beside shared ones, as llama.cpp reads them.
+
+    `scoring`: where the file does not say it, `GGUF_SOFTMAX` or `GGUF_SIGMOID`; `shared`: width of the shared network
+    where the file does not say how many experts it stands for.
+
+    Raises:
+        ValueError: another scoring.
+    """
+    whole, scoring = gguf_experts(read, 0), read.integer("expert_gating_func", default=0) or scoring
+    if scoring not in (GGUF_SOFTMAX, GGUF_SIGMOID):
+        raise read.wrong("expert_gating_func", f"{GGUF_SOFTMAX} (softmax) or {GGUF_SIGMOID} (sigmoid)", scoring)
+    softmax, own = scoring == GGUF_SOFTMAX, read.integer("expert_shared_feed_forward_length", default=0)
+    return replace(
+        whole,
+        layers=chosen,
+        shared_ffn=own or read.integer("expert_shared_count", default=0) * whole.ffn or shared,
+        renormalize=read.flag("expert_weights_norm", default=False),
+        scoring="softmax" if softmax else "sigmoid",
+        selection_bias=any(name.endswith(".exp_probs_b.bias") for name in tensors),
+        groups=read.integer("expert_group_count", default=0) or 1,
+        active_groups=read.integer("expert_group_used_count", default=0) or 1,
+        ranked_by=1 if softmax else 2,
+        scale=read.number("expert_weights_scale", default=1.0) or 1.0,
+    )
+
+
+def interleaved_qkv(config: ModelConfig, layer: int) -> list[Rows]:
+    """Queries and keys, whose rotary pairs lie side by side, in the half-split order; then values."""
+    size, rows = config.head_dim, []
+    rotary = size if config.rope is None else config.rope.rotary_dim(size)
+    head = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, size)]
+    for name, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
+        order = [first + i for first in range(0, heads * size, size) for i in head]
+        rows.append(Rows(f"self_attn.{name}", heads * size, order))
+    return [*rows, Rows("self_attn.v_proj", config.kv_heads * size)]
 
 
 def fused_experts(experts: str) -> dict[str, Callable[[ModelConfig, str], list[Rows] | None]]:

@@ -7,7 +7,14 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, PredictionNames, gguf_experts
+from foretell.model.config.families.base import (
+    GGUF_SIGMOID,
+    GGUF_SOFTMAX,
+    Family,
+    Kind,
+    PredictionNames,
+    gguf_routed_experts,
+)
 from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
@@ -119,14 +126,12 @@ _GLM4_MOE_LITE: Mapping[str, Any] = {
     "num_experts_per_tok": 4, "norm_topk_prob": True, "q_lora_rank": 768, **_HEADS, "qk_nope_head_dim": 192,
     "v_head_dim": 256,
 }  # fmt: skip
-_GGUF_EXPERTS = {
+GGUF_EXPERTS = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-_SOFTMAX, _SIGMOID = 1, 2
-"""Of `gguf.ExpertGatingFuncType`."""
 _GGUF_MSCALE = "rope.scaling.yarn_log_multiplier"
 
 
@@ -140,24 +145,8 @@ def _join_latent(keys: Any, values: Any, config: ModelConfig) -> Any:
 
 
 def _gguf_experts(read: Fields, values: Mapping[str, Any], tensors: Collection[str], scoring: int) -> MoEConfig:
-    """Experts as llama.cpp reads them; `scoring`: where the file does not say it."""
-    layers, whole = values["layers"], gguf_experts(read, values["layers"])
-    scoring = read.integer("expert_gating_func", default=0) or scoring
-    if scoring not in (_SOFTMAX, _SIGMOID):
-        raise read.wrong("expert_gating_func", f"{_SOFTMAX} (softmax) or {_SIGMOID} (sigmoid)", scoring)
     dense = read.integer("leading_dense_block_count", default=0)
-    return replace(
-        whole,
-        layers=tuple(range(dense, layers)),
-        shared_ffn=read.integer("expert_shared_count", default=0) * whole.ffn,
-        renormalize=read.flag("expert_weights_norm", default=False),
-        scoring="softmax" if scoring == _SOFTMAX else "sigmoid",
-        selection_bias=f"blk.{dense}.exp_probs_b.bias" in tensors,
-        groups=read.integer("expert_group_count", default=0) or 1,
-        active_groups=read.integer("expert_group_used_count", default=0) or 1,
-        ranked_by=1 if scoring == _SOFTMAX else 2,
-        scale=read.number("expert_weights_scale", default=1.0) or 1.0,
-    )
+    return gguf_routed_experts(read, tuple(range(dense, values["layers"])), tensors, scoring)
 
 
 def _prepare_gguf(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -187,7 +176,9 @@ def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Coll
         "kv_heads": values["heads"],
         "rope": rope,
         "attention_scale": scale,
-        "experts": _gguf_experts(read, values, tensors, _SOFTMAX) if read.integer("expert_count", default=0) else None,
+        "experts": _gguf_experts(read, values, tensors, GGUF_SOFTMAX)
+        if read.integer("expert_count", default=0)
+        else None,
     }
 
 
@@ -202,7 +193,7 @@ DEEPSEEK = Family(
     prediction=_prediction,
     gguf_kinds={"deepseek2": "deepseek_v3"},
     gguf_names={
-        **_GGUF_EXPERTS,
+        **GGUF_EXPERTS,
         "self_attn.q_a_proj": "attn_q_a",
         "self_attn.q_a_layernorm": "attn_q_a_norm",
         "self_attn.q_b_proj": "attn_q_b",
@@ -226,7 +217,7 @@ _GLM4_MOE: Mapping[str, Any] = {
 
 def _read_gguf_glm(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     return {
-        "experts": _gguf_experts(read, values, tensors, _SIGMOID),
+        "experts": _gguf_experts(read, values, tensors, GGUF_SIGMOID),
         "qk_norm": "blk.0.attn_q_norm.weight" in tensors,
     }
 
@@ -235,7 +226,7 @@ GLM = Family(
     prediction=_prediction,
     kinds={"glm4_moe": Kind(defaults=_GLM4_MOE)},
     gguf_kinds={"glm4moe": "glm4_moe"},
-    gguf_names={**_GGUF_EXPERTS, "post_attention_layernorm": "post_attention_norm"},
+    gguf_names={**GGUF_EXPERTS, "post_attention_layernorm": "post_attention_norm"},
     read_gguf=_read_gguf_glm,
     read_experts=_experts,
     read_further=lambda read, kind, values: {name: read.flag(key, default=False) for name, key in _GLM_FLAGS.items()},

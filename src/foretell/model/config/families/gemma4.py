@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.model.config.attention import LayerInputConfig
-from foretell.model.config.families.base import Family, Kind, fused_experts, gguf_experts
+from foretell.model.config.families.base import Family, Kind, fused_experts, gguf_experts, gguf_flags
 from foretell.model.config.rope import RopeConfig, read_rope
 from foretell.utils.validation import Fields
 
@@ -133,7 +133,7 @@ def _prepare_gguf(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
     layers = values["layers"]
-    local = _gguf_flags(read, "attention.sliding_window_pattern", layers)
+    local = gguf_flags(read, "attention.sliding_window_pattern", layers)
     full = [i for i, is_local in enumerate(local) if not is_local]
     shared = read.integer("attention.shared_kv_layers", default=0, most=layers)
     heads, widths = (_of_layers(read, name, layers) for name in _LISTS)
@@ -165,13 +165,6 @@ def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Coll
         "layer_scales": "blk.0.layer_output_scale.weight" in tensors,
         "experts": experts,
     }
-
-
-def _gguf_flags(read: Fields, name: str, layers: int) -> tuple[bool, ...]:
-    flags = read.raw.get(name)
-    if not isinstance(flags, list) or len(flags) != layers or not all(isinstance(each, bool) for each in flags):
-        raise read.wrong(name, f"a list of {layers} booleans", flags)
-    return tuple(flags)
 
 
 def _of_layers(read: Fields, name: str, layers: int) -> tuple[int, ...]:

@@ -1,9 +1,19 @@
-"""LFM2 (arXiv 2511.23404): short convolutions in most layers."""
+"""LFM2 (arXiv 2511.23404): short convolutions in most layers, experts in the later ones of its mixtures."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, gguf_state_layers, largest_kv_heads, no_windows
+from foretell.model.config.families.base import (
+    GGUF_SIGMOID,
+    Family,
+    Kind,
+    gguf_routed_experts,
+    gguf_state_layers,
+    largest_kv_heads,
+    no_windows,
+)
+from foretell.model.config.model import MoEConfig
 from foretell.model.config.states import ShortConvConfig, layers_of_type
 from foretell.utils.validation import Fields
 
@@ -32,26 +42,54 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     return {"tied": read.flag("tie_embedding", "tie_word_embeddings", default=True)}
 
 
+def _experts(read: Fields, kind: str, layers: int) -> MoEConfig | None:
+    if kind == "lfm2":
+        return None
+    count = read.integer("num_experts", least=1)
+    return MoEConfig(
+        count=count,
+        active=read.integer("num_experts_per_tok", least=1, most=count),
+        ffn=read.integer("moe_intermediate_size", least=1),
+        renormalize=read.flag("norm_topk_prob", default=True),
+        layers=tuple(range(read.integer("num_dense_layers", default=2), layers)),
+        scoring="sigmoid",
+        selection_bias=read.flag("use_expert_bias", default=True),
+        scale=read.number("routed_scaling_factor", default=1.0),
+    )
+
+
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    experts = None
+    if kind == "lfm2_moe":
+        chosen = tuple(range(read.integer("leading_dense_block_count", default=0), values["layers"]))
+        experts = replace(gguf_routed_experts(read, chosen, tensors, GGUF_SIGMOID), renormalize=True)
     state = ShortConvConfig(
         layers=gguf_state_layers(read, values["layers"]),
         channels=values["hidden"],
         taps=read.integer("shortconv.l_cache", least=1),
         bias="blk.0.shortconv.conv.bias" in tensors,
     )
-    return {"state": state}
+    return {"state": state, "experts": experts}
 
 
 _LFM2: Mapping[str, Any] = {
     "max_position_embeddings": 128000, "num_key_value_heads": 8, "rope_theta": 1e6, "eos_token_id": 2,
     "norm_eps": 1e-5,
 }  # fmt: skip
+_LFM2_MOE: Mapping[str, Any] = {
+    **_LFM2, "block_auto_adjust_ff_dim": False, "num_experts_per_tok": 4, "num_experts": 32,
+    "moe_intermediate_size": 1792,
+}  # fmt: skip
 LFM2 = Family(
     kinds={
         "lfm2": Kind(
             settings={"qk_norm": True, "tied": True},
             defaults=_LFM2,
-        )
+        ),
+        "lfm2_moe": Kind(
+            settings={"qk_norm": True, "tied": True},
+            defaults=_LFM2_MOE,
+        ),
     },
     names={
         "input_layernorm": "operator_norm",
@@ -62,9 +100,15 @@ LFM2 = Family(
         "mlp.gate_proj": "feed_forward.w1",
         "mlp.up_proj": "feed_forward.w3",
         "mlp.down_proj": "feed_forward.w2",
+        "mlp.gate": "feed_forward.gate",
+        "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
+        "mlp.experts": "feed_forward.experts",
+        "mlp.experts.{}.gate_proj": "feed_forward.experts.{}.w1",
+        "mlp.experts.{}.up_proj": "feed_forward.experts.{}.w3",
+        "mlp.experts.{}.down_proj": "feed_forward.experts.{}.w2",
     },
     final_norm="model.embedding_norm",
-    gguf_kinds={"lfm2": "lfm2"},
+    gguf_kinds={"lfm2": "lfm2", "lfm2moe": "lfm2_moe"},
     gguf_names={
         "operator_norm": "attn_norm",
         "ffn_norm": "ffn_norm",
@@ -74,6 +118,11 @@ LFM2 = Family(
         "feed_forward.w1": "ffn_gate",
         "feed_forward.w3": "ffn_up",
         "feed_forward.w2": "ffn_down",
+        "feed_forward.gate": "ffn_gate_inp",
+        "feed_forward.expert_bias": "exp_probs_b.bias",
+        "feed_forward.experts.{}.w1": "ffn_gate_exps",
+        "feed_forward.experts.{}.w3": "ffn_up_exps",
+        "feed_forward.experts.{}.w2": "ffn_down_exps",
         "conv.conv": "shortconv.conv",
         "conv.in_proj": "shortconv.in_proj",
         "conv.out_proj": "shortconv.out_proj",
@@ -83,6 +132,7 @@ LFM2 = Family(
     read_gguf=_read_gguf,
     read_ffn=_ffn,
     read_windows=no_windows,
+    read_experts=_experts,
     read_state=_state,
     read_further=_further,
 )

@@ -1,14 +1,17 @@
 """Llama 4: attention within chunks, layers without rotary positions, experts beside a shared one."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from foretell.model.config.attention import QueryScaling
-from foretell.model.config.families.base import Family, Kind, Rows
-from foretell.model.config.model import ModelConfig
+from foretell.model.config.families.base import GGUF_SIGMOID, Family, Kind, gguf_routed_experts, interleaved_qkv
 from foretell.model.config.rope import read_rope
 from foretell.utils.validation import Fields
 
+_CHUNK = 8192
+_MAVERICK = 128
+"""Experts of the model that has no norms of queries and keys."""
 _TYPES = ("chunked_attention", "full_attention")
 
 
@@ -32,7 +35,7 @@ def _read(read: Fields, layers: int) -> dict[str, Any]:
         "ffn": read.integer("intermediate_size_mlp", default=16384, least=1),
         "rope": read_rope(scaling if scaling.raw else parameters, theta, trained, head_dim, read),
         "unrotated_layers": tuple(i for i in range(layers) if not rotated[i]),
-        "window": read.integer("attention_chunk_size", default=8192, least=1),
+        "window": read.integer("attention_chunk_size", default=_CHUNK, least=1),
         "window_layers": tuple(i for i, kind in enumerate(types) if kind == _TYPES[0]),
         "chunked": True,
         "unit_qk_norm": read.flag("use_qk_norm", default=True),
@@ -76,15 +79,24 @@ def _experts(read: Fields, layers: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _half_split(config: ModelConfig, layer: int) -> list[Rows]:
-    """Queries and keys, whose rotary pairs lie side by side, in the half-split order; then values."""
-    size, rows = config.head_dim, []
-    for name, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
-        order = [
-            i for first in range(0, heads * size, size) for half in (0, 1) for i in range(first + half, first + size, 2)
-        ]
-        rows.append(Rows(f"self_attn.{name}", heads * size, order))
-    return [*rows, Rows("self_attn.v_proj", config.kv_heads * size)]
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    """What llama.cpp knows of Llama 4 without the file: chunks of 8,192, a fourth of the layers without positions."""
+    layers, step = values["layers"], read.integer("interleave_moe_layer_step", default=1)
+    if not read.integer("attention.sliding_window", default=_CHUNK):
+        raise read.wrong("attention.sliding_window", "left out: MobileLLM is not supported", 0)
+    full, experts = tuple(range(3, layers, 4)), None
+    if step:
+        experts = gguf_routed_experts(read, tuple(range(step - 1, layers, step)), tensors, GGUF_SIGMOID)
+        experts = replace(experts, scoring="sigmoid", weighs_inputs=True, shared_ffn=experts.ffn, renormalize=False)
+    return {
+        "unrotated_layers": full,
+        "window": _CHUNK,
+        "window_layers": tuple(i for i in range(layers) if i not in full),
+        "chunked": True,
+        "unit_qk_norm": experts is None or experts.count != _MAVERICK,
+        "query_scaling": _query_scaling(Fields({}, read.source)),
+        "experts": experts,
+    }
 
 
 _LLAMA4: Mapping[str, Any] = {
@@ -102,7 +114,20 @@ LLAMA4 = Family(
         "mlp.gate": "feed_forward.router",
         "mlp.shared_experts": "feed_forward.shared_expert",
     },
-    rows={"qkv": _half_split},
+    rows={"qkv": interleaved_qkv},
     expert_storage="transposed",
+    gguf_kinds={"llama4": "llama4_text"},
+    gguf_names={
+        "feed_forward.gate_proj": "ffn_gate",
+        "feed_forward.up_proj": "ffn_up",
+        "feed_forward.down_proj": "ffn_down",
+        "feed_forward.router": "ffn_gate_inp",
+        **{
+            f"feed_forward.{part}.{name}_proj": f"ffn_{name}_{end}"
+            for part, end in (("experts.{}", "exps"), ("shared_expert", "shexp"))
+            for name in ("gate", "up", "down")
+        },
+    },
+    read_gguf=_read_gguf,
     read_all=_read,
 )

@@ -1,12 +1,21 @@
 """Nemotron-H and Nemotron 3 (arXiv 2504.03624): layers of one sub-layer each, all of the same names."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, no_windows
+from foretell.model.config.families.base import (
+    GGUF_SIGMOID,
+    Family,
+    Kind,
+    gguf_mamba_names,
+    gguf_routed_experts,
+    largest_kv_heads,
+    no_windows,
+)
 from foretell.model.config.model import MoEConfig
 from foretell.model.config.readers.values import read_head_dim
-from foretell.model.config.states import LAYER_TYPES, Mamba2Config, check_time_step
+from foretell.model.config.states import LAYER_TYPES, Mamba2Config, check_time_step, gguf_mamba2
 from foretell.utils.validation import Fields
 
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -97,6 +106,40 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
     }
 
 
+def _prepare_gguf(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With one width of the networks, which layers of another kind have as 0."""
+    eps, raw = raw.get("attention.layer_norm_epsilon"), largest_kv_heads(raw)
+    widths = raw.get("feed_forward_length")
+    several = isinstance(widths, list) and all(isinstance(each, int) for each in widths)
+    width = max(widths) if several else widths  # type: ignore[arg-type]
+    return {"attention.layer_norm_rms_epsilon": eps, **raw, "feed_forward_length": width}
+
+
+def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    layers, chosen = values["layers"], list[tuple[int, ...]]()
+    for name in ("feed_forward_length", "attention.head_count_kv"):
+        numbers = read.integers(name)
+        if len(numbers) != layers or len({each for each in numbers if each}) > 1:
+            raise read.wrong(name, f"{layers} numbers, 0 or the same one", list(numbers))
+        chosen.append(tuple(i for i, each in enumerate(numbers) if each))
+    networks, states = chosen[0], tuple(i for i in range(layers) if not any(i in each for each in chosen))
+    if not states:
+        raise read.wrong("attention.head_count_kv", "layers of Mamba-2", "none")
+    if read.integer("moe_latent_size", default=0):
+        raise read.wrong("moe_latent_size", "0: experts of latent vectors are not supported", "a size")
+    experts = None
+    if read.integer("expert_count", default=0):
+        experts = replace(gguf_routed_experts(read, networks, tensors, GGUF_SIGMOID), scoring="sigmoid", ranked_by=2)
+    return {
+        "experts": experts,
+        "state": gguf_mamba2(read, states, tensors),
+        "activation": "relu2",
+        "attention_free_layers": networks,
+        "mlp_free_layers": tuple(i for i in range(layers) if i not in networks),
+        "unrotated_layers": tuple(range(layers)),
+    }
+
+
 _NEMOTRON_H: Mapping[str, Any] = {
     "max_position_embeddings": 4096, "num_key_value_heads": 8, "layer_norm_epsilon": 1e-5, "num_experts_per_tok": 2,
     "n_routed_experts": 8, "moe_intermediate_size": 7688,
@@ -116,6 +159,23 @@ NEMOTRON = Family(
         "mlp": "mixer",
     },
     final_norm="model.norm_f",
+    gguf_kinds={"nemotron_h": "nemotron_h", "nemotron_h_moe": "nemotron_h"},
+    gguf_names={
+        "norm": "attn_norm",
+        **{f"mixer.{name}_proj": f"attn_{name}" for name in "qkv"},
+        "mixer.o_proj": "attn_output",
+        **gguf_mamba_names("mixer"),
+        "mixer.gate": "ffn_gate_inp",
+        "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+        **{
+            f"mixer.{part}{name}_proj": f"ffn_{name}{end}"
+            for part, end in (("", ""), ("experts.{}.", "_exps"), ("shared_experts.", "_shexp"))
+            for name in ("up", "down")
+        },
+    },
+    gguf_vectors={"mixer.A_log": lambda stored, config, kind: (-stored).log()},
+    prepare_gguf=_prepare_gguf,
+    read_gguf=_read_gguf,
     prepare=_with_layer_types,
     read_head_dim=lambda read, default: read_head_dim(read, ("head_dim", "attention_head_dim"), 128),
     read_windows=no_windows,

@@ -60,11 +60,11 @@ def check_card(folder: Path, raw: Mapping[str, Any]) -> None:
                 f"that file too, or {_REMEDY}"
             )
         return
-    found = read_json(file, _REMEDY).get("method")
-    if not isinstance(found, str):
+    named = read_json(file, _REMEDY).get("method")
+    if not isinstance(named, str):
         raise ValueError(f"{file}: no method is named, so it is unknown what was done to the model; {_REMEDY}")
-    if method is not None and found != method:
-        raise ValueError(f"{file}: says {found}, and config.json beside it {method}; {_REMEDY}")
+    if method is not None and named != method:
+        raise ValueError(f"{file}: says {named}, and config.json beside it {method}; {_REMEDY}")
 
 
 def read_compressed(raw: Mapping[str, Any], source: str) -> dict[str, Any]:

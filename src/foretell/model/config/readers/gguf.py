@@ -54,13 +54,15 @@ def from_gguf(
         )
     kind = GGUF_KINDS[name]
     own = {k.removeprefix(name + "."): v for k, v in meta.items()}
-    own = {k: _one_number(v, own.get("block_count")) for k, v in own.items()}
+    blocks = Fields(own, source, f"{name}.")
+    predicting = blocks.integer("nextn_predict_layers", default=0)
+    layers = blocks.integer("block_count", least=1 + predicting, most=MAX_LAYERS) - predicting
+    own = {k: _of_layers(v, layers + predicting, layers) for k, v in own.items()}
     family = family_of(kind)
     read = Fields(family.prepare_gguf(own), source, f"{name}.")
     if kind == "llama" and read.integer("expert_count", default=0):
         kind = "mixtral"
     hidden, heads = (read.integer(k, least=1) for k in ("embedding_length", "attention.head_count"))
-    layers = read.integer("block_count", least=1, most=MAX_LAYERS) - read.integer("nextn_predict_layers", default=0)
     context = read.integer("context_length", least=1, most=MAX_CONTEXT)
     head_dim = read_head_dim(read, ("attention.key_length",), hidden // heads)
     rope, window = read_gguf_rope(read, context, head_dim, rope_factors or {}), "attention.sliding_window"
@@ -85,24 +87,29 @@ def from_gguf(
         **KINDS[kind].settings,
         "tied": tensors is not None and "output.weight" not in tensors,
     }
-    biases = {} if tensors is None else {k: any(n in tensors for n in names) for k, names in _BIASES.items()}
+    parts = {name.split(".", 2)[-1] for name in tensors or ()}
+    biases = {} if tensors is None else {key: not parts.isdisjoint(names) for key, names in _BIASES.items()}
     further = family_of(kind).read_gguf(Fields(own, source, f"{name}."), kind, values, tensors or ())
     return checked_config(source, **{**values, **further, **biases})
 
 
 _BIASES = {
-    "qkv_bias": ("blk.0.attn_q.bias", "blk.0.attn_k.bias", "blk.0.attn_v.bias", "blk.0.attn_qkv.bias"),
-    "output_bias": ("blk.0.attn_output.bias",),
-    "mlp_bias": ("blk.0.ffn_gate.bias", "blk.0.ffn_up.bias", "blk.0.ffn_down.bias"),
+    "qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"),
+    "output_bias": ("attn_output.bias",),
+    "mlp_bias": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
 }
-"""Settings of biases, and the tensors of which a file has one if they are on."""
+"""Settings of biases, and the tensors of layers of which a file has one if they are on."""
 
 
-def _one_number(value: Any, layers: Any) -> Any:
-    """The number that a list has for every layer, where it is the same for all; other values as they are."""
-    if not isinstance(value, list) or len(value) != layers or not value or isinstance(value[0], bool | str | list):
+def _of_layers(value: Any, blocks: int, layers: int) -> Any:
+    """A list of one entry per block without those of multi-token prediction, and the number that all others have; other
+    values as they are.
+    """
+    if not isinstance(value, list) or len(value) != blocks:
         return value
-    return value[0] if all(each == value[0] for each in value) else value
+    own = value[:layers]
+    same = not isinstance(own[0], bool | str | list) and all(each == own[0] for each in own)
+    return own[0] if same else own
 
 
 def _require_list(read: Fields, name: str) -> list[Any]:

@@ -48,7 +48,7 @@ def read_head_dim(read: Fields, names: tuple[str, ...], default: int) -> int:
     Raises:
         ValueError: it is odd, or no number.
     """
-    found = read.integer(*names, default=default, least=1)
-    if found % 2:
-        raise read.wrong(names[0], "even, for rotary positions", found)
-    return found
+    width = read.integer(*names, default=default, least=1)
+    if width % 2:
+        raise read.wrong(names[0], "even, for rotary positions", width)
+    return width

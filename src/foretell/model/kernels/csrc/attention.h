@@ -334,7 +334,7 @@ class Attention {
     std::memcpy(x, source, 4 * (size_t)dim);
     if (head < m_.heads + m_.cache_heads) {
       const float* norm = head < m_.heads ? layer.q_norm : layer.k_norm;
-      if (norm) normalize(x, dim, norm, m_.eps, x);
+      if (norm && m_.qk_norm_over == kOneHead) normalize(x, dim, norm, m_.eps, x);
       const float *cos = layer.cos + (size_t)layout.position[token] * half,
                   *sin = layer.sin + (size_t)layout.position[token] * half;
       for (int i = 0; i < half; ++i) {
@@ -342,6 +342,7 @@ class Attention {
         x[i] = a * cos[i] - b * sin[i];
         x[i + half] = b * cos[i] + a * sin[i];
       }
+      if (norm && m_.qk_norm_over == kRotatedHead) normalize(x, dim, norm, m_.eps, x);
     } else if (layer.v_norm) {
       normalize(x, dim, layer.v_norm, m_.eps, x);
     }

@@ -41,7 +41,8 @@ class ForwardPass {
                   team, largest_rank(layers, first, last)),
         qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
         inner_(buffer<float>((size_t)layout.count * inner_width_)),
-        product_(buffer<float>((size_t)layout.count * model.hidden)) {
+        product_(buffer<float>((size_t)layout.count * model.hidden)),
+        before_(model.parallel ? buffer<float>((size_t)layout.count * model.hidden) : Buffer<float>()) {
     if (experts_of_) experts_.emplace(model, *experts_of_, layout.count, team);
     for (int i = first; i < last && !sparse_; ++i)
       if (layers[i].sparse) sparse_.emplace(model, layout.count, widest_predictor(layers, first, last), ffn_);
@@ -53,10 +54,15 @@ class ForwardPass {
   // Every thread of the team runs this. routes [last - first, tokens, active]: receives the experts of every token in
   // layers that have some; or null.
   void run(const HiddenLayers& hidden, int32_t* routes, const Team& team) const {
+    if (m_.centered) center(team);
     for (int i = first_, recorded = 0; i < last_; ++i) {
       if (recorded < hidden.count && hidden.layer[recorded] == i)
         copy_hidden_state(hidden.out + (size_t)recorded++ * tokens_ * m_.hidden, team);
       choose_heads(i, team);
+      if (m_.parallel) {
+        copy_hidden_state(before_.get(), team);
+        team.barrier();
+      }
       if (layers_[i].attention == kKeysOnly)
         write_keys(i, team);
       else if (layers_[i].attention)
@@ -95,6 +101,7 @@ class ForwardPass {
       heads_->clear(*layer.heads, qkv_.get(), (size_t)qkv_width_, m_.head_dim, team);
       team.barrier();
     }
+    if (m_.qk_norm_over == kAllHeads) norm_all_heads(layer, true, team);
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team);
     team.barrier();
     attention_.pack(layer.store, team);
@@ -163,10 +170,23 @@ class ForwardPass {
     operands_.multiply(keys, x_, m_.hidden, layer.attention_norm, m_.eps,
                        {qkv_.get() + (apart ? queries : 0), qkv_width_, width, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
+    if (m_.qk_norm_over == kAllHeads) norm_all_heads(layer, false, team);
     attention_.rotate_and_store(layer, layer.store, qkv_.get(), team, m_.heads);
     team.barrier();
     attention_.pack(layer.store, team);
     attention_.note_pages(layer.store, team);
+  }
+
+  // The norms of all heads of the queries together, and of the keys; ends with a barrier.
+  void norm_all_heads(const Layer& layer, bool queries, const Team& team) const {
+    const int width = m_.heads * m_.head_dim, keys = m_.cache_heads * m_.head_dim;
+    const auto [from, to] = team.share(tokens_);
+    for (int t = from; t < to; ++t) {
+      float* row = qkv_.get() + (size_t)t * qkv_width_;
+      if (queries && layer.q_norm) normalize(row, width, layer.q_norm, m_.eps, row);
+      if (layer.k_norm) normalize(row + width, keys, layer.k_norm, m_.eps, row + width);
+    }
+    team.barrier();
   }
 
   // Attention, multiplied by the sigmoid of its gates.
@@ -269,7 +289,7 @@ class ForwardPass {
     const Weight& down = reader(layer.down);
     choose_neurons(i, team);
     const UnitChoice* chosen = layer.neurons;
-    operands_.multiply(layer.gate_up, x_, m_.hidden, layer.mlp_norm, m_.eps,
+    operands_.multiply(layer.gate_up, m_.parallel ? before_.get() : x_, m_.hidden, layer.mlp_norm, m_.eps,
                        {inner_.get(), ffn_, ffn_, inner_epilogue(m_.activation), m_.activation, down.operand,
                         chosen ? neurons_->panels(2 * chosen->unit) : nullptr},
                        &down, team);
@@ -310,9 +330,23 @@ class ForwardPass {
   // What follows attention and feed-forward: per-layer inputs, and the factor on the residual stream.
   void finish(const Layer& layer, const Team& team) const {
     if (layer.input_gate.words) add_layer_input(layer, team);
+    if (m_.centered) center(team);
     if (layer.scale == 0) return;
     const auto [from, to] = team.share(tokens_);
     for (size_t i = (size_t)from * m_.hidden; i < (size_t)to * m_.hidden; ++i) x_[i] *= layer.scale;
+    team.barrier();
+  }
+
+  // Subtracts the mean of every row of the residual stream.
+  void center(const Team& team) const {
+    const auto [from, to] = team.share(tokens_);
+    for (int t = from; t < to; ++t) {
+      float* row = x_ + (size_t)t * m_.hidden;
+      Float total = {};
+      for (int i = 0; i < m_.hidden; i += kLanes) total = total + load_part<Float>(row + i, m_.hidden - i);
+      const float mean = sum(total) / (float)m_.hidden;
+      for (int i = 0; i < m_.hidden; ++i) row[i] -= mean;
+    }
     team.barrier();
   }
 
@@ -400,6 +434,7 @@ class ForwardPass {
   std::optional<StatePass> states_;
   std::unique_ptr<Units> heads_, neurons_;
   const Buffer<float> qkv_, inner_, product_;
+  const Buffer<float> before_;  // the residual stream before the attention of a parallel block
 };
 
 template <class C>

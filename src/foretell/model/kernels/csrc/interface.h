@@ -38,6 +38,8 @@ enum Operand : int32_t { kFloat32Operand = 0, kBfloat16Operand = 1, kInt8Operand
 // kRelu2: relu(up)^2, without a gate.
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2, kRelu2 = 3 };
 constexpr int32_t kKeysOnly = 2;
+// The norms of queries and keys are over each head, over all of them, or over each head after its rotation.
+enum NormedHeads : int32_t { kOneHead = 0, kAllHeads = 1, kRotatedHead = 2 };
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 // Where the rows of the neurons of a feed-forward network lie: of hot ones in memory, of the others in a mapped file
@@ -195,6 +197,9 @@ struct Model {
   int32_t cache_heads;
   int32_t cache_kind, activation;                                       // cache_kind: kFloat32 or kBfloat16
   float eps, scale, softcap, residual_scale;
+  int32_t qk_norm_over;  // a NormedHeads
+  int32_t parallel;      // 1: feed-forward networks have the input of the attention
+  int32_t centered;      // 1: the mean of the residual stream is subtracted before the first layer and after each one
 };
 
 struct Stage {  // one stage of a multi-stage MLP speculator
