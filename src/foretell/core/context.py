@@ -190,10 +190,6 @@ class StepResult:
     new_tokens: tuple[tuple[int, ...], ...]
     start_positions: tuple[int, ...]
     """Tokens of each sequence that were in the target's cache before the step: the position of node 0."""
-    draft_seconds: float = 0.0
-    """Time spent on drafting."""
-    pass_seconds: float = 0.0
-    """Time spent on the target's pass, acceptance and the cache update, for the requests of all methods together."""
     drafting: bool = True
     """False: the method is not asked for drafts for now, so what only its next drafts need may be left out."""
     all_methods: "StepResult | None" = None
@@ -201,11 +197,11 @@ class StepResult:
 
     @property
     def whole(self) -> "StepResult":
-        """The step of the requests of all methods: what `pass_seconds` were spent on."""
+        """The step of the requests of all methods."""
         return self if self.all_methods is None else self.all_methods
 
-    def select(self, indices: Sequence[int], draft_seconds: float) -> "StepResult":
-        """The part of these requests, in this order, for which drafting took `draft_seconds`."""
+    def select(self, indices: Sequence[int]) -> "StepResult":
+        """The part of these requests, in this order."""
         if tuple(indices) == tuple(range(len(self.paths))):
             return self
         rows = np.array(indices, np.int64)
@@ -222,7 +218,6 @@ class StepResult:
             paths=tuple(self.paths[i] for i in indices),
             new_tokens=tuple(self.new_tokens[i] for i in indices),
             start_positions=tuple(self.start_positions[i] for i in indices),
-            draft_seconds=draft_seconds,
             all_methods=self.whole,
         )
 

@@ -331,7 +331,6 @@ class Engine:
         groups = MethodGroups(
             [r.method for r in scheduled],
             self.runner.vocab,
-            clock=self._clock,
             budget=self.budget,
             predictions=[r.prediction for r in scheduled],
         )
@@ -357,7 +356,7 @@ class Engine:
         results, started = verified.results, verified.started
         paths, new_tokens = commit(self.runner, scheduled, verified.tree, results)
         committed = self._clock()
-        step = verified.step_result(paths, new_tokens, committed)
+        step = verified.step_result(paths, new_tokens)
         failures = self._observe(verified.groups, step)
         ended = self._clock()
         self.last_step = step_time = StepTime(

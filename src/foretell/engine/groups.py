@@ -38,8 +38,6 @@ class MethodGroup:
     bound: BoundMethod
     indices: list[int]
     """Their indices in the step."""
-    draft_seconds: float = 0.0
-    """Time that it took to draft."""
     drafts: bool = False
     """Whether it drafted in this step."""
     probe_offset: int = 0
@@ -52,7 +50,7 @@ class MethodGroup:
 
 
 class MethodGroups:
-    """The groups of a step, from drafting to its result. `vocab`: of the target; `clock` gives seconds.
+    """The groups of a step, from drafting to its result. `vocab`: of the target.
 
     `budget` decides which of the methods that it governs draft and which of their drafts are verified; others draft in
     full. `predictions`: the predicted outputs of the requests.
@@ -62,11 +60,10 @@ class MethodGroups:
         self,
         methods: Sequence[BoundMethod],
         vocab: int,
-        clock: Callable[[], float],
         budget: Budget,
         predictions: Sequence[Prediction | None] = (),
     ) -> None:
-        self._vocab, self._clock, self._budget = vocab, clock, budget
+        self._vocab, self._budget = vocab, budget
         self._methods, self._predictions = methods, predictions
         self._predicts = any(p is not None for p in predictions)
         if len(set(methods)) == 1:
@@ -109,9 +106,7 @@ class MethodGroups:
         for group in self.groups:
             which = [i for i in group.indices if ready[i]]
             if which:
-                started = self._clock()
                 parts += self._parts_of(group, which, context)
-                group.draft_seconds = self._clock() - started
         return parts
 
     def _parts_of(self, group: MethodGroup, which: list[int], context: Context) -> list[DraftedTrees]:
@@ -225,7 +220,7 @@ class MethodGroups:
             step = replace(step, drafting=False)
         if len(self.groups) == 1:
             return step
-        part = step.select(group.indices, group.draft_seconds)
+        part = step.select(group.indices)
         if group.probe_offset:
             part = replace(part, tree=part.tree.shift_probe_ids(self._vocab, -group.probe_offset))
         return with_hidden_layers(part, self.hidden_layers, group.method.hidden_layers)

@@ -1,15 +1,13 @@
-"""The constants by which drafting is budgeted, and what they were fitted on.
+"""The constants by which drafting is budgeted.
 
-`python tools/fit_budget.py` prints, for values around each of them, the speed over that of the best fixed choice on
-simulated machines and histories: passes whose further tokens cost nothing, 3 %, 10 % or 30 % of the first one, drafters
-that take 2 to 60 % of a pass, chances of 0.3 to 0.9 per token, 1 to 64 requests, and other programs on the processor.
-The values here lose at most 5 % in each of them, and no other of those tried loses less in all.
+They were set by hand, and checked on simulated machines and histories: passes whose further tokens cost nothing, 3 %,
+10 % or 30 % of the first one, drafters that take 2 to 60 % of a pass, chances of 0.3 to 0.9 per token, 1 to 64 requests,
+and other programs on the processor. `python tools/fit_budget.py` prints the speed in each of them over that of plain
+decoding and of the best fixed number of drafts; `python tools/fit_budget.py NAME VALUE…` compares values of one.
 """
 
 PRIOR_SLOPE = 0.03
-"""Time of a further token over that of a pass over one, before any is measured: the median of the CPUs and precisions
-in docs/benchmarks.md.
-"""
+"""Time of a further token over that of a pass over one, before any is measured: about that of the CPU kernels."""
 PRIOR_DRAFT = 0.1
 """Time of drafting over that of a plain pass, before it is measured."""
 PRIOR_SURVIVAL = 0.7
