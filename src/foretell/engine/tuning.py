@@ -1,7 +1,7 @@
 """The constants by which drafting is budgeted.
 
 They were set by hand, and checked on simulated machines and histories: passes whose further tokens cost nothing, 3 %,
-10 % or 30 % of the first one, drafters that take 2 to 60 % of a pass, chances of 0.3 to 0.9 per token, 1 to 64 requests,
+10 % or 30 % of the first one, drafters that take 2 to 60 % of a pass, chances of 0.3 to 0.9 a token, 1 to 64 requests,
 and other programs on the processor. `python tools/fit_budget.py` prints the speed in each of them over that of plain
 decoding and of the best fixed number of drafts; `python tools/fit_budget.py NAME VALUE…` compares values of one.
 """
