@@ -207,7 +207,8 @@ def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come
     def chosen(weights: list[float], table: dict[int, float]) -> list[int]:
         budget = Budget(PassTimes(table))
         budget.begin(_load(weights))
-        assert budget.plan(bound, 0, [0, 1]) == Plan([0, 1])
+        plan = budget.plan(bound, 0, [0, 1])
+        assert plan is not None and plan.asked == [0, 1]
         part = DraftedTrees(bound, [0, 1], budget.offer(bound, 0, [0, 1], tree), removable=True)
         budget.choose([part])
         valid = part.tree.valid

@@ -308,7 +308,7 @@ def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     exact = variant.make(VOCAB).exact_keys
     expected = [21 + 14 - 1, 21 + 14 + 4 + 5 - 1] if exact else [21 - 1, 21 + 14 + 4 - 1]
     assert [c.statistics.cached_tokens for c in cached] == [0, *expected, 0]
-    if variant.same_seed:
+    if variant.same_seed and not variant.make(VOCAB).tree.elastic:  # whose trees follow the times of passes
         assert [c.statistics.drafted > 0 for c in cached] == [c.statistics.drafted > 0 for c in plain]
 
 
