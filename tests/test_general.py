@@ -55,6 +55,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 every_lossless = pytest.mark.parametrize(
     "variant", methods_by_kind([v for v in VARIANTS if v.lossless], pytest.mark.exhaustive_types)
 )
+kinds_of_lossless = pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.lossless]))
 every_lossy = pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.lossless], ids=str)
 every_matching = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.same_seed], ids=str)
 KINDS = (
@@ -62,7 +63,10 @@ KINDS = (
     "greedy_block", "traversal",
 )  # fmt: skip
 every_kind_of_rejection = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in KINDS], ids=str)
-every_rejecting = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless and not v.same_seed], ids=str)
+kinds_of_matching = pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.same_seed]))
+kinds_of_rejecting = pytest.mark.parametrize(
+    "variant", methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed])
+)
 
 PARAMETERS: dict[str, dict[str, float]] = {
     "nothing": {},
@@ -165,7 +169,7 @@ def matrix(temperature: float) -> tuple[tuple[str, Request, list[int]], ...]:
 
 @every_lossless
 def test_greedy_tokens_are_those_of_naive_decoding(variant: Variant) -> None:
-    assert generate(variant.make(VOCAB), requests_of(0, eos=(3,))) == greedy_texts()
+    assert generate(variant.make(VOCAB), requests_of(0, eos=(3,))[1:5]) == greedy_texts()
 
 
 def best(p: np.ndarray) -> np.ndarray:
@@ -193,7 +197,7 @@ GREEDY_RULES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @every_lossy
 def test_lossy_greedy_tokens_follow_the_rule_and_changes_are_counted(variant: Variant) -> None:
-    requests = [Request(random_tokens(n, seed=n), max_new_tokens=20) for n in range(1, 25)]
+    requests = [Request(random_tokens(n, seed=n), max_new_tokens=20) for n in range(1, 25, 2)]
     rule = GREEDY_RULES[variant.name]
     changes = []
     for request, completion in zip(requests, engine_for(variant.make(VOCAB)).complete(requests), strict=True):
@@ -210,7 +214,7 @@ def test_lossy_greedy_tokens_follow_the_rule_and_changes_are_counted(variant: Va
 
 @cache
 def greedy_texts() -> list[list[int]]:
-    return [naive(target(), r) for r in requests_of(0, eos=(3,))]
+    return [naive(target(), r) for r in requests_of(0, eos=(3,))[1:5]]
 
 
 @cache
@@ -221,7 +225,7 @@ def texts_to_the_end() -> tuple[list[Request], list[list[int]]]:
     return requests, naive_texts
 
 
-@every_lossless
+@kinds_of_lossless
 def test_sequences_grow_up_to_the_end_of_the_context(variant: Variant) -> None:
     requests, expected = texts_to_the_end()
     with unchecked():
@@ -249,7 +253,7 @@ def sample_sizes() -> list[Any]:
     counted = [PLAIN, *(v for v in VARIANTS if not v.same_seed)]
     well = [v for v in counted if v is PLAIN or v.name in {*KINDS, *REPRESENTATIVES}]
     few = [v for v in counted if v.lossless and v not in well]
-    sizes = [(v, 500 if v.lossless else 800) for v in well] + [(v, 150) for v in few]
+    sizes = [(v, 300 if v.lossless else 400) for v in well] + [(v, 100) for v in few]
     return [pytest.param(v, number, id=f"{v}-{number}") for v, number in sizes] + [
         pytest.param(v, 3000, id=f"{v}-3000", marks=pytest.mark.exhaustive) for v in counted
     ]
@@ -264,29 +268,31 @@ def test_samples_follow_the_distribution_of_the_target_and_only_lossy_methods_fa
 
 @cache
 def plain_texts() -> list[list[int]]:
-    return sampled(PLAIN, FLAT, 200)
+    return sampled(PLAIN, FLAT, 100)
 
 
 @every_matching
 def test_every_seed_gives_the_tokens_of_plain_decoding(variant: Variant) -> None:
-    assert sampled(variant, FLAT, 200) == plain_texts()
+    assert sampled(variant, FLAT, 100) == plain_texts()
 
 
 @every_variant
 def test_answers_do_not_depend_on_batch_order_rows_or_chunks(variant: Variant) -> None:
-    requests = requests_of(1.0)[:4]
+    requests = requests_of(1.0)[1:3]
     with unchecked():
-        alone = [generate(variant.make(VOCAB), [r], rows=1, chunk=512)[0] for r in requests]
-        assert generate(variant.make(VOCAB), requests) == alone
+        # The answers of one seed are those of naive decoding, so one request alone is enough.
+        apart = requests[-1:] if variant.same_seed else requests
+        alone = [generate(variant.make(VOCAB), [r], rows=1, chunk=512)[0] for r in apart]
+        if variant.same_seed:
+            alone = [*sampled_texts()[:-1], *alone]
+            assert alone == sampled_texts()
         assert generate(variant.make(VOCAB), requests[::-1], rows=4, chunk=7)[::-1] == alone
         assert late_joiners(variant.make(VOCAB), requests) == alone
-    if variant.same_seed:
-        assert alone == sampled_texts()
 
 
 @cache
 def sampled_texts() -> list[list[int]]:
-    return [naive(target(), r) for r in requests_of(1.0)[:4]]
+    return [naive(target(), r) for r in requests_of(1.0)[1:3]]
 
 
 def late_joiners(method: AnyMethod, requests: Sequence[Request]) -> list[list[int]]:
@@ -302,7 +308,7 @@ def late_joiners(method: AnyMethod, requests: Sequence[Request]) -> list[list[in
     return list(texts.values())
 
 
-@every_variant
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_caches_equal_those_of_a_fresh_pass(variant: Variant) -> None:
     method = variant.make(VOCAB)
     prompts = PROMPTS[1:5]
@@ -342,13 +348,13 @@ def assert_fresh(runner: Runner, row: int, text: Sequence[int], first: int | Non
 
 
 @pytest.mark.covering(1)
-@every_matching
+@kinds_of_matching
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_sampling_parameter_gives_the_naive_tokens(variant: Variant, temperature: float) -> None:
     assert_naive(variant, temperature)
 
 
-@every_rejecting
+@kinds_of_rejecting
 def test_every_sampling_parameter_gives_the_naive_greedy_tokens(variant: Variant) -> None:
     assert_naive(variant, 0.0)
 
@@ -367,7 +373,7 @@ def assert_naive(variant: Variant, temperature: float) -> None:
     assert found == pytest.approx(torch.log_softmax(logits, -1)[range(len(texts[-1])), texts[-1]].tolist(), abs=1e-9)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.same_seed], ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if not v.same_seed]))
 def test_sampled_drafts_and_lossy_rules_never_break_the_rules(variant: Variant) -> None:
     sampling = SamplingParams(temperature=3.0, bad_words=((12, 4), (8,)), min_tokens=3)
     requests = [
@@ -393,14 +399,14 @@ def test_sampled_drafts_and_lossy_rules_never_break_the_rules(variant: Variant) 
     ids=["truncated", "penalised", "ruled"],
 )
 def test_every_sampling_parameter_keeps_the_distribution(variant: Variant, sampling: SamplingParams) -> None:
-    assert fit(variant, sampling, 600) > 1e-3
+    assert fit(variant, sampling, 300) > 1e-3
 
 
 TEXTS = ((0, 1), (0, 2, 1), (2, 2), (2, 1, 1, 0), (1, 1, 1), (1, 0))
 """The texts of a choice over the small vocabulary; token 3 ends an answer."""
 
 
-@pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed]))
+@kinds_of_rejecting
 def test_a_choice_whose_end_is_forbidden_keeps_its_distribution(variant: Variant) -> None:
     """Drafts reach the ends of answers, where no token may follow: the law is that of the texts, by enumeration."""
     sampling = replace(FLAT, min_tokens=9)

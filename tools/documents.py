@@ -6,6 +6,7 @@ notebooks in `examples/`, and compares the generated parts with the catalogue.
     python tools/documents.py --write    update the generated parts
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from foretell.catalogue import catalogue, find
@@ -27,6 +29,10 @@ GENERATED = re.compile(r"(<!-- (table|method): (\w+) -->\n).*?(<!-- end -->)", r
 BLOCK = re.compile(r"<!-- run: (\w+) -->\n```\w*\n(.*?)```", re.DOTALL)
 START_SECONDS = 180
 """How long a server may load."""
+CORES = os.cpu_count() or 1
+AT_ONCE = min(CORES, 4)
+"""Documents that run side by side. Much of the time of a command is Python that starts, on one core."""
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": str(CORES // AT_ONCE)}
 
 
 def main() -> None:
@@ -40,16 +46,23 @@ def main() -> None:
         text = path.read_text(encoding="utf-8")
         if generate(text) != text:
             sys.exit(f"{path.name}: differs from the catalogue; run: python tools/documents.py --write")
-    for path in documents():
-        if not names or path.name in names:
-            run_document(path)
+    chosen = [path for path in documents() if not names or path.name in names]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        runs = [threads.submit(run_document, path) for path in chosen]
+        try:
+            for each in runs:
+                each.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def documents() -> list[Path]:
-    """The README, the pages of `docs/` with blocks to run (translations have the same blocks), and the notebooks."""
-    pages = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-    marked = [p for p in pages if not p.stem.endswith(".zh") and BLOCK.search(p.read_text(encoding="utf-8"))]
-    return marked + NOTEBOOKS
+    """The README, the pages of `docs/` with blocks to run (translations have the same blocks), and the notebooks; first
+    those with the most blocks.
+    """
+    pages = [p for p in (README, *sorted((ROOT / "docs").rglob("*.md"))) if not p.stem.endswith(".zh")]
+    blocks = {p: len(BLOCK.findall(p.read_text(encoding="utf-8"))) for p in pages}
+    return sorted((p for p in pages if blocks[p]), key=lambda p: -blocks[p]) + NOTEBOOKS
 
 
 def generate(text: str) -> str:
@@ -66,7 +79,7 @@ def run_document(path: Path) -> None:
     """Run a notebook, or the blocks of a page in their order. A page has a folder of its own, with CONTRIBUTING.md as
     a text to read.
     """
-    print(f"-- {path.relative_to(ROOT)}", flush=True)
+    print(f"-- {path.relative_to(ROOT)}\n", end="", flush=True)
     servers: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "CONTRIBUTING.md").write_bytes((ROOT / "CONTRIBUTING.md").read_bytes())
@@ -88,7 +101,7 @@ def run_block(path: Path, kind: str, body: str, folder: str, servers: list[subpr
         run(path, [sys.executable, "-c", body], folder)
         return
     for line in body.splitlines():
-        print("$", line, flush=True)
+        print(f"{path.name} $ {line}\n", end="", flush=True)
         if kind == "server":
             servers.append(start_server(path, line, folder))
         else:
@@ -100,7 +113,7 @@ def start_server(path: Path, line: str, folder: str) -> "subprocess.Popen[bytes]
     """A server that answers; its command is `foretell serve` with options."""
     words = shlex.split(line)
     port = words[words.index("--port") + 1] if "--port" in words else "8000"
-    server = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and server.poll() is None:
         try:
@@ -114,7 +127,7 @@ def start_server(path: Path, line: str, folder: str) -> "subprocess.Popen[bytes]
 
 def run(path: Path, command: list[str], folder: str) -> None:
     """Run a command, which must succeed."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT, check=False)
     if done.returncode:
         sys.exit(f"{path.name}: {' '.join(command)} failed with {done.returncode}:\n{done.stdout}{done.stderr}")
 

@@ -211,7 +211,7 @@ class Model:
             ValueError: there is none, it is damaged, or it is for another model.
         """
         context = replace(self._build_context(), known_speculators={})  # a copy of its own, which may be trained
-        if Path(reference).is_dir():
+        if Path(reference).exists():
             return read_speculator(context, Path(reference))
         if reference not in NETWORKS:
             raise unknown("speculator", str(reference), NETWORKS)

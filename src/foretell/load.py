@@ -20,7 +20,8 @@ from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.memory import check_memory
 from foretell.model.load.native import packed_bytes, weight_dtype
@@ -112,7 +113,7 @@ def load(
         raise ValueError(
             f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
         )
-    _refuse_other_kinds(reference, path, raw)
+    refuse_other_kinds(reference, path, raw)
     if raw is not None and not is_decoder_family(raw):
         options = rope_scaling, max_model_len, policy, sparsity
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
@@ -227,9 +228,9 @@ def load_draft(reference: str, dtype: str = "auto", device: str = "cpu") -> Mode
         ValueError: it is neither.
     """
     path = resolve_reference(reference)
+    if is_speculator(path):
+        return path
     if path.is_dir():
-        if is_speculator(path):
-            return path
         _refuse_no_draft(path)
     return load(reference, "auto" if dtype in _FOR_SOME_FILES else dtype, device)
 
@@ -266,7 +267,7 @@ def resolve_dtype(reference: str, dtype: str, device: str) -> str:
     return choose_precision(reference, dtype, opened.config, opened.weights, parse_device(device))
 
 
-def _refuse_other_kinds(reference: str, path: Path, raw: Mapping[str, Any] | None) -> None:
+def refuse_other_kinds(reference: str, path: Path, raw: Mapping[str, Any] | None) -> None:
     """Refuse a masked diffusion model, or a speculator. `raw`: its configuration; None: a GGUF file.
 
     Raises:

@@ -64,7 +64,7 @@ def test_every_lossy_method_has_a_neutral_setting() -> None:
     assert {entry.name for entry in LOSSY} == set(NEUTRAL)
 
 
-def requests_of(temperature: float, length: int = 14) -> list[Request]:
+def requests_of(temperature: float, length: int = 9) -> list[Request]:
     return [Request(p, SamplingParams(temperature, seed=i), max_new_tokens=length + i) for i, p in enumerate(PROMPTS)]
 
 
@@ -90,6 +90,7 @@ def plain(temperature: float, on_kernels: bool) -> list[list[int]]:
     return [naive(wide_target() if on_kernels else target(), r) for r in requests_of(temperature)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("on_kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(("entry", "options"), CASES, ids=lambda case: getattr(case, "name", str(case)))
@@ -162,8 +163,8 @@ def decoded(
 ) -> tuple[list[list[int]], list[tuple[int, int]], list[float]]:
     """Texts and what changed in them; `company`: plain requests decode in the same passes."""
     method = variant.make(VOCAB)
-    requests = [replace(r, max_new_tokens=30) for r in (*requests_of(0.0), *requests_of(1.0))]
-    others = [replace(r, max_new_tokens=20, max_drafts=0) for r in requests_of(0.0)] if company else []
+    requests = [replace(r, max_new_tokens=24) for r in (*requests_of(0.0), *requests_of(1.0))]
+    others = [replace(r, max_new_tokens=10, max_drafts=0) for r in requests_of(0.0)] if company else []
     engine = Engine(DecoderRunner(target()), method, 12, clock=Clock(tick), budget=budget)
     completed: list[Completion] = engine.complete([*requests, *others])[: len(requests)]
     losses = [c.statistics.fidelity for c in completed]

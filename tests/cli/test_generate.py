@@ -1,13 +1,17 @@
 """`foretell generate` and `methods`: what they print."""
 
+import io
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_draft, tiny_target
 from foretell.catalogue import catalogue
+from foretell.cli import comparison
 from foretell.cli.show import DraftHighlighter
 from foretell.engine.engine import Engine
 from foretell.engine.request import Update
@@ -270,3 +274,30 @@ def test_a_draft_model_of_another_vocabulary_is_told_what_takes_it(tmp_path: Pat
     text = expect_error(*command, "--method", "draft_model")
     assert "has 261 tokens, the target's 260" in text and "--method universal_draft, which takes any" in text
     assert run_foretell(*command, "--method", "universal_draft").exit_code == 0
+
+
+def test_compare_prints_the_answer_once_and_the_gain() -> None:
+    arguments = ("generate", "hello", "--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "20")
+    wanted = run_foretell(*arguments, "--method", "autoregressive").stdout
+    result = run_foretell(*arguments, "--compare", "--method", "sam_recycling")
+    assert result.exit_code == 0 and result.stdout == wanted
+    first, last = result.stderr.splitlines()[-2:]
+    assert "sam_recycling" in first and "cut at the most new tokens" in first
+    assert "times plain decoding's speed" in last and last.endswith("identical")
+
+
+def test_compare_needs_a_method_that_drafts_and_one_prompt(tmp_path: Path) -> None:
+    model = ("--model", tiny_target(), "--dtype", "float32")
+    assert "beside plain decoding" in expect_error("generate", "a", *model, "--compare", "--method", "autoregressive")
+    file = prompts(tmp_path, {"prompt": "a"})
+    message = expect_error("generate", "--prompts", file, *model, "--compare")
+    assert "--prompts would have no effect" in message
+
+
+def test_two_answers_stand_side_by_side_on_a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(comparison, "Console", partial(Console, file=shown, force_terminal=True, width=100))
+    arguments = ("hello", "--model", tiny_target(), "--dtype", "float32", "--max-new-tokens", "8", "--compare")
+    assert run_foretell("generate", *arguments).stdout == ""
+    last = [line for line in shown.getvalue().splitlines() if "plain decoding" in line][-1]
+    assert "auto" in last and shown.getvalue().count("8 tokens, ") > 1

@@ -40,7 +40,7 @@ def test_lossy_methods_fail_only_with_strict() -> None:
         "--draft-model",
         tiny_draft(),
         "--samples",
-        "300",
+        "150",
         "--speculative-config",
         '{"posterior_threshold": 1e-9}',
     )

@@ -63,6 +63,7 @@ def distributions_of(
 
 @given(settings_, st.integers(0, 1000))
 @settings(max_examples=150, deadline=None)
+@pytest.mark.exhaustive_types
 def test_every_parameter_is_exact_at_every_node_of_a_tree(values: dict[str, Any], seed: int) -> None:
     sampling = SamplingParams(**values)
     tokens, parents, text = random_tokens(6, VOCAB, seed + 1), [-1, 0, 0, 1, 3, 2], random_tokens(12, VOCAB, seed)

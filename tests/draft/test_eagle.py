@@ -282,7 +282,7 @@ SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (
 @pytest.mark.parametrize("name", SHAPES)
 def test_sampled_drafts_keep_the_distribution(kind: str, name: str) -> None:
     network, sampling, start = network_of(kind, 4, subset=3), SamplingParams(temperature=2.5), [1, 0, 2]
-    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(1200)]
+    requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(400)]
     with unchecked():
         method = Method(EagleDrafter(network), SHAPES[name], Rejection())
         texts = generate(method, requests, rows=512, chunk=1 << 14, vocab=4)

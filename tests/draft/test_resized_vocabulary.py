@@ -33,7 +33,7 @@ def resized(target: Path, vocab: int, path: Path) -> Path:
     return path
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("vocab", [257, 330])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -160,7 +160,7 @@ def test_the_budget_keeps_texts_and_counts(table: dict[int, float] | None) -> No
 @pytest.mark.parametrize("tree", [Chain(3), BranchingTree((2, 2), distinct=False)], ids=["chain", "tree"])
 def test_sampled_drafts_keep_the_law_under_limits_of_depth_and_predictions(tree: AnyMethod) -> None:
     method = Method(small_model(4), tree, Rejection())  # type: ignore[arg-type]
-    sampling, count = SamplingParams(2.5), 600
+    sampling, count = SamplingParams(2.5), 300
     requests = [Request([1, 0, 2], replace(sampling, seed=i), 3, prediction=[i % 4, 1, 2, 0, 3]) for i in range(count)]
     with unchecked():
         run = Engine(DecoderRunner(target(4)), method, 32, clock=Clock(), budget=RandomBudget(0))

@@ -291,7 +291,7 @@ def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
     text, found = random_tokens(21, seed=1), list[Completion]()
     for turn in range(4):
         prompt = random_tokens(9, seed=7) if turn == 3 else text
-        found += engine.complete([Request(prompt, SamplingParams(1.0, seed=turn), max_new_tokens=14)])
+        found += engine.complete([Request(prompt, SamplingParams(1.0, seed=turn), max_new_tokens=8)])
         answer = found[-1].tokens[: 5 if turn == 1 else None]
         text = [*text, *answer, *random_tokens(4, seed=turn)]
     return found
@@ -306,7 +306,7 @@ def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     # All but the last common token; the third turn contains five tokens of the second answer. Where answers leave
     # inexact keys, prompts alone are reused.
     exact = variant.make(VOCAB).exact_keys
-    expected = [21 + 14 - 1, 21 + 14 + 4 + 5 - 1] if exact else [21 - 1, 21 + 14 + 4 - 1]
+    expected = [21 + 8 - 1, 21 + 8 + 4 + 5 - 1] if exact else [21 - 1, 21 + 8 + 4 - 1]
     assert [c.statistics.cached_tokens for c in cached] == [0, *expected, 0]
     if variant.same_seed and not variant.make(VOCAB).tree.elastic:  # whose trees follow the times of passes
         assert [c.statistics.drafted > 0 for c in cached] == [c.statistics.drafted > 0 for c in plain]

@@ -37,7 +37,7 @@ from foretell.model.kernels import (
     unavailable_reason,
 )
 from foretell.model.kernels.instruction_sets import processor_features
-from foretell.model.matrices.stored import Kind
+from foretell.model.matrices.kinds import Kind
 from kernel_builds import compile_kernels
 
 pytestmark = pytest.mark.skipif(not available(), reason=unavailable_reason() or "available")

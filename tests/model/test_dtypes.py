@@ -18,7 +18,8 @@ from foretell.model.kernels.pack import round_to_bfloat16
 from foretell.model.load import memory
 from foretell.model.load.native import packable_block, packed_bytes
 from foretell.model.load.rounding import RoundedWeights, round_to_blocks
-from foretell.model.matrices.stored import Kind, StoredMatrix
+from foretell.model.matrices.kinds import Kind
+from foretell.model.matrices.stored import StoredMatrix
 from foretell.testing import TINY, RandomWeights
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.unavailable_reason())

@@ -26,7 +26,8 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import PANEL_KINDS
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import load_native
 from foretell.model.load.quantization_config import parse_quantization
 from foretell.model.load.quantized import QuantizedWeights

@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,20 @@ def test_the_compiler_knows_the_flags(entry: instruction_sets.InstructionSet) ->
     compiler = build.find_compiler()
     assert compiler is not None
     subprocess.run([compiler, *entry.flags, "-x", "c++", "-fsyntax-only", "-"], input=b"", check=True)
+
+
+def test_of_those_that_need_the_kernels_at_once_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock of the file system keeps threads apart as it does processes."""
+    source, compiler = tmp_path / "kernels.cpp", tmp_path / "compiler"
+    source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nsleep 0.2\nexec {build.find_compiler()} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(lambda _: build.build(), range(3)))
+    assert all(isinstance(result.library, ctypes.CDLL) for result in results), results
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2, "one compiles, and links"
+    assert [file.suffix for file in build.cache_directory().iterdir()] == [".so"]

@@ -254,7 +254,9 @@ def test_groups_of_modules_have_their_own_scheme(tmp_path: Path) -> None:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two integers"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt should be one of e4m3"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised with bitsandbytes, which is not supported"),
-        ({"group_size": 64, "bits": 4}, "quantised with MLX, which is not supported"),
+        ({"group_size": 64, "bits": 7}, "bits should be one of 2, 3, 4, 5, 6, 8, found 7"),
+        ({"group_size": 48, "bits": 4}, "group_size should be one of 32, 64, 128, found 48"),
+        ({"group_size": 16, "bits": 4, "mode": "nvfp4"}, "mode should be one of affine, found 'nvfp4'"),
         ({"quant_method": "compressed-tensors"}, "has no 'quantization_config.format'"),
         (compressed("marlin-24", num_bits=4), "format should be one of pack-quantized"),
         (compressed("nvfp4-pack-quantized", num_bits=4), "format should be one of pack-quantized"),
@@ -337,6 +339,87 @@ def test_tensors_that_do_not_fit_are_one_sentence(change: Callable[[Any], None],
     with pytest.raises(ValueError) as error:
         write(tmp_path, tensors, config).matrix(f"{NAME}.weight", OUT, IN)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def mlx(weight: np.ndarray, bits: int, group: int, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of `mlx.core.quantize` by its documentation (affine), and the matrix that they stand for.
+
+    With the largest number a and the smallest b of a group: s = (a - b) / (2^bits - 1), levels round((w - b) / s).
+    """
+    groups = weight.reshape(len(weight), -1, group)
+    low, high = groups.min(-1), groups.max(-1)
+    scale, bias = (torch.from_numpy(each).to(dtype) for each in ((high - low) / (2**bits - 1), low))
+    s, b = (each.float().numpy()[..., None] for each in (scale, bias))
+    level = np.clip(np.round((groups - b) / s), 0, 2**bits - 1)
+    words = torch.from_numpy(bit_stream(level.reshape(len(weight), -1).astype(np.int64), bits).view(np.uint32))
+    wide = torch.from_numpy((level.astype(np.float32) * s + b).reshape(weight.shape))
+    return {"weight": words, "scales": scale, "biases": bias}, wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("bits", "group", "kind"),
+    [
+        (4, 64, "Q4_1"),
+        (4, 32, "Q4_1"),
+        (8, 64, "F32"),
+        (8, 128, "F32"),
+        (2, 64, "Q4_1"),
+        (3, 64, "Q4_1"),
+        (6, 32, "F32"),
+    ],
+)
+def test_mlx(bits: int, group: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    matrix = np.random.default_rng(bits).normal(0, 0.05, (64, 256)).astype(np.float32)
+    tensors, wide = mlx(matrix, bits, group, dtype)
+    weights = write(tmp_path, tensors, {"bits": bits, "group_size": group})
+    stored = weights.matrix(f"{NAME}.weight", 64, 256)
+    assert stored.kind == kind
+    assert torch.equal(stored.widen().float(), wide) and torch.equal(weights.require(f"{NAME}.weight", 64, 256), wide)
+    assert (wide - torch.from_numpy(matrix)).abs().max() < 0.3 / (2**bits - 1) + 0.002  # of bfloat16
+
+
+def test_scales_of_mlx_that_float16_does_not_hold_are_widened(tmp_path: Path) -> None:
+    tensors, wide = mlx(np.random.default_rng(0).normal(0, 1e-7, (64, 64)).astype(np.float32), 4, 64, torch.bfloat16)
+    stored = write(tmp_path, tensors, {"bits": 4, "group_size": 64}).matrix(f"{NAME}.weight", 64, 64)
+    assert stored.kind == "F32" and torch.equal(stored.widen(), wide)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_directory_of_mlx_gives_the_logits_of_its_widened_copy(tied: bool, dtype: str, tmp_path: Path) -> None:
+    plain, packed = (save_tiny_model(tmp_path / name, hidden=64, ffn=96) for name in ("plain", "packed"))
+    wide = load_file(plain / "model.safetensors")
+    wide = {name: tensor for name, tensor in wide.items() if not (tied and name == "lm_head.weight")}
+    tensors, own = dict(wide), "model.layers.0.self_attn.o_proj"
+    for name, weight in wide.items():
+        module = name.removesuffix(".weight")
+        if weight.ndim == 2 and "layers.1.mlp.down" not in name:
+            parts, wide[name] = mlx(weight.float().numpy(), 8 if module == own else 4, 32, torch.bfloat16)
+            tensors |= {f"{module}.{key}": value for key, value in parts.items()}
+    save_file(wide, plain / "model.safetensors")
+    save_file(tensors, packed / "model.safetensors", {"format": "mlx"})
+    for folder in (plain, packed):
+        raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": tied}
+        if folder == packed:
+            settings = {"group_size": 32, "bits": 4, own: {"group_size": 32, "bits": 8}}
+            raw |= {"quantization": settings | {"model.layers.1.mlp.down_proj": False}}
+            raw["quantization_config"] = raw["quantization"]
+        (folder / "config.json").write_text(json.dumps(raw))
+    tree = chain_tree(random_tokens(9, 257))
+    logits = [load(str(folder), dtype).runner().forward([0], tree).logits for folder in (plain, packed)]
+    assert torch.equal(*logits)
+
+
+def test_models_whose_tensors_mlx_changes_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, hidden=64)
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", {"format": "mlx"})
+    load(str(folder))
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="a checkpoint of MLX, which changes tensors of mixtral"):
+        load(str(folder))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

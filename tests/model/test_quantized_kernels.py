@@ -10,7 +10,8 @@ from torch.nn.functional import linear
 from foretell.model import kernels
 from foretell.model.kernels import NativeLinear, Precision, build
 from foretell.model.kernels.pack import plan_gate_up, plan_rows
-from foretell.model.matrices.stored import BLOCKS, KINDS, Kind, StoredMatrix
+from foretell.model.matrices.kinds import BLOCKS, KINDS, Kind
+from foretell.model.matrices.stored import StoredMatrix
 from kernel_builds import OTHER_BUILDS, other_build
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.unavailable_reason() or "no kernels")

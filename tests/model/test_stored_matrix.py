@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.matrices.stored import StoredMatrix
 

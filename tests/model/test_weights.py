@@ -3,7 +3,10 @@ files.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import struct
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.reference import resolve_reference
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.decoder_runner import DecoderRunner
@@ -228,7 +232,30 @@ def test_truncated_safetensors_are_refused(checkpoint: Path, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ValueError) as error:
         read_directory(checkpoint)
-    one_sentence(error, "model.safetensors", "download it again")
+    one_sentence(error, "model.safetensors", "not complete", "may still be growing")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "word"),
+    [
+        (0, 10**12, "damaged"),
+        (8, None, "damaged"),
+        (None, b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+    ],
+)
+def test_damaged_safetensors_are_told_from_incomplete_ones(
+    at: int | None, value: int | bytes | None, word: str, checkpoint: Path
+) -> None:
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    if isinstance(value, bytes):
+        content = bytearray(value)
+    elif at is not None:
+        content[at : at + 8] = struct.pack("<Q", value or 0)
+    file.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_directory(checkpoint)
+    one_sentence(error, "model.safetensors", word)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +412,58 @@ def test_a_gguf_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
         part.write_bytes(whole[:size])
         with pytest.raises(ValueError) as error:
             GGUF(part)
-        one_sentence(error, "part.gguf")
+        one_sentence(error, "part.gguf", "complete", *([] if size < 24 else ["may still be growing"]))
+
+
+def _header(tensors: int, keys: bytes = b"", count: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + keys
+
+
+def _key(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def _tensor(*shape: int, offset: int = 0, name: str = "t") -> bytes:
+    axes = struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset)
+    return struct.pack("<Q", len(name)) + name.encode() + axes
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (_header(10**12), ["asks for", "damaged"]),
+        (_header(1, _key("k", 9, struct.pack("<IQ", 4, 10**12)), 1), ["asks for", "damaged"]),
+        (_header(1, _key("k", 9, struct.pack("<IQ", 8, 10**12)), 1), ["asks for", "damaged"]),
+        (_header(1, _key("k", 9, struct.pack("<IQ", 9, 2**31) * 3000), 1), ["array of arrays"]),
+        (_header(1, _key("k", 8, struct.pack("<Q", 10**13)), 1), ["asks for", "damaged"]),
+        (_header(1, _tensor(10**6, 10**6)), ["1.0e+12 numbers", "damaged"]),
+        (_header(1, _tensor(*[1] * 9)), ["9 axes", "damaged"]),
+        (_header(1, _tensor(10**6)) + bytes(99), ["not complete", "4,000,064 bytes"]),
+        (_header(2, _tensor(8) + _tensor(8, name="u")) + bytes(999), ["damaged", "begins at byte"]),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", ["git lfs pull"]),
+        (bytes(4096), ["begins with zeros"]),
+    ],
+    ids=str,
+)
+def test_an_absurd_gguf_header_takes_no_memory(content: bytes, words: Sequence[str], tmp_path: Path) -> None:
+    part = tmp_path / "part.gguf"
+    part.write_bytes(content)
+    os.truncate(part, max(len(content), 1 << 33 if "asks for" in words else 0))
+    tracemalloc.start()
+    with pytest.raises(ValueError) as error:
+        GGUF(part)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    one_sentence(error, "part.gguf", *words)
+    assert most < 1 << 20
+
+
+def test_a_download_that_stopped_long_ago_is_told_from_one_that_grows(tmp_path: Path) -> None:
+    part = tmp_path / "part.gguf"
+    part.write_bytes(_header(1, _tensor(10**6)) + bytes(99))
+    os.utime(part, (0, 0))
+    with pytest.raises(ValueError, match="its download has stopped"):
+        GGUF(part)
 
 
 def test_a_gguf_header_with_any_damaged_byte_is_read_or_refused(tmp_path: Path) -> None:

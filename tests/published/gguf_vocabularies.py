@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -69,7 +70,7 @@ def sentencepiece(texts: Sequence[str], unigram: bool) -> dict[str, Any]:
 
 
 def write_vocabulary(path: Path, meta: Mapping[str, Any]) -> None:
-    """Write a file that holds a vocabulary alone: `meta` are the keys below `tokenizer.ggml.`, and `general.name`."""
+    """Write a model of zeros with a vocabulary: `meta` are the keys below `tokenizer.ggml.`, and `general.name`."""
     writer = gguf.GGUFWriter(path, "llama")
     numbers = dict.fromkeys(("embedding_length", "feed_forward_length", "context_length"), 64)
     for key, value in (numbers | {"block_count": 1, "attention.head_count": 4, "rope.dimension_count": 16}).items():
@@ -86,6 +87,11 @@ def write_vocabulary(path: Path, meta: Mapping[str, Any]) -> None:
             writer.add_uint32(name, value)
         else:
             writer.add_array(name, value)
+    square = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes = {"token_embd": (len(meta["tokens"]), 64), "output_norm": (64,)}
+    shapes |= {f"blk.0.{name}": (64, 64) for name in square} | {"blk.0.attn_norm": (64,), "blk.0.ffn_norm": (64,)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

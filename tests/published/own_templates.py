@@ -87,6 +87,11 @@ TEMPLATES = {
         "{{ no_such }}{% if no_such %}a{% endif %}{{ no_such ~ 'b' }}{% for x in no_such %}c{% endfor %}"
         "{{ no_such.deeper }}"
     ),
+    "ends of lists, and formats": (
+        "{{ (messages | first).role }}{{ messages | last | tojson }}{{ 'a %s' | format(messages | length) }}"
+    ),
+    "object methods that change them are refused": ("{% set x = {'a': 1} %}{{ x.update({'b': 2}) }}{{ x }}"),
+    "JSON is not read": ("{{ messages[0].content | fromjson }}"),
     "list methods are refused": ("{% set x = [1] %}{{ x.append(2) }}{{ x }}"),
     "object methods are refused": ("{% set x = {'a': 1} %}{{ x.pop('a') }}{{ x }}"),
     "a filter that is not there": ("{{ messages[0].content | from_json }}"),

@@ -13,8 +13,9 @@ from gguf_models import CASES, oracle_of, write_model
 
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
-from foretell.model.matrices.stored import KINDS
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
+from foretell.model.matrices.kinds import KINDS
 from helpers import all_logits, random_tokens
 
 LLAMA_CPP = {

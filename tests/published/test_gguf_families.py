@@ -16,7 +16,8 @@ from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config, unread_tensors
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import load_native
 from foretell.model.load.weights import SafetensorsWeights
 from foretell.model.run.network import Network
@@ -38,6 +39,10 @@ def test_a_gguf_file_gives_the_logits_of_transformers(name: str, tmp_path: Path)
         write_model(tmp_path / "m.gguf", CASES[name], model)
     file = GGUF(tmp_path / "m.gguf")
     config = gguf_config(file)
+    assert unread_tensors(file, config) == []
+    file.tensors = {**file.tensors, "blk.0.stranger.weight": file.tensors["token_embd.weight"]}
+    assert unread_tensors(file, config) == ["blk.0.stranger.weight"]
+    del file.tensors["blk.0.stranger.weight"]
     check(build_decoder(config, GGUFWeights(file, config), torch.float32, torch.device("cpu")), model, 1e-5)
 
 

@@ -19,7 +19,8 @@ from foretell.draft import MTPDrafter
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.mtp import load_mtp
 from foretell.model.load.native import load_native
 from foretell.model.run.decoder_runner import DecoderRunner

@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files give llama.cpp's ids.
 
 `llama_cpp_ids.json` holds what llama.cpp (llama-cpp-python 0.3.36) gave: for every case a digest of the ids of each
-text. Where llama-cpp-python is installed, the tests marked as exhaustive ask it itself, on more texts; run as a script,
+text. Where xllamacpp is installed, the tests marked as exhaustive ask llama.cpp itself, on more texts; run as a script,
 this module writes the file anew.
 """
 
@@ -9,7 +9,8 @@ import ctypes
 import json
 import random
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gguf_vocabularies import merged, sentencepiece, with_special, write_vocabul
 from hostile_texts import CONTROL_TEXTS, hostile_texts
 
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import gguf_config
+from foretell.model.load.gguf_header import gguf_config
 from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
@@ -94,30 +95,54 @@ def test_every_name_cuts_as_a_recorded_rule_does() -> None:
     assert set(PRE_TOKENIZERS.values()) == rules and len(PRE_TOKENIZERS) > 80
 
 
+class _Parameters(ctypes.Structure):
+    """What llama.cpp takes to load a model, as it gives it: at most so many bytes."""
+
+    _fields_ = (("_", ctypes.c_byte * 1024),)
+
+
+_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+"""Takes what llama.cpp logs; it must live as long as the library."""
+
+
 @cache
 def llama() -> Any:
-    """The package, silent."""
-    llama_cpp = pytest.importorskip("llama_cpp")
-    llama_cpp.silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
-    llama_cpp.llama_log_set(llama_cpp.silent, ctypes.c_void_p(0))
-    return llama_cpp
+    """The library of xllamacpp, silent."""
+    library = ctypes.CDLL(pytest.importorskip("xllamacpp.xllamacpp").__file__)
+    library.llama_model_default_params.restype = _Parameters
+    library.llama_model_load_from_file.restype = library.llama_model_get_vocab.restype = ctypes.c_void_p
+    library.llama_model_load_from_file.argtypes = ctypes.c_char_p, _Parameters
+    library.llama_model_get_vocab.argtypes = library.llama_model_free.argtypes = (ctypes.c_void_p,)
+    library.llama_vocab_is_eog.argtypes, library.llama_vocab_is_eog.restype = (
+        (ctypes.c_void_p, ctypes.c_int32),
+        ctypes.c_bool,
+    )
+    library.llama_tokenize.argtypes = (
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool,
+    )  # fmt: skip
+    library.llama_log_set(_SILENT, None)
+    return library
+
+
+@contextmanager
+def vocabulary(path: Path) -> Iterator[Any]:
+    """The vocabulary of a file in llama.cpp."""
+    model = llama().llama_model_load_from_file(str(path).encode(), llama().llama_model_default_params())
+    assert model, "llama.cpp does not load the file"
+    yield llama().llama_model_get_vocab(model)
+    llama().llama_model_free(model)
 
 
 def theirs(folder: Path, meta: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]]:
     """The ids of llama.cpp."""
-    llama_cpp, path = llama(), folder / "m.gguf"
-    write_vocabulary(path, meta)
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-    assert model, f"llama.cpp does not load {list(meta.items())[-3:]}"
-    vocab, ids = llama_cpp.llama_model_get_vocab(model), list[list[int]]()
-    for text in texts:
-        data = text.encode()
-        buffer = (llama_cpp.llama_token * (len(data) + 64))()
-        count = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, len(buffer), True, True)
-        ids.append(list(buffer[:count]))
-    llama_cpp.llama_model_free(model)
+    write_vocabulary(folder / "m.gguf", meta)
+    ids = list[list[int]]()
+    with vocabulary(folder / "m.gguf") as vocab:
+        for text in texts:
+            data = text.encode()
+            buffer = (ctypes.c_int32 * (len(data) + 64))()
+            count = llama().llama_tokenize(vocab, data, len(data), buffer, len(buffer), True, True)
+            ids.append(list(buffer[:count]))
     return ids
 
 
@@ -168,16 +193,13 @@ ENDS = [
 @pytest.mark.parametrize("present", [ENDS, ENDS[:2], ENDS[1:4], ENDS[1:3], ENDS[4:6], ENDS[6:], []])
 @pytest.mark.parametrize("told", [{}, {"eot_token_id": 2}])
 def test_answers_end_where_llama_cpp_ends_them(present: list[str], told: dict[str, int], tmp_path: Path) -> None:
-    llama_cpp, old = llama(), bpe("qwen2")
+    old = bpe("qwen2")
     more = {"tokens": old["tokens"] + present, "token_type": old["token_type"] + [3] * len(present)}
     meta = old | more | told
-    theirs(tmp_path, meta, [])
+    write_vocabulary(tmp_path / "m.gguf", meta)
     file = GGUF(tmp_path / "m.gguf")
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(file.path).encode(), params)
-    vocab = llama_cpp.llama_model_get_vocab(model)
-    ends = {i for i in range(len(meta["tokens"])) if llama_cpp.llama_vocab_is_eog(vocab, i)}
+    with vocabulary(file.path) as vocab:
+        ends = {i for i in range(len(meta["tokens"])) if llama().llama_vocab_is_eog(vocab, i)}
     assert set(gguf_config(file).eos) == ends
 
 
@@ -200,9 +222,12 @@ def test_what_cannot_be_read_is_one_sentence(change: dict[str, Any], words: str)
     assert "\n" not in str(error.value)
 
 
-def test_another_pre_tokenizer_can_be_named() -> None:
+def test_another_pre_tokenizer_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     meta = {f"tokenizer.ggml.{k}": v for k, v in (bpe("qwen2") | {"pre": "no-such"}).items()}
-    assert codec_from_gguf(meta, "llama-bpe").encode("12345")[1:] == ours(bpe("llama-bpe"), ["12345"])[0][1:]
+    wanted = ours(bpe("llama-bpe"), ["12345"])[0][1:]
+    assert codec_from_gguf(meta, "llama-bpe").encode("12345")[1:] == wanted
+    monkeypatch.setenv("FORETELL_PRE_TOKENIZER", "llama-bpe")
+    assert codec_from_gguf(meta).encode("12345")[1:] == wanted
     spm = {f"tokenizer.ggml.{k}": v for k, v in cases()["llama"].items()}
     with pytest.raises(ValueError, match="has a SentencePiece tokenizer, which cuts no texts"):
         codec_from_gguf(spm, "llama-bpe")
@@ -213,5 +238,5 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         ids = {name: theirs(Path(folder), meta, TEXTS) for name, meta in cases().items()}
-    lines = [f"{json.dumps(name)}: {json.dumps(''.join(map(digest, found)))}" for name, found in ids.items()]
+    lines = [f"{json.dumps(name)}: {json.dumps(''.join(map(digest, given)))}" for name, given in ids.items()]
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -26,7 +26,8 @@ sys.path.insert(0, str(HERE.parent / "serve"))
 from test_reasoning import CASES  # noqa: E402
 from tool_texts import CALLS, FUNCTIONS, WRITERS  # noqa: E402
 
-NOT_IN_VLLM = {"mistral_args": "mistral", "nemotron_json": None, "cohere_command3": None, "openai": None}
+NOT_IN_VLLM = {"mistral_args": "mistral", "nemotron_json": None, "cohere_command3": None,
+               "cohere_action": None, "openai": None}  # fmt: skip
 """Ours, or their parsers read tokens only."""
 DIFFERENT = {("gemma4", 2), ("phi4_mini_json", 2), ("phi4_mini_json", 4)}
 """Where vLLM errs: numbers inside Gemma's objects become texts; arrays in arguments end the calls of Phi."""
@@ -38,9 +39,9 @@ def vllm(lines: list[Any]) -> list[Any]:
     done = subprocess.run(
         [PYTHON, str(HERE / "vllm_calls.py")], input=given, capture_output=True, text=True, timeout=300, check=False
     )
-    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert len(found) == len(lines), done.stderr[-2000:]
-    return found
+    read = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert len(read) == len(lines), done.stderr[-2000:]
+    return read
 
 
 def ours(name: str, text: str) -> list[tuple[str, str]]:
@@ -66,10 +67,10 @@ def test_the_calls_are_vllms() -> None:
         for number, calls in enumerate(CALLS)
         if NOT_IN_VLLM.get(name, name) and (name, number) not in DIFFERENT
     ]
-    found = vllm([[theirs, text, FUNCTIONS] for _, theirs, text in cases])
+    given = vllm([[theirs, text, FUNCTIONS] for _, theirs, text in cases])
     different = [
         (name, text, ours(name, text), calls)
-        for (name, _, text), calls in zip(cases, found, strict=True)
+        for (name, _, text), calls in zip(cases, given, strict=True)
         if read(ours(name, text)) != read(calls)
     ]
     assert different == []
@@ -78,8 +79,8 @@ def test_the_calls_are_vllms() -> None:
 def test_the_reasoning_is_vllms() -> None:
     ours_only = ("openai_gptoss", "granite_response", "cohere_command3")
     cases = [c for c in CASES if c[0] not in ours_only and c[3] and "<tool_call>" not in c[1]]
-    found = vllm([[name, text, None] for name, text, *_ in cases])
-    for (name, text, opened, *_), (thought, said) in zip(cases, found, strict=True):
+    given = vllm([[name, text, None] for name, text, *_ in cases])
+    for (name, text, opened, *_), (thought, said) in zip(cases, given, strict=True):
         parts = Reasoning(REASONING_SYNTAXES[name], opened).parser().feed(text, True)
         mine = "".join(p.text for p in parts if isinstance(p, ReasoningPart))
         rest = "".join(p.text for p in parts if not isinstance(p, ReasoningPart | CallPart))

@@ -64,13 +64,13 @@ def main() -> None:
             messages=[{"role": "user", "content": "x"}],
             tools=[{"type": "function", "function": f} for f in named] or None,
         )
-        found: Any
+        answer: Any
         if functions is None:
-            found = ReasoningParserManager.get_reasoning_parser(name)(tokenizer).extract_reasoning(text, request)
+            answer = ReasoningParserManager.get_reasoning_parser(name)(tokenizer).extract_reasoning(text, request)
         else:
             read = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools).extract_tool_calls(text, request)
-            found = [(call.function.name, call.function.arguments) for call in read.tool_calls]
-        print("found " + json.dumps(found))
+            answer = [(call.function.name, call.function.arguments) for call in read.tool_calls]
+        print("found " + json.dumps(answer))
 
 
 if __name__ == "__main__":

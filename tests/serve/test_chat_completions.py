@@ -132,6 +132,40 @@ def test_echo_and_logprobs_of_a_completion(server: Server) -> None:
     assert "".join(c["choices"][0]["text"] for c in chunks) == echoed["text"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hällo", "a"])
+def test_an_echoed_prompt_without_new_tokens_is_scored(server: Server, prompt: str, stream: bool) -> None:
+    body: dict[str, Any] = {"prompt": prompt, "echo": True, "logprobs": 2, "temperature": 0, "stream": stream}
+
+    def answer(**fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not stream:
+            whole = server.post("/v1/completions", body | fields).json()
+            return whole["choices"][0], whole["usage"]
+        chunks = events(server, "/v1/completions", body | fields | {"stream_options": {"include_usage": True}})
+        pieces = [c["choices"][0] for c in chunks if c["choices"]]
+        shown = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+        together = {name: [value for one in shown for value in one[name]] for name in shown[0]}
+        text = "".join(piece["text"] for piece in pieces)
+        return pieces[-1] | {"text": text, "logprobs": together}, chunks[-1]["usage"]
+
+    count = len(prompt.encode())
+    longer, _ = answer(max_tokens=1)
+    for field in ("max_tokens", "n_predict"):
+        scored, usage = answer(**{field: 0})
+        assert scored["text"] == prompt and scored["finish_reason"] == "length"
+        assert scored["logprobs"] == {name: values[:count] for name, values in longer["logprobs"].items()}
+        assert scored["logprobs"]["token_logprobs"][0] is None and len(scored["logprobs"]["tokens"]) == count
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (count, 0, count)
+
+
+def test_prompts_that_are_only_echoed(server: Server, client: Any) -> None:
+    options: dict[str, Any] = {"model": NAME, "max_tokens": 0, "echo": True, "n": 2}
+    scored = client.completions.create(prompt=["hi", "you"], **options)
+    assert [choice.text for choice in scored.choices] == ["hi", "hi", "you", "you"] and not scored.choices[0].logprobs
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1, or 0 with echo, found 0"):
+        client.completions.create(prompt="hi", **options | {"echo": False})
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_places_of_tokens_are_the_same_in_streams_where_text_is_held_back(server: Server, echo: bool) -> None:
     body: dict[str, Any] = {"prompt": "hällo 😀", "max_tokens": 24, "temperature": 0, "logprobs": 0, "echo": echo}

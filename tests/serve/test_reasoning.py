@@ -201,3 +201,40 @@ def test_responses_and_messages(server: Server) -> None:
         history: Any = [*QUESTION, {"role": "assistant", "content": message.content}, *QUESTION]
         with other.messages.stream(model=NAME, messages=history, max_tokens=20) as stream:
             assert stream.get_final_message().content[0].type == "thinking"
+
+
+PLACE: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"],
+                         "additionalProperties": False}  # fmt: skip
+
+
+def test_calls_follow_the_reasoning_in_every_api(server: Server) -> None:
+    arguments = '{"city": "Paris"}'
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        chat: Any = {
+            "model": NAME, "messages": QUESTION, "max_tokens": 300, "parallel_tool_calls": False,
+            "tools": [{"type": "function", "function": {"name": "w", "parameters": PLACE}}], "tool_choice": "required",
+        }  # fmt: skip
+        message: Any = client.chat.completions.create(**chat).choices[0].message
+        assert message.reasoning_content and message.tool_calls[0].function.arguments == arguments
+        responses: Any = {
+            "model": NAME, "input": "hi", "max_output_tokens": 300, "parallel_tool_calls": False,
+            "tools": [{"type": "function", "name": "w", "parameters": PLACE}], "tool_choice": "required",
+        }  # fmt: skip
+        whole: Any = client.responses.create(**responses)
+        events: list[Any] = list(client.responses.create(**responses, stream=True))
+        for output in (whole.output, events[-1].response.output):
+            assert [item.type for item in output] == ["reasoning", "function_call"] and output[0].content[0].text
+            assert output[1].arguments == arguments
+        assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == arguments
+        assert whole.usage.output_tokens_details.reasoning_tokens == 5
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        options: Any = {
+            "model": NAME, "messages": QUESTION, "max_tokens": 300, "tools": [{"name": "w", "input_schema": PLACE}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }  # fmt: skip
+        with other.messages.stream(**options) as stream:
+            streamed: Any = stream.get_final_message()
+        for answer in (other.messages.create(**options), streamed):
+            content: Any = answer.content
+            assert [block.type for block in content] == ["thinking", "tool_use"] and content[0].thinking
+            assert content[1].input == {"city": "Paris"} and answer.stop_reason == "tool_use"

@@ -112,6 +112,8 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
         f'<invoke name="{c[0]}">\n{_pairs(_MINIMAX, c)}</invoke>')),
     "cohere_command3": _around("<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>",
                                _object("parameters", "tool_name", '"tool_call_id": "0", ')),
+    "cohere_action": _around("Action:\n```json\n[\n    ", ",\n    ", "\n]```", lambda c: (
+        f'{{\n        "tool_name": "{c[0]}",\n        "parameters": {_json(c[1])}\n    }}')),
     "xlam": _around("[", ", ", "]", _object()),
     "nemotron_json": _around("<TOOLCALL>[", ", ", "]</TOOLCALL>", _object()),
 }  # fmt: skip

@@ -45,6 +45,7 @@ def test_sampled_answers_do_not_depend_on_the_batch() -> None:
     assert generate(adaptive(), requests, 3) == generate(adaptive(), requests, 1)
 
 
+@pytest.mark.exhaustive_types
 def test_good_drafts_lengthen_the_chain_and_bad_ones_shorten_it_for_each_request_by_itself() -> None:
     def lengths(draft: DraftModel) -> list[int]:
         """Drafts of every step of a request; the next request starts afresh."""

@@ -102,6 +102,7 @@ def test_the_rise_is_the_share_of_rejected_tokens() -> None:
     assert shape.threshold_for(live.sequence) == pytest.approx(math.exp(before)), "a finished request leaves nothing"
 
 
+@pytest.mark.exhaustive_types
 def test_tokens_are_the_targets_whatever_the_parameters() -> None:
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=15) for n in (3, 20, 8)]
     plain = None

@@ -212,6 +212,7 @@ def test_samples_keep_the_distribution_that_they_came_from() -> None:
             np.testing.assert_allclose(distribution, table.p[parent], atol=1e-12)
 
 
+@pytest.mark.exhaustive_types
 def test_samples_without_replacement_follow_the_distributions_of_the_drafter() -> None:
     table, counts, number = Table(3), np.zeros((3, 3)), 3000
     tree = BranchingTree((2,)).grow(table, context_of(*[[0]] * number, sampling=SAMPLED))

@@ -247,7 +247,7 @@ def test_language_models_and_other_directories_are_no_speculators(tmp_path: Path
 
 def test_damaged_weights_are_reported(tmp_path: Path) -> None:
     folder = put(tmp_path, *ibm_mlp())
-    (folder / "model.safetensors").write_bytes(b"nothing")
+    (folder / "model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="damaged safetensors file"):
         load(folder)
 

@@ -1,6 +1,6 @@
 """Incremental detokenization gives whole characters, and stop strings are found wherever they are cut."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -159,3 +159,42 @@ def test_the_stop_string_is_shown_if_asked_for() -> None:
     watch = StopStrings(["END", "ENDING", "DI"], include=True)
     assert watch.push("the EN") == ("the ", None)
     assert watch.push("DING") == ("END", "END")
+
+
+def run_aware(tokens: Sequence[int]) -> str:
+    return "".join("\ufffd" if token < 0 else chr(token) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("decode", "text", "run"),
+    [
+        (as_bytes, list("plain text, ünd 北京 🙂. ".encode()), frozenset()),
+        (as_bytes, [0xFF], frozenset()),
+        (as_bytes, [0xE2, 0x82], frozenset()),
+        (as_bytes, [0xF0, 0x9F, 0x98], frozenset()),
+        (as_bytes, list("\ufffd".encode()), frozenset()),
+        (run_aware, [-1], frozenset()),
+        (run_aware, [-1], frozenset({-1})),
+    ],
+)
+def test_the_work_of_a_stream_grows_with_its_text(
+    decode: Callable[[Sequence[int]], str], text: list[int], run: frozenset[int]
+) -> None:
+    works = list[int]()
+    for size in (1000, 2000, 4000):
+        tokens, work = (text * size)[:size], 0
+
+        def counted(some: Sequence[int]) -> str:
+            nonlocal work
+            work += len(some)
+            return decode(some)
+
+        shown = streamed(Detokenizer(counted, run), tokens, [1] * size)
+        assert "".join(shown) == decode(tokens)
+        works.append(work)
+    assert works[2] - works[1] <= 2.2 * (works[1] - works[0]) + 100 and works[2] <= 60 * 4000
+
+
+@given(st.lists(st.integers(0, 255) | st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0x41]), max_size=60))
+def test_bytes_that_are_no_text_are_streamed_as_they_are_decoded(tokens: list[int]) -> None:
+    assert "".join(streamed(Detokenizer(as_bytes), tokens, [1] * len(tokens))) == as_bytes(tokens)

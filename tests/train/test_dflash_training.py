@@ -92,10 +92,13 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"},
-        {"convolution": "1"},
+        pytest.param({"convolution": "1"}, marks=pytest.mark.exhaustive),
         {"window": "6"},
+        {"correction": "selector", "convolution": "1", "markov_rank": "0"},
+        {"correction": "domino", "markov_rank": "0"},
+        {"correction": "refiner", "markov_rank": "0", "predicts_from_anchor": "true", "candidates": "24"},
     ],
 )
 def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:

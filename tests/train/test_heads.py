@@ -175,7 +175,9 @@ OVERFIT = {
 }
 
 
-@pytest.mark.parametrize("name", OVERFIT)
+@pytest.mark.parametrize(
+    "name", ["medusa", "blockwise", *(pytest.param(f"{n}", marks=pytest.mark.exhaustive) for n in OVERFIT if " " in n)]
+)
 def test_heads_learn_a_small_set_by_heart(name: str) -> None:
     decoder = tiny_decoder(WIDE, dtype=torch.float32, sharpness=0.1)
     texts, one = answers(decoder, PLAIN)

@@ -121,9 +121,9 @@ def test_the_cross_entropy_is_least_for_the_distribution_itself() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"candidates": "24"},
-        {"tied": "1", "scale_input": "1"},
+        pytest.param({"tied": "1", "scale_input": "1"}, marks=pytest.mark.exhaustive),
         {"soft": "0", "more_hidden_layers": "1", "own_head": "1"},
         {"kind": "redrafter", "stages": "4"},
     ],

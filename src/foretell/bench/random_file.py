@@ -16,7 +16,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_sizes import write_sizes
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
-from foretell.model.matrices.stored import BLOCKS, Kind
+from foretell.model.matrices.kinds import BLOCKS, Kind
 from foretell.roofline.model_configs import find_model
 from foretell.utils.names import unknown
 from foretell.utils.unfinished import part_of, put_in_place, remove

@@ -46,7 +46,8 @@ def read_speculator(context: BuildContext, folder: Path) -> Speculator:
     Raises:
         ValueError: it is damaged or for another target, or transformers runs the target.
     """
-    key = folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in folder.iterdir()))
+    files = [folder] if folder.is_file() else folder.iterdir()
+    key = folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in files))
     if key not in context.known_speculators:
         speculator = load_speculator(folder, target_card(context), embedding_and_head(context))
         context.known_speculators[key] = speculator.eval().requires_grad_(False)

@@ -34,6 +34,7 @@ class CommandGroup(TyperGroup):
             return name, placeholder, rest
         command = get_command(import_module(module).app)
         command.params = [p for p in command.params if p.name not in _COMPLETION_OPTIONS]
+        _lay_out_help(command)
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -42,12 +43,22 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
 
 
+def _lay_out_help(command: Any) -> None:
+    """Let commands print their options in two columns: rich's tables cut names in narrow terminals. Groups keep rich's
+    list of commands, which breaks lines where the other one cuts them.
+    """
+    inner = getattr(command, "commands", {})
+    if not inner:
+        command.rich_markup_mode = None
+    for member in inner.values():
+        _lay_out_help(member)
+
+
 app = typer.Typer(
     cls=CommandGroup,
     rich_markup_mode="rich",
-    add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 
@@ -77,7 +88,7 @@ def main_options(
 
     Try it with the embedded model, which needs no download:
 
-        foretell generate "Why is the sky blue?" --method sam_recycling
+        foretell generate "List the planets of the solar system." --compare
 
         foretell verify sam_recycling        [dim]checks that the method changes nothing[/]
     """

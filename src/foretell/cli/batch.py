@@ -5,16 +5,23 @@ submitted when the one before it is answered.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from foretell.api import Answer
 from foretell.cli.interrupt import Interrupt, run_until_interrupt
 from foretell.cli.prompts import LineError, PromptSpec
 from foretell.cli.setup import ModelSetup
-from foretell.cli.show import AnswerWriter
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Completion, Update
 from foretell.plan import Plan, PlanEngine, PlanRun
+
+
+class UpdateWriter(Protocol):
+    """Shows an answer as it comes."""
+
+    def write(self, update: Update, /) -> None:
+        """Show one update."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Batch:
         setup: ModelSetup,
         engine: Engine,
         logprobs: int | None = None,
-        writer: AnswerWriter | None = None,
+        writer: UpdateWriter | None = None,
         prompt_logprobs: int | None = None,
         plan: Plan | None = None,
     ) -> None:

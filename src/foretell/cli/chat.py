@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretell.engine.request import Request
     from foretell.tokenizer.codec import Message
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 HELP = """/method NAME   decode with another method from now on
 /reset         start a new conversation
@@ -184,5 +184,7 @@ class Chat:
             raise ValueError(f"{error}; /reset starts a new conversation") from error
 
     def _engine(self, name: str) -> "Engine":
+        from foretell.cli.drafter_check import checked
+
         method = self.setup.method(name) if name == self.method else self.setup.other_method(name)
-        return self.setup.model.engine(method, rows=1, prefix_caching=True)
+        return self.setup.model.engine(checked(self.setup, method), rows=1, prefix_caching=True)

@@ -46,6 +46,8 @@ COMMANDS: Sequence[Command] = (
     Command("chat", "foretell.cli.chat", "Chat with a model in the terminal."),
     Command("serve", "foretell.cli.serve", "Serve a model over HTTP with OpenAI's API."),
     Command("top", "foretell.cli.top", "Watch a running server in the terminal."),
+    Command("inspect", "foretell.cli.inspect", "Print what will be read of a model, without its weights."),
+    Command("models", "foretell.cli.models", "List the models on this machine and the speculators that fit them."),
     Command("methods", "foretell.cli.methods", "List the decoding methods, or explain one of them."),
     Command("verify", "foretell.cli.verify", "Check on your model and machine that a method changes nothing."),
     Command("bench", "foretell.cli.bench", "Measure methods against plain decoding and other runtimes."),
@@ -59,6 +61,7 @@ COMMANDS: Sequence[Command] = (
         "Choose thresholds, placements, draft heads and temperatures from data.",
     ),
     Command("cache", "foretell.cli.cache", "List or clear the packed weights that are kept for the next start."),
+    Command("help", "foretell.cli.help", "Explain what commands share: dtype, methods, sampling."),
     Command("env", "foretell.cli.env", "Print processor, kernels, versions and paths: what a bug report needs."),
     Command("roofline", "foretell.cli.roofline", "Predict cost and speed-up without running a model."),
 )

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from foretell.api import Answer, Model
+    from foretell.cli.comparison import Comparison
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 METHOD = "hybrid_model"
 """The fastest lossless method on all three prompts by docs/benchmarks.md."""
@@ -46,25 +47,6 @@ def demo_prompts() -> tuple[DemoPrompt, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One prompt, answered by plain and by speculative decoding."""
-
-    prompt: DemoPrompt
-    plain: "Answer"
-    speculative: "Answer"
-
-    @property
-    def identical(self) -> bool:
-        """Whether both gave the same tokens."""
-        return self.plain.tokens == self.speculative.tokens
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second over those of plain decoding."""
-        return self.speculative.statistics.tokens_per_second / self.plain.statistics.tokens_per_second
-
-
 @app.command()
 def demo(
     model: options.Model = options.DEFAULT_MODEL,
@@ -80,6 +62,7 @@ def demo(
     from rich.console import Console
 
     import foretell
+    from foretell.cli.comparison import Comparison
 
     if picture is not None:
         require_file_place(picture)
@@ -90,17 +73,17 @@ def demo(
         print_error(missing)
     # Reads every weight once, so that the time of the first prompt does not include it.
     target.generate("Hello.", max_new_tokens=4)
-    comparisons = []
+    comparisons = list[tuple[DemoPrompt, Comparison]]()
     for prompt in demo_prompts():
         console.rule(f"[bold]{prompt.title}[/]: {prompt.text.splitlines()[0]}", align="left")
         plain, speculative = (decode(target, prompt, method) for method in ("autoregressive", METHOD))
-        comparisons.append(Comparison(prompt, plain, speculative))
+        comparisons.append((prompt, Comparison(plain, speculative)))
     console.print(
         summary_table(comparisons, f"{model}, {target.precision}: the same text in fewer passes of the model")
     )
     if picture is not None:
         draw_chart(picture, comparisons, f"{model}, {target.precision}")
-    if not all(c.identical for c in comparisons):
+    if not all(c.identical for _, c in comparisons):
         raise ValueError("a lossless method changed the text; please run `foretell verify` and report its output")
 
 
@@ -134,17 +117,17 @@ def decode(model: "Model", prompt: DemoPrompt, method: str) -> "Answer":
     return answer
 
 
-def summary_table(comparisons: "list[Comparison]", title: str) -> "Table":
+def summary_table(comparisons: "list[tuple[DemoPrompt, Comparison]]", title: str) -> "Table":
     """Speed of both methods on every prompt."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for heading in ("prompt", "method", "tokens/s", "tokens/pass", "speed-up", "text"):
         table.add_column(heading, justify="left" if heading in ("prompt", "method", "text") else "right", no_wrap=True)
-    for c in comparisons:
+    for prompt, c in comparisons:
         compared = "identical" if c.identical else "DIFFERENT"
         for name, answer, speedup, text in (
-            (c.prompt.title, c.plain, 1.0, ""),
+            (prompt.title, c.plain, 1.0, ""),
             ("", c.speculative, c.speedup, compared),
         ):
             s = answer.statistics
@@ -153,7 +136,7 @@ def summary_table(comparisons: "list[Comparison]", title: str) -> "Table":
     return table
 
 
-def draw_chart(path: Path, comparisons: "list[Comparison]", title: str) -> None:
+def draw_chart(path: Path, comparisons: "list[tuple[DemoPrompt, Comparison]]", title: str) -> None:
     """Draw a bar chart of tokens per second, plain and speculative.
 
     Raises:
@@ -165,15 +148,15 @@ def draw_chart(path: Path, comparisons: "list[Comparison]", title: str) -> None:
         raise ValueError("the picture needs matplotlib; run: pip install foretell[plot]") from error
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.subplots()
-    for i, c in enumerate(comparisons):
+    for i, (_, c) in enumerate(comparisons):
         plain, fast = (a.statistics.tokens_per_second for a in (c.plain, c.speculative))
         axes.barh(i - 0.2, plain, 0.38, color="#9aa5b1", label="plain decoding" if i == 0 else None)
         axes.barh(i + 0.2, fast, 0.38, color="#2f855a", label="speculative decoding" if i == 0 else None)
         axes.text(plain, i - 0.2, f" {plain:.0f}", va="center")
         axes.text(fast, i + 0.2, f" {fast:.0f}   {c.speedup:.1f}\u00d7, {c.speculative.method}, same text", va="center")
-    axes.set_yticks(range(len(comparisons)), [c.prompt.title for c in comparisons])
+    axes.set_yticks(range(len(comparisons)), [prompt.title for prompt, _ in comparisons])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.7 * max(c.speculative.statistics.tokens_per_second for c in comparisons))
+    axes.set_xlim(0, 1.7 * max(c.speculative.statistics.tokens_per_second for _, c in comparisons))
     axes.set_xlabel("tokens per second")
     axes.set_title(title, loc="left")
     figure.legend(loc="outside upper right", frameon=False, ncols=2)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 Section = dict[str, object]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretell.plan import Plan
     from foretell.structured.outputs import StructuredOutputs
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -74,6 +74,10 @@ def generate(
     ] = None,
     rows: Annotated[int, typer.Option(metavar="N", help="Most requests that are decoded together.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Answer by plain decoding too: both texts side by side, seconds and gain."),
+    ] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer when it is complete.")] = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Log-probability of every token (with --json).")] = False,
     top_logprobs: options.TopLogprobs = None,
@@ -84,7 +88,7 @@ def generate(
     On a terminal, the text of accepted draft tokens is green.
     The answer goes to standard output, everything else to standard error.
 
-        foretell generate "Why is the sky blue?" --method sam_recycling
+        foretell generate "List the planets of the solar system." --compare
 
         foretell generate - --method llma --reference notes.txt < question.txt
 
@@ -125,6 +129,10 @@ def generate(
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, target_options)
     if image:
         setup = replace(setup, model=_behind_images(setup.model, image, specs, prompts, system, raw))
+    if compare:
+        from foretell.cli.comparison import compare as compare_methods
+
+        raise typer.Exit(compare_methods(setup, selection.name, specs[0][1]))
     number = 0 if logprobs and top_logprobs is None else top_logprobs
     stream, is_batch = prompts is None and not as_json and not no_stream, prompts is not None
     output = OutputFormat(as_json, stream, number, is_batch, prompt_logprobs)
@@ -147,6 +155,9 @@ def _refuse_unused(ctx: typer.Context, one_prompt: bool) -> None:
     refuse_unused(ctx, ("rows",), "there is one prompt", one_prompt and given["plan"] is None)
     raw = one_prompt and given["raw"]
     refuse_unused(ctx, ("allow_special_tokens",), "--raw encodes special tokens as such", raw)
+    if given["compare"]:
+        whole = "--compare prints the answers of one prompt as texts"
+        refuse_unused(ctx, ("prompts", "plan", "as_json", "no_stream"), whole)
     free = given["json_schema"] is None and not given["json_object"]
     refuse_unused(ctx, ("any_whitespace",), "it is for --json-schema and --json-object", free)
 
@@ -229,12 +240,14 @@ def run(
 ) -> int:
     """Answer the prompts and print the answers; returns the exit status. `plan`: how each answer is put together."""
     from foretell.cli.batch import Batch
+    from foretell.cli.drafter_check import checked
     from foretell.cli.interrupt import Interrupt
     from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
 
     rows = rows if plan is not None else min(rows, len(specs))
     # A method decodes a single request with its own estimates.
-    engine = setup.model.engine(setup.shared_method(method), rows, plan is not None, every_method=True)
+    decoder = checked(setup, setup.shared_method(method))
+    engine = setup.model.engine(decoder, rows, plan is not None, every_method=True)
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
     batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs, plan)
     setup.inputs.require_used(batch.inputs(prompt for _, prompt in specs))

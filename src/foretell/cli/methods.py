@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from foretell.catalogue import Entry
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 COLUMNS = (
     "method", "family", "draft", "tree", "accepts by", "lossless", "same seed", "needs", "training", "paper",
@@ -35,8 +35,8 @@ def methods(
 
     With the name of a method: what it does, when to use it, its options with their defaults, and its paper.
 
-    [bold]lossless[/]: the output follows the target's distribution exactly.
-    [bold]same seed[/]: for an equal seed, the output also equals that of plain decoding.
+    lossless: the output follows the target's distribution exactly.
+    same seed: for an equal seed, the output also equals that of plain decoding.
     """
     from rich.console import Console
 

@@ -13,12 +13,11 @@ from foretell.core.parameters import PARAMETERS, Parameter
 
 DEFAULT_MODEL = "smollm2-135m"
 
-Model = Annotated[
-    str,
-    typer.Option(
-        metavar="REF", help="Model: smollm2-135m, a directory (config.json, safetensors), a .gguf file, or a hub id."
-    ),
-]
+REFERENCE = (
+    "Model: smollm2-135m, a directory (config.json, safetensors), a .gguf file, a hub id, of GGUF with a tag "
+    "(org/name:Q4_K_M), or ollama:NAME."
+)
+Model = Annotated[str, typer.Option(metavar="REF", help=REFERENCE)]
 Method = Annotated[
     str | None, typer.Option(metavar="NAME", help="Decoding method; see `foretell methods`. Default: auto.")
 ]

@@ -13,7 +13,21 @@ from foretell.roofline import records, report
 from foretell.roofline.runtime import known_runtimes
 from foretell.roofline.workload import FUSIONS, STAGES
 
-ModelName = Annotated[str, typer.Argument(help="Built-in name, hub id, config.json, its directory, or a GGUF file.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(help="Built-in name, hub id, config.json, its directory, a GGUF file, or one as --model names it."),
+]
+
+
+def stored_file(name: str) -> str:
+    """The path of the model that `ollama:NAME`, `org/name:TAG` or the name of a blob means; other names as they are."""
+    if ":" not in name and not name.startswith("sha256-"):
+        return name
+    from foretell.model.load.reference import resolve_reference
+
+    return str(resolve_reference(name))
+
+
 Device = Annotated[
     str,
     typer.Option(
@@ -37,6 +51,7 @@ Tokens = Annotated[int, typer.Option("--tokens", "-n", help="verify: tokens per 
 Bits = Annotated[
     str, typer.Option(help="Format: 1 to 16, 32, fp8, fp4; 4g128 counts a scale per 128, 4g128z a zero point too.")
 ]
+WeightBits = Annotated[str, typer.Option(help="As --kv; auto: the bits of a GGUF file, 16 of other sources.")]
 Head = Annotated[
     str | None, typer.Option(help="Format of embedding and LM head, as 16 in AWQ and GPTQ; by default as --weights.")
 ]

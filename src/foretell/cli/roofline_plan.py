@@ -32,15 +32,17 @@ from foretell.cli.roofline_options import (
     RuntimeName,
     StageName,
     Tokens,
+    WeightBits,
     check_output_options,
     console,
     exit_with_error,
     print_records,
+    stored_file,
 )
 from foretell.roofline import cli_inputs, records, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
 from foretell.roofline.method_profiles import with_draft_vocab
-from foretell.roofline.model_configs import find_model
+from foretell.roofline.model_configs import find_model, own_formats
 from foretell.roofline.model_variants import model_variants
 from foretell.roofline.offload import apply_offload
 from foretell.roofline.plan import rank_methods
@@ -64,7 +66,7 @@ def analyze_command(
     tokens: Tokens = 8,
     chunk: Annotated[int, typer.Option(help="chunked: tokens of the prompt per pass.")] = 512,
     generate: Annotated[int, typer.Option(help="chat: tokens generated after the prompt.")] = 256,
-    weights: Bits = "16",
+    weights: WeightBits = "auto",
     activations: Bits = "16",
     kv: Bits = "16",
     head: Head = None,
@@ -80,6 +82,7 @@ def analyze_command(
 ) -> None:
     """Predict the cost of every operation of a pass; totals, memory, and the largest sizes that fit."""
     check_output_options(as_json, as_csv)
+    model = stored_file(model)
     for option, user in {"tokens": "verify", "chunk": "chunked", "generate": "chat"}.items():
         refuse_unused(ctx, (option,), f"it is for --stage {user}, and this is {stage}", stage != user)
     refuse_unused(ctx, ("offload", "tier", "compute"), "--sweep keeps all parts on the device", bool(axes))
@@ -87,7 +90,16 @@ def analyze_command(
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     target = AnalyzedModel(*find_model(model))
     workload = cli_inputs.parse_workload(
-        stage, batch, context, weights, activations, kv, head=head, fusion=fusion, devices=devices
+        stage,
+        batch,
+        context,
+        weights,
+        activations,
+        kv,
+        head=head,
+        fusion=fusion,
+        devices=devices,
+        own=own_formats(model),
     )
     workload = replace(workload, tokens=tokens, chunk=chunk, generate=generate, square=square)
     if axes:
@@ -128,7 +140,7 @@ def plan_command(
     runtime: RuntimeName = DEFAULT_RUNTIME,
     batch: Batch = 1,
     context: Context = 1024,
-    weights: Bits = "16",
+    weights: WeightBits = "auto",
     activations: Bits = "16",
     kv: Bits = "16",
     head: Head = None,
@@ -166,6 +178,7 @@ def plan_command(
 ) -> None:
     """Rank decoding methods by predicted speed-up, or advise against speculation."""
     check_output_options(as_json, as_csv)
+    model = stored_file(model)
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
     best = "nodes", "tokens", "tree", "tau", "share", "density"
@@ -177,7 +190,16 @@ def plan_command(
     profiles = {name: with_draft_vocab(profile, draft_vocab) for name, profile in chosen.items()}
     shape = cli_inputs.parse_shape(tokens, tree, tau)
     workload = cli_inputs.parse_workload(
-        "decode", batch, context, weights, activations, kv, head=head, fusion=fusion, devices=devices
+        "decode",
+        batch,
+        context,
+        weights,
+        activations,
+        kv,
+        head=head,
+        fusion=fusion,
+        devices=devices,
+        own=own_formats(model),
     )
     analysis = analyse(target, device, workload)
     placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)

@@ -14,7 +14,7 @@ from foretell.utils.names import unknown
 if TYPE_CHECKING:
     from foretell.serve.settings import SyntaxNames
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 API_KEY_VARIABLE = "FORETELL_API_KEY"
 """Environment variable with API keys, separated by commas."""
 DEFAULT_REPLICAS = 2

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foretell.catalogue import catalogue, find
+from foretell.cli.drafter_check import checked
 from foretell.cli.setup import MethodSelection, load_models, set_threads
 from foretell.load import TargetOptions
 from foretell.model.load.memory import available_memory
@@ -55,7 +56,7 @@ class ServedModel:
         default = self.selection.name
         methods = Methods(
             # The options of the command line are for the method that it named.
-            lambda name: setup.shared_method(name) if name == default else setup.other_method(name),
+            lambda name: checked(setup, setup.shared_method(name) if name == default else setup.other_method(name)),
             default,
             cheap | {find(name).name for name in self.allowed},
         )

@@ -44,6 +44,14 @@ class DraftHighlighter:
             yield "".join(character for character, _ in run), is_drafted
 
 
+def coloured(highlighter: DraftHighlighter, update: Update) -> Text:
+    """The update's text for a terminal, without control characters; drafted parts have `DRAFTED_STYLE`."""
+    text = Text(tab_size=4)
+    for segment, drafted in highlighter.segments(update):
+        text.append(segment.translate(_CONTROL_CHARACTERS), DRAFTED_STYLE if drafted else None)
+    return text
+
+
 class AnswerWriter:
     """Writes an answer to standard output as it comes: coloured on a terminal, unchanged elsewhere."""
 
@@ -57,9 +65,7 @@ class AnswerWriter:
             sys.stdout.write(update.text)
             sys.stdout.flush()
             return
-        for text, drafted in self._highlighter.segments(update):
-            style = DRAFTED_STYLE if drafted else ""
-            self._console.print(Text(text.translate(_CONTROL_CHARACTERS), style=style, tab_size=4), end="")
+        self._console.print(coloured(self._highlighter, update), end="")
 
     def finish(self) -> None:
         """End the line."""
@@ -97,7 +103,12 @@ def summary_line(answers: Sequence[Answer], seconds: float, reads: ExpertReads |
         line.append(
             f" · experts: {reads.memory_share:.0%} in memory, {reads.ahead_share:.0%} of the others read ahead", "dim"
         )
-    return line.append(f" · {answers[0].backend}", "dim")
+    line.append(f" · {answers[0].backend}", "dim")
+    cut = sum(a.finish_reason == "length" for a in answers)
+    if cut:
+        which = "cut" if len(answers) == 1 else f"{cut} cut"
+        line.append(f" · {which} at the most new tokens (--max-new-tokens), or at the end of the context", "dim")
+    return line
 
 
 def _lossy_target(backend: Backend) -> str:

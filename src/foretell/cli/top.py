@@ -15,7 +15,7 @@ from foretell.bench.server_metrics import Interval, metrics_address, read_metric
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 API_KEY_VARIABLE = "FORETELL_API_KEY"
 BARS, HISTORY = "▁▂▃▄▅▆▇█", 60
 MILLISECONDS = 1000.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foretell.verify import BatchInvariance, DistributionTest, GreedyEquality, TokenDivergence, VerifyReport
 
 _INDENT = " " * 8
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """The table of generation parameters as fields of pydantic models."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Annotated, Any
 
@@ -13,12 +14,13 @@ from foretell.utils.validation import PREDICATE
 _JSON_TYPES = {float: "number", int: "integer", bool: "boolean", str: "string"}
 
 
-def checked(name: str) -> GetPydanticSchema:
+def checked(name: str, **changes: Any) -> GetPydanticSchema:
     """What makes a field of the parameter of this name, whatever the field is called: `Annotated[int, checked(name)]`.
+    `changes`: attributes that differ from the table's.
 
     The field holds the value as `Parameter.read` gives it. Its errors are sentences that begin with the field's name.
     """
-    parameter = PARAMETERS[name]
+    parameter = replace(PARAMETERS[name], **changes)
 
     def validate(value: Any) -> Any:
         if problem := parameter.problem(value):

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from foretell.accept.base import Acceptor
 from foretell.core.context import Context, StepResult
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
+from foretell.engine.drafter_check import DrafterCheck
 from foretell.model.run.runner import Runner
 from foretell.shape.base import Shape, Source
 from foretell.shape.constrained import TreeLimits, fit_to_rules
@@ -31,6 +34,8 @@ class Method(Generic[D]):
     """What drafts, in a few words; empty: the drafter's own label."""
     inputs: frozenset[str] = field(default=frozenset(), kw_only=True)
     """What it was built from besides the target: `drafts`, `speculators`, `references`."""
+    check: DrafterCheck | None = field(default=None, kw_only=True, compare=False)
+    """Switches the drafter off if it does not fit the target."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, self.tree.drafter_type):
@@ -86,8 +91,10 @@ class Method(Generic[D]):
 
     def draft_from(self, source: Source, context: Context) -> TokenTree:
         """What one of its drafters offers, within the greatest depths of `context`."""
-        drafter, shape = source
-        limited = context.limited(context.max_depth, self.accept.same_seed)
+        (drafter, shape), depths, same_seed = source, context.max_depth, self.accept.same_seed
+        if self.check is not None and self.check.stops(context, same_seed):
+            depths = np.zeros_like(depths)
+        limited = context.limited(depths, same_seed)
         return shape.grow(drafter, limited).limit_depth(limited.max_depth)
 
     def finish(self, tree: TokenTree, context: Context) -> TokenTree:
@@ -107,6 +114,8 @@ class Method(Generic[D]):
         """Update drafter and shape after a pass of the target."""
         self.draft.observe(step)
         self.tree.observe(step)
+        if self.check is not None:
+            self.check.observe(step)
 
     def release(self, row: int) -> None:
         """Forget a row whose request is over."""

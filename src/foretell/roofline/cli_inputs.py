@@ -8,7 +8,7 @@ from foretell.roofline.acceptance import AcceptanceByRank, geometric_acceptance
 from foretell.roofline.analysis import Analysis, AnalyzedModel
 from foretell.roofline.attention import Fusion
 from foretell.roofline.cost import scalar
-from foretell.roofline.formats import parse_format
+from foretell.roofline.formats import NumberFormat, parse_format
 from foretell.roofline.hardware import Hardware, hardware_from_table, known_hardware, memory_tier, with_overrides
 from foretell.roofline.method_profiles import MethodProfile, find_method, method_profiles, with_acceptance
 from foretell.roofline.names import look_up
@@ -21,6 +21,10 @@ from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import Fields, read_json
 
 _PROFILE = '{"eagle2": {"ranks": [0.7, 0.1]}}'
+
+
+AUTO = "auto"
+"""Weights in the format of the file."""
 
 
 def parse_stage(name: str) -> Stage:
@@ -52,22 +56,25 @@ def parse_workload(
     head: str | None = None,
     fusion: str = "flash",
     devices: int = 1,
+    own: tuple[NumberFormat, NumberFormat] | None = None,
 ) -> Workload:
-    """A workload from the texts of options.
+    """A workload from the texts of options. `own`: the formats of blocks and head that weights `auto` stand for (None:
+    16 bits).
 
     Raises:
         ValueError: a text or a size is invalid.
     """
+    blocks, head_format = own if own and weights == AUTO else (parse_format("16" if weights == AUTO else weights), None)
     return Workload(
         parse_stage(stage),
         batch,
         context,
-        weights=parse_format(weights),
+        weights=blocks,
         activations=parse_format(activations),
         kv=parse_format(kv),
         fusion=parse_fusion(fusion),
         devices=devices,
-        head=parse_format(head) if head else None,
+        head=parse_format(head) if head else head_format,
     )
 
 

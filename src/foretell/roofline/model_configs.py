@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from foretell.model.config.families import KINDS
 from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.config.readers.compressed import base_config
-from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.config.states import DeltaNetConfig
+from foretell.model.load.gguf_header import GGUFHeader, gguf_config
+from foretell.roofline.formats import NumberFormat
 from foretell.roofline.names import look_up
 from foretell.utils.validation import Fields, read_json
 
@@ -42,7 +44,7 @@ def find_model(name: str) -> tuple[str, ModelConfig]:
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "config.json"
-    is_gguf = path.suffix.lower() == ".gguf"
+    is_gguf = _is_gguf(path)
     if is_gguf or path.suffix == ".json":
         if not path.is_file():
             raise ValueError(
@@ -54,6 +56,29 @@ def find_model(name: str) -> tuple[str, ModelConfig]:
     key = hub.get(name.lower()) or _without_suffixes(name, table)
     raw = look_up(table, key, "built-in model")
     return key.strip().lower().replace("_", "-"), read_config(raw, key)
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its name, or by its first bytes as Ollama's blobs."""
+    if path.suffix.lower() == ".gguf" or not path.is_file():
+        return path.suffix.lower() == ".gguf"
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def own_formats(name: str) -> tuple[NumberFormat, NumberFormat] | None:
+    """The formats of the weights of a GGUF file: of its blocks, and of embedding and LM head, by their mean bits; None:
+    another source, which does not say.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file() or not _is_gguf(path):
+        return None
+    file, means = GGUFHeader(path), list[NumberFormat]()
+    for in_blocks in (True, False):
+        stored = [e for n, e in file.tensors.items() if n.startswith("blk.") is in_blocks and len(e.shape) > 1]
+        bits = 8 * sum(map(file.byte_count, stored)) / max(1, sum(prod(e.shape) for e in stored))
+        means.append(NumberFormat(f"{bits:.2f}", bits, is_float=bits >= 16))
+    return means[0], means[1]
 
 
 _SUFFIXES = re.compile(r"(-(instruct|chat|it|hf|base|pt|v\d[\d.]*|\d{4}))*")
@@ -68,30 +93,9 @@ def _without_suffixes(name: str, table: Mapping[str, Any]) -> str:
 
 
 def _from_file(path: Path) -> ModelConfig:
-    if path.suffix.lower() == ".gguf":
-        meta, tensors = _gguf_contents(path)
-        return _counted(from_gguf(meta, str(path), tensors=tensors), str(path))
+    if _is_gguf(path):
+        return _counted(gguf_config(GGUFHeader(path)), str(path))
     return read_config(read_json(path, "a config.json holds one object"), str(path))
-
-
-def _gguf_contents(path: Path) -> tuple[dict[str, Any], set[str]]:
-    """Metadata of a GGUF file as Python objects, and the names of its tensors; of the lists of the tokenizer only that
-    of its tokens, of which no more than their number is read.
-
-    Raises:
-        ValueError: the file is not GGUF.
-    """
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is not a GGUF file: {error}") from None
-    fields, tokens = reader.fields, "tokenizer.ggml.tokens"
-    meta = {k: f.contents() for k, f in fields.items() if len(f.types) == 1 or not k.startswith("tokenizer.")}
-    if tokens in fields:
-        meta[tokens] = [0] * len(fields[tokens].data)
-    return meta, {tensor.name for tensor in reader.tensors}
 
 
 def read_config(raw: Mapping[str, Any], source: str) -> ModelConfig:

@@ -75,10 +75,15 @@ class Choices:
     """All choices of a request; `started`: seconds of the monotonic clock."""
 
     def __init__(
-        self, requests: Sequence[Request], per_prompt: int, started: float | None = None, phases: Phases | None = None
+        self,
+        requests: Sequence[Request],
+        per_prompt: int,
+        started: float | None = None,
+        phases: Phases | None = None,
+        prompt_only: bool = False,
     ) -> None:
         self.all = [Choice(i, request, phases=phases) for i, request in enumerate(requests)]
-        self.per_prompt = per_prompt
+        self.per_prompt, self._prompt_only = per_prompt, prompt_only
         self.started = time.monotonic() if started is None else started
 
     def add(self, batch: Sequence[tuple[int, float, Output]]) -> list[Piece]:
@@ -91,7 +96,7 @@ class Choices:
         for index, _, update in batch:
             updates.setdefault(index, []).append(update)
         at = {index: at for index, at, _ in batch}
-        return [self.all[index].add(at[index], found) for index, found in updates.items()]
+        return [self.all[index].add(at[index], outputs) for index, outputs in updates.items()]
 
     @property
     def prompt_tokens(self) -> int:
@@ -102,8 +107,8 @@ class Choices:
 
     @property
     def completion_tokens(self) -> int:
-        """New tokens of all choices."""
-        return sum(c.tokens for c in self.all)
+        """New tokens of all choices; of answers that are their prompts, none."""
+        return 0 if self._prompt_only else sum(c.tokens for c in self.all)
 
     @property
     def reasoning_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from foretell.serve.channels import ChannelParser
 from foretell.serve.tools.parts import Part, ReasoningPart, TextPart
 
 NONE = "none"
@@ -20,6 +21,8 @@ class ReasoningSyntax:
     """Where one of them stands, the answer begins; empty: at the end of the reasoning."""
     closing: str = ""
     """What a model writes from the end of its reasoning to the beginning of its answer; empty: the first end."""
+    channels: bool = False
+    """Whether an answer consists of messages with headers."""
     strips: bool = False
     """Whether blanks at the end of the reasoning are left out, as vLLM does."""
 
@@ -50,7 +53,7 @@ REASONING_SYNTAXES: dict[str, ReasoningSyntax] = {
         (f"{_CHANNEL}analysis<|message|>",), ("<|end|>",),
         (_FINAL, f"{_CHANNEL}commentary<|message|>", f"{_CHANNEL}commentary", f"{_CHANNEL}analysis",
          "<|start|>assistant", "<|end|>", "<|return|>"),
-        (_FINAL,), f"<|end|><|start|>assistant{_FINAL}",
+        (_FINAL,), f"<|end|><|start|>assistant{_FINAL}", channels=True,
     ),
     "mistral": ReasoningSyntax(("[THINK]",), ("[/THINK]",), strips=True),
     "gemma4": ReasoningSyntax(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), strips=True),
@@ -58,10 +61,10 @@ REASONING_SYNTAXES: dict[str, ReasoningSyntax] = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
     "granite_response": ReasoningSyntax(hidden=("<response>", "</response>")),
-    "cohere_command3": ReasoningSyntax(
+    **dict.fromkeys(("cohere_command3", "cohere_command4"), ReasoningSyntax(
         ("<|START_THINKING|>",), ("<|END_THINKING|>",), _COHERE, ("<|START_RESPONSE|>", "<|START_TEXT|>"),
         "<|END_THINKING|><|START_RESPONSE|>",
-    ),
+    )),
     "seed_oss": ReasoningSyntax(("<seed:think>",), ("</seed:think>",)),
 }  # fmt: skip
 """By vLLM's names; `granite_response` (Granite 3.3) is ours."""
@@ -99,9 +102,9 @@ class Reasoning:
     calls: tuple[str, ...] = ()
     """Marks of calls of tools."""
 
-    def parser(self) -> "ReasoningParser":
+    def parser(self) -> "ReasoningParser | ChannelParser":
         """A parser of one answer."""
-        return ReasoningParser(self)
+        return ChannelParser(self.opened) if self.syntax.channels else ReasoningParser(self)
 
 
 class ReasoningParser:

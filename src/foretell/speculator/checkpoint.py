@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.load.safetensors_file import what_is_wrong
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 from foretell.utils.validation import read_json, validate
@@ -145,7 +146,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as handle:
             raw = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: missing or damaged safetensors file ({error})") from error
+        raise ValueError(what_is_wrong(file, error)) from error
     scales = {k.removesuffix(_SCALE): raw.pop(k) for k in [k for k in raw if k.endswith(_SCALE)]}
     try:
         return {k: _dequantize(t, scales[k]) if k in scales else t for k, t in raw.items()}

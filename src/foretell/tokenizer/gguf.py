@@ -1,5 +1,6 @@
 """The tokenizer that a GGUF file describes; where the file is silent, with the defaults of llama.cpp."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ _NOT_READ = {
     "none": "a file without a tokenizer",
     "no_vocab": "a file without a tokenizer",
 }
+VARIABLE = "FORETELL_PRE_TOKENIZER"
+"""Environment variable that names the pre-tokenizer for commands without `--pre-tokenizer`."""
 _OTHER_SPECIAL = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "cls": "cls"}
 """Names of further special tokens in GGUF files (the format spells so), by those in templates."""
 
@@ -33,12 +36,7 @@ def codec_from_gguf(meta: Mapping[str, Any], pre: str | None = None) -> TextCode
     Raises:
         ValueError: another kind of tokenizer, an unknown pre-tokenizer, or a damaged one.
     """
-    kind = meta.get(PREFIX + "model")
-    if kind not in _KINDS:
-        what = f" ({_NOT_READ[kind]})" if kind in _NOT_READ else ""
-        known = ", ".join(f"{name} ({text})" for name, text in _KINDS.items())
-        raise ValueError(f"GGUF tokenizer {kind!r}{what} is not supported; known: {known}")
-    rule = _rule(meta, pre)
+    rule = check_tokenizer(meta, pre)
     try:
         return _codec(meta, Vocabulary(meta, rule))
     except Exception as error:  # tokenizers raises nothing narrower
@@ -46,6 +44,20 @@ def codec_from_gguf(meta: Mapping[str, Any], pre: str | None = None) -> TextCode
         raise ValueError(
             f"the tokenizer in this GGUF file is damaged ({type(error).__name__}: {reason}); download the file again"
         ) from error
+
+
+def check_tokenizer(meta: Mapping[str, Any], pre: str | None = None) -> PreTokenizer | None:
+    """How the tokenizer of a GGUF file cuts texts; None: it does not. `pre`: as `codec_from_gguf` takes it.
+
+    Raises:
+        ValueError: another kind of tokenizer, or an unknown pre-tokenizer.
+    """
+    kind = meta.get(PREFIX + "model")
+    if kind not in _KINDS:
+        what = f" ({_NOT_READ[kind]})" if kind in _NOT_READ else ""
+        known = ", ".join(f"{name} ({text})" for name, text in _KINDS.items())
+        raise ValueError(f"GGUF tokenizer {kind!r}{what} is not supported; known: {known}")
+    return _rule(meta, pre)
 
 
 def _rule(meta: Mapping[str, Any], pre: str | None) -> PreTokenizer | None:
@@ -61,7 +73,7 @@ def _rule(meta: Mapping[str, Any], pre: str | None) -> PreTokenizer | None:
             )
         return None
     named = "gemma4" if meta[PREFIX + "model"] == "gemma4" else str(meta.get(PREFIX + "pre") or "default")
-    return pre_tokenizer(pre or named)
+    return pre_tokenizer(pre or os.environ.get(VARIABLE) or named)
 
 
 def _codec(meta: Mapping[str, Any], vocabulary: Vocabulary) -> TextCodec:

@@ -182,7 +182,8 @@ def pre_tokenizer(name: str) -> PreTokenizer:
     if name not in PRE_TOKENIZERS:
         error = unknown("pre-tokenizer", name, PRE_TOKENIZERS)
         raise ValueError(
-            f"{error}; if the tokenizer cuts texts as one of these does, name it with --pre-tokenizer NAME"
+            f"{error}; if the tokenizer cuts texts as one of these does, name it with --pre-tokenizer NAME, "
+            "or for any command with FORETELL_PRE_TOKENIZER=NAME in the environment"
         )
     return PRE_TOKENIZERS[name]
 

@@ -16,12 +16,16 @@ class Detokenizer:
 
     _MOST_BEFORE = 8
     """Tokens of the text before it that are tried."""
+    _MOST_HELD = 8
+    """Tokens that are held back while they end with what may be an incomplete character."""
+    _MOST_BYTES = 3
+    """Of an incomplete character."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], run_tokens: AbstractSet[int] = frozenset()) -> None:
         self._decode, self._run_tokens = decode, run_tokens
         self._tokens: list[int] = []
-        self._window_start = 0
-        self._decoded = 0
+        self._window_start = self._decoded = self._ended = 0
+        """Where the window begins, up to where its text was passed on, and where the last run begins."""
 
     def follow(self, prompt: Sequence[int]) -> None:
         """Take the tokens for the continuation of a prompt: their first blank, which a decoder leaves out at the
@@ -31,23 +35,38 @@ class Detokenizer:
             before = list(prompt[-count:])
             text = self._decode(before)
             if text and not text.endswith("\ufffd"):
-                self._tokens, self._decoded = before, len(before)
+                self._tokens, self._decoded, self._ended = before, len(before), len(before)
                 return
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
         self._tokens.extend(tokens)
-        end = len(self._tokens)
-        while end > self._decoded and self._tokens[end - 1] in self._run_tokens:
-            end -= 1
-        if end == self._decoded:
+        for at in range(len(self._tokens) - len(tokens), len(self._tokens)):
+            if self._tokens[at] not in self._run_tokens:
+                self._ended = at + 1
+        end = self._ended
+        if end <= self._decoded:
             return ""
         known = self._decode(self._tokens[self._window_start : self._decoded])
         text = self._decode(self._tokens[self._window_start : end])
-        if len(text) <= len(known) or text.endswith("\ufffd"):
+        if text.endswith("\ufffd"):
+            end, text = self._complete(end, text)
+        if len(text) <= len(known):
             return ""
         self._window_start, self._decoded = self._decoded, end
         return text[len(known) :]
+
+    def _complete(self, end: int, text: str) -> tuple[int, str]:
+        """The tokens, and their text, before what may be the beginning of a character, once many tokens are held back:
+        they are no characters.
+        """
+        if end - self._decoded > self._MOST_HELD:
+            last = end - self._MOST_BYTES
+            for cut in range(last, last - self._MOST_BYTES, -1):
+                part = self._decode(self._tokens[self._window_start : cut])
+                if text.startswith(part):
+                    return cut, part
+        return end, ""
 
     def finish(self) -> str:
         """The text that was held back, complete or not."""

@@ -35,8 +35,8 @@ PROBES = Path(mkdtemp()) / "probes.jsonl"
 PROBES.write_text("\n".join(p.model_dump_json() for p in read_probes()[::40]))
 TEXT = Path(mkdtemp()) / "text.txt"
 TEXT.write_text(" ".join(prompt for p in read_probes()[:12] for prompt in p.prompts))
-SMALL = ("--answers", "1", "--max-new-tokens", "6", "--tokens", "192", "--length", "96", "--probes", str(PROBES),
-         "--text", str(TEXT), "--recall-facts", "4")  # fmt: skip
+SMALL = ("--quick", "--answers", "1", "--max-new-tokens", "6", "--tokens", "192", "--length", "96",
+         "--probes", str(PROBES), "--text", str(TEXT), "--recall-facts", "4")  # fmt: skip
 
 
 @cache

@@ -10,7 +10,8 @@ from foretell.bench.peers.base import LOOKUP_NGRAM, LOOKUP_TOKENS, ForwardBacken
 from foretell.bench.timestamps import TokenTimer, TokenTimestamps
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_weights import GGUFWeights, gguf_config
+from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.reference import resolve_reference
 from foretell.model.load.transformers import cache_argument, load_error
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
-from foretell.lab.cli.quantize import calibration_text, check_output, format_comparison
+from foretell.lab.cli import quantize
 from foretell.lab.compress import METHODS
 from foretell.lab.compress.card import Card
 from foretell.lab.compress.job import compress_model, plan
@@ -22,17 +22,13 @@ from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.retrieval.corpus import find_files
 
 app = typer.Typer(pretty_exceptions_enable=False)
-_LINE_INTERVAL = 10.0
-"""Seconds between lines of progress."""
 
 
 @app.command()
 def compress(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-    ] = DEFAULT_MODEL,
+    model: quantize.SourceModel = DEFAULT_MODEL,
     method: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(METHODS)}.")] = "sparsegpt",
     sparsity: Annotated[
         float | None,
@@ -52,16 +48,11 @@ def compress(
         int | None,
         typer.Option(metavar="N", min=2, max=8, help="sparsegpt: round the weights that stay to so many bits, too."),
     ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Text to calibrate on and to compare on; repeatable. Default: the model writes it."
-        ),
-    ] = None,
-    calibration_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of calibration.")] = 16384,
-    held_back_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the comparison.")] = 4096,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the text that the model writes.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    text: quantize.Text = None,
+    calibration_tokens: quantize.CalibrationTokens = 16384,
+    held_back_tokens: quantize.HeldBackTokens = 4096,
+    seed: quantize.TextSeed = 0,
+    force: quantize.Force = False,
     as_json: options.Json = False,
 ) -> None:
     """Compress a model by pruning, low rank, fewer blocks or a smaller hidden size. Lossy: the result is another model.
@@ -75,30 +66,24 @@ def compress(
     """
     console, started = Console(file=sys.stderr), time.perf_counter()
     refuse_unused(ctx, ("seed",), "--text names the text", bool(text))
-    check_output(out, force)
+    quantize.check_output(out, force)
     if out.suffix == ".gguf":
         raise ValueError(f"{out}: compress writes a directory; quantise that into a .gguf file with foretell quantize")
     path = resolve_reference(model)
     source = Source.open(model, path, "compressed")
     chosen = plan(source, method, sparsity, pattern, rank_share, bits)
     wanted = calibration_tokens if chosen.calibrated else 0
-    last = 0.0
 
     def read_text() -> CalibrationText:
-        return calibration_text(source, text or [], wanted, held_back_tokens, seed, console)
-
-    def report_progress(done: int) -> None:
-        nonlocal last
-        if time.perf_counter() - last >= _LINE_INTERVAL or done == source.config.layers:
-            last = time.perf_counter()
-            console.print(f"{done} of {source.config.layers} blocks done", highlight=False, soft_wrap=True)
+        return quantize.calibration_text(source, text or [], wanted, held_back_tokens, seed, console)
 
     job = {
         "method": [chosen.method, chosen.amount],
         "source": _stamps([path]),
         "text": [_stamps(text or []), wanted, held_back_tokens, seed],
     }
-    card = compress_model(source, chosen, job, read_text, out, report_progress)
+    progress = quantize.block_progress(console, source.config.layers, "done")
+    card = compress_model(source, chosen, job, read_text, out, progress)
     size = sum(file.stat().st_size for file in out.iterdir())
     if as_json:
         typer.echo(json.dumps({"out": str(out), "bytes": size} | asdict(card)))
@@ -117,5 +102,5 @@ def _summary(out: Path, card: Card, size: int, seconds: float) -> str:
         f"{seconds:,.0f} s",
         card.speed,
         f"compared with the source on {card.comparison.tokens:,} positions held back ({card.comparison_text}):",
-        format_comparison(card.comparison),
+        quantize.format_comparison(card.comparison),
     ])  # fmt: skip

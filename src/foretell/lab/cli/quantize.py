@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -35,14 +36,27 @@ app = typer.Typer(pretty_exceptions_enable=False)
 _LINE_INTERVAL = 10.0
 """Seconds between lines of progress."""
 
+# Options that `foretell compress` has, too.
+SourceModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
+]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE", help="Text to calibrate on and to compare on; repeatable. Default: the model writes it."
+    ),
+]
+CalibrationTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of calibration.")]
+HeldBackTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the comparison.")]
+TextSeed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the text that the model writes.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output.")]
+
 
 @app.command()
 def quantize(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="PATH", help="A .gguf file, or a directory in safetensors, to write.")],
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-    ] = DEFAULT_MODEL,
+    model: SourceModel = DEFAULT_MODEL,
     method: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(METHODS)}.")] = "gptq",
     kind: Annotated[
         str, typer.Option("--type", metavar="NAME", help=f"{', '.join(GGUF_GRIDS)}; in a directory Q4_0, Q4_1, Q8_0.")
@@ -55,16 +69,11 @@ def quantize(
         bool | None,
         typer.Option("--act-order/--no-act-order", help="GPTQ: inputs of large activations first. [default: yes]"),
     ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Text to calibrate on and to compare on; repeatable. Default: the model writes it."
-        ),
-    ] = None,
-    calibration_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of calibration.")] = 16384,
-    held_back_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the comparison.")] = 4096,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the text that the model writes.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    text: Text = None,
+    calibration_tokens: CalibrationTokens = 16384,
+    held_back_tokens: HeldBackTokens = 4096,
+    seed: TextSeed = 0,
+    force: Force = False,
     as_json: options.Json = False,
 ) -> None:
     """Quantise a model: round to nearest, GPTQ, AWQ or HQQ.
@@ -80,15 +89,9 @@ def quantize(
     target = plan(source, out, kind, group_size)
     wanted = calibration_tokens if quantizer.calibrated else 0
     calibration = calibration_text(source, text or [], wanted, held_back_tokens, seed, console)
-    last = 0.0
-
-    def report_progress(done: int) -> None:
-        nonlocal last
-        if time.perf_counter() - last >= _LINE_INTERVAL or done == source.config.layers:
-            last = time.perf_counter()
-            console.print(f"{done} of {source.config.layers} blocks quantised", highlight=False, soft_wrap=True)
-
-    compared = quantize_model(source, quantizer, target, calibration, report_progress)
+    compared = quantize_model(
+        source, quantizer, target, calibration, block_progress(console, source.config.layers, "quantised")
+    )
     size = out.stat().st_size if out.is_file() else sum(f.stat().st_size for f in out.iterdir())
     if as_json:
         summary = {"out": str(out), "method": method, "type": kind, "bytes": size, "notes": target.notes}
@@ -105,6 +108,19 @@ def _quantizer(method: str, act_order: bool | None) -> Quantizer:
     if method != "gptq":
         raise ValueError(f"--act-order and --no-act-order are for --method gptq, found {method}")
     return GPTQ(act_order=act_order)
+
+
+def block_progress(console: Console, layers: int, what: str) -> Callable[[int], None]:
+    """Prints how many blocks are done, at most every ten seconds and at the end."""
+    last = 0.0
+
+    def report(done: int) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= _LINE_INTERVAL or done == layers:
+            last = time.perf_counter()
+            console.print(f"{done} of {layers} blocks {what}", highlight=False, soft_wrap=True)
+
+    return report
 
 
 def check_output(out: Path, force: bool) -> None:

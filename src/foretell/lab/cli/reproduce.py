@@ -18,7 +18,7 @@ from foretell.cli.given import refuse_unused
 if TYPE_CHECKING:
     from foretell.lab.reproduce import Claim, ClaimResult, Lab
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 _LEAST_FREE = 20_000_000
 """Bytes that a report and its runs may take."""
 _LEAST_FREE_TRAINING = 4_000_000_000

@@ -15,7 +15,7 @@ from foretell.lab.quantize.layout import TensorEntry, entries
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_weights import gguf_place
-from foretell.model.matrices.stored import BLOCKS, Kind
+from foretell.model.matrices.kinds import BLOCKS, Kind
 from foretell.tokenizer.codec import TextCodec
 
 _FREQUENCIES = "rope_freqs.weight"

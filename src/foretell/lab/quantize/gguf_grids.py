@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 
 from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows, half_bytes, largest, to_half
-from foretell.model.matrices.stored import BLOCKS, Kind, StoredMatrix
+from foretell.model.matrices.kinds import BLOCKS, Kind
+from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
 _CODE_MAX = 63

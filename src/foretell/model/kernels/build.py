@@ -5,6 +5,7 @@ The library works without them where both fail.
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,11 +153,11 @@ def find_compiler() -> str | None:
 def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> tuple[ctypes.CDLL | None, str]:
     try:
         target = _cache_path(compiler, compile_flags, link_flags)
-        if target.exists() and (library := _open(target)) is not None:
-            with contextlib.suppress(OSError):  # a folder that cannot be written
-                os.utime(target)
-            return structures.declare_signatures(library), ""
-        return _compile(target, compiler, compile_flags, link_flags), ""
+        if (library := _open_cached(target)) is None:
+            with _locked(target):
+                if (library := _open_cached(target)) is None:
+                    library = _compile(target, compiler, compile_flags, link_flags)
+        return structures.declare_signatures(library), ""
     except subprocess.CalledProcessError as error:
         lines = [line for line in str(error.stderr).splitlines() if "error" in line] or ["the compiler failed"]
         return None, lines[0]
@@ -179,6 +180,32 @@ def _open(path: Path) -> ctypes.CDLL | None:
     return library if structures.library_interface(library) == structures.interface() else None
 
 
+def _open_cached(target: Path) -> ctypes.CDLL | None:
+    """The library that an earlier process compiled; None: there is none, or it is damaged."""
+    library = _open(target) if target.exists() else None
+    if library is not None:
+        with contextlib.suppress(OSError):  # a folder that cannot be written
+            os.utime(target)
+    return library
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Of processes that start together one compiles, and the others wait for it.
+
+    Where the file system has no locks each compiles, and the last one replaces an equal file atomically.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path = target.with_suffix(".lock")
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> Path:
     """Path of the shared library in the cache directory; its name is a hash of everything that the build depends on."""
     key = [
@@ -194,11 +221,7 @@ def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequenc
 
 
 def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> ctypes.CDLL:
-    """Compile the library and keep it in the cache directory.
-
-    Processes that start together may each compile; the last one replaces an equal file atomically.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Compile the library and keep it in the cache directory."""
     remove_unfinished(target.parent)
     for old in kernel_files():
         if time.time() - old.stat().st_mtime > _UNUSED_SECONDS:
@@ -216,7 +239,7 @@ def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_fla
             ctypes.CDLL(str(library))
             raise _InterfaceMismatchError
         library.replace(target)
-    return structures.declare_signatures(opened)
+    return opened
 
 
 def cache_directory() -> Path:

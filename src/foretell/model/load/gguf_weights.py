@@ -11,37 +11,22 @@ from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
 from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
-from foretell.model.config.readers.gguf import from_gguf
 from foretell.model.load.build import LAYER_INPUTS_NORM, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_TABLE
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_header import OUTER_NAMES, ROPE_FACTORS
 from foretell.model.load.weights import EMBEDDING, HEAD, Storage, Weights
-from foretell.model.matrices.stored import BLOCKS, StoredMatrix
+from foretell.model.matrices.kinds import BLOCKS
+from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
 
-_GGUF_NAMES = {
-    EMBEDDING: "token_embd.weight",
-    HEAD: "output.weight",
-    LAYER_INPUTS_TABLE: "per_layer_token_embd.weight",
-    LAYER_INPUTS_PROJECTION: "per_layer_model_proj.weight",
-    LAYER_INPUTS_NORM: "per_layer_proj_norm.weight",
-}
-_OF_CONFIG = {f"{name}.weight" for name in ("rope_freqs", "rope_factors_short", "rope_factors_long")}
+_OUTER = EMBEDDING, HEAD, LAYER_INPUTS_TABLE, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_NORM
+_GGUF_NAMES = dict(zip(_OUTER, OUTER_NAMES, strict=True))
+_OF_CONFIG = {f"{name}.weight" for name in ROPE_FACTORS}
 """Tensors that are a part of the configuration."""
 _FACTOR = re.compile(r"(.+)\.(?:input_)?scale")
 """Names of factors of matrices (of NVFP4) or of their inputs, which stay unrounded here."""
 _EXPERT = re.compile(r"(?:^|(?<=\.))experts\.(\d+|\{\})\.")
-
-
-def gguf_config(file: GGUF) -> ModelConfig:
-    """The configuration of the model in a GGUF file.
-
-    Raises:
-        ValueError: see `codec_from_gguf`.
-    """
-    names = [n for n in ("rope_freqs", "rope_factors_short", "rope_factors_long") if f"{n}.weight" in file.tensors]
-    factors = {n: file.load_tensor(f"{n}.weight").flatten().tolist() for n in names}
-    return from_gguf(file.metadata, str(file.path), factors, file.tensors)
 
 
 def gguf_place(name: str, config: ModelConfig) -> tuple[str, int | None]:

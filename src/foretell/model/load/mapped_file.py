@@ -1,9 +1,12 @@
-"""Maps the files of checkpoints into memory."""
+"""Maps the files of checkpoints into memory, and tells those that are not complete."""
 
 import mmap
 import sys
+import time
 from pathlib import Path
 
+_RECENT = 60.0
+"""Seconds since the last change of a file within which it may be growing."""
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag, which Python does not name in all versions."""
 
@@ -18,6 +21,13 @@ def map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=protection)
+
+
+def what_is_missing(path: Path, what: str) -> str:
+    """A sentence on a file of which only a part is here: `what` says so. It tells one that may be growing."""
+    recent = time.time() - path.stat().st_mtime < _RECENT
+    now = "it was written to a moment ago, so it may still be growing" if recent else "its download has stopped"
+    return f"{path}: the download is not complete: {what}; {now}: let it finish"
 
 
 def release_pages(data: mmap.mmap) -> None:

@@ -1,5 +1,6 @@
 """Loads the multi-token prediction layer of a checkpoint, which shares embedding and head with the model."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -96,6 +97,12 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network) -> MTPLayer
         raise ValueError(
             f"this checkpoint was published without its multi-token prediction layer ({error}); use another method"
         ) from error
+    further = re.sub(r"\d+(?=\.$)", lambda index: str(int(index[0]) + 1), names.layer)
+    if weights.get(f"{further}input_layernorm.weight") is not None:
+        raise ValueError(
+            f"this checkpoint has several layers of multi-token prediction ({names.layer}*, {further}*), which engines "
+            "chain in different ways; mtp supports one: use another method"
+        )
     experts = None if config.experts is None else replace(config.experts, layers=(0,))
     single = replace(config, layers=1, state=None, experts=experts, context=target.config.context)
     view = _LayerWeights(weights, names)

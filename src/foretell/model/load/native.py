@@ -286,7 +286,8 @@ def _assemble(
     elif head.holds_floats and (config.tied or weights.head_matrix(config.vocab, config.hidden) is None):
         source = head
     else:
-        source = weights.matrix(_EMBEDDING, config.vocab, config.hidden).rounded(dtype)
+        source = weights.matrix(_EMBEDDING, config.vocab, config.hidden)
+        source = source if source.quantized else source.rounded(dtype)
     embedding = NativeEmbedding(source, dtype, config.embedding_scale, weights.maps(_EMBEDDING))
     stack = NativeStack(config, [], precision, *decoder_rope_tables(config))
     inputs = None if config.layer_inputs is None else _read_layer_inputs(config, weights, precision)

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from foretell.utils.validation import Fields
 
-Layout = Literal["gptq", "awq", "packed", "integers", "float8", "mxfp4"]
+Layout = Literal["gptq", "awq", "packed", "integers", "float8", "mxfp4", "mlx"]
 """Tensors of a quantised matrix: those of GPTQ, of AWQ (gemm), `weight_packed` of compressed-tensors, a `weight` of
-int8 or of float8 with scales, and blocks with shared exponents (OCP microscaling)."""
+int8 or of float8 with scales, blocks with shared exponents (OCP microscaling), and words with scales and biases."""
 QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
 """Advice in the error about a quantised checkpoint that is not supported."""
 _KEYS = ("quantization_config", "compression_config", "quantization")
@@ -23,6 +23,9 @@ _COMPRESSED_LAYOUTS: Mapping[str, Layout] = {
     "mxfp4-pack-quantized": "mxfp4",
 }  # fmt: skip
 _MX_GROUP = 32
+MLX = "MLX"
+"""Method of a `config.json` that gives bits and names none."""
+_MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def quantization_method(raw: Mapping[str, Any]) -> str | None:
     key, value = section
     values = value if isinstance(value, Mapping) else {}
     method = values.get("quant_method") or values.get("format") or values.get("quant_algo")
-    return str(method or ("MLX" if "bits" in values else key))
+    return str(method or (MLX if "bits" in values else key))
 
 
 def _section(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -174,6 +177,21 @@ def _mxfp4(read: Fields) -> Quantization:
     return Quantization("mxfp4", (((_ANY_LINEAR,), scheme),), read.texts("modules_to_not_convert"))
 
 
+def _mlx(read: Fields) -> Quantization:
+    """The affine mode of `mlx.core.quantize`; a module's own settings, or false, are under its name."""
+    own = {name: read.fields(name) for name, value in read.raw.items() if isinstance(value, Mapping)}
+    schemes = [((_ANY_LINEAR,), _mlx_scheme(read)), *(((name,), _mlx_scheme(each)) for name, each in own.items())]
+    return Quantization(MLX, tuple(schemes), tuple(name for name, value in read.raw.items() if value is False))
+
+
+def _mlx_scheme(read: Fields) -> Scheme:
+    bits, group = read.integer("bits"), read.integer("group_size", default=64)
+    _one_of(read, "mode", read.text("mode", default="affine"), ("affine",))
+    _one_of(read, "bits", bits, _MLX_BITS)
+    _one_of(read, "group_size", group, _MLX_GROUPS)
+    return Scheme("mlx", bits, group)
+
+
 def _compressed_tensors(read: Fields) -> Quantization:
     status, stored = read.text("quantization_status", default="compressed"), read.text("format")
     _one_of(read, "quantization_status", status, ("compressed", "frozen"))
@@ -230,4 +248,5 @@ _METHODS: Mapping[str, Callable[[Fields], Quantization]] = {
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed_tensors,
+    MLX: _mlx,
 }

@@ -1,4 +1,4 @@
-"""Quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4."""
+"""Quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and MLX."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -132,6 +132,10 @@ class QuantizedWeights(Weights):
     def check_tensors(self, config: ModelConfig) -> None:
         """See `SafetensorsWeights`."""
         self._inner.check_tensors(config)
+
+    def unread(self, config: ModelConfig) -> list[str]:
+        """See `SafetensorsWeights`."""
+        return self._inner.unread(config)
 
     def settle_head(self, config: ModelConfig) -> ModelConfig:
         """See `SafetensorsWeights`; a quantised head is one of its own."""

@@ -1,4 +1,4 @@
-"""Layouts of quantised checkpoints in safetensors: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4."""
+"""Layouts of quantised checkpoints in safetensors: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and MLX."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int, Int32, UInt8
 
 from foretell.model.load.quantization_config import Layout, Scheme
-from foretell.model.load.quantized_matrix import Float8Matrix, IntegerMatrix, MXFP4Matrix, QuantizedMatrix
+from foretell.model.load.quantized_matrix import AffineMatrix, Float8Matrix, IntegerMatrix, MXFP4Matrix, QuantizedMatrix
 from foretell.model.load.weights import SafetensorsWeights
 
 Tensor = torch.Tensor
@@ -173,6 +173,18 @@ class _MXFP4(QuantizedFormat):
         return MXFP4Matrix(blocks.reshape(-1, groups, 16), exponent.reshape(-1, groups))
 
 
+class _MLX(QuantizedFormat):
+    """Words with the lowest bits first, as `mlx.core.quantize` describes them."""
+
+    def read(self, module: QuantizedModule, scheme: Scheme) -> QuantizedMatrix:
+        words = module.require(".weight")
+        if words.ndim != 2:
+            raise module.wrong(".weight", f"has {words.ndim} axes")
+        outputs, inputs = words.shape[0], words.shape[1] * 32 // scheme.bits
+        scale, bias = (module.shaped(suffix, outputs, inputs // scheme.group) for suffix in (".scales", ".biases"))
+        return AffineMatrix(scheme.bits, unpack_bits(words, scheme.bits, inputs), scale, bias)
+
+
 _INDEX, _BYTES = ("I32", "I64"), ("U8",)
 FORMATS: Mapping[Layout, tuple[QuantizedFormat, ...]] = {
     "gptq": (_GPTQ({".qweight": ("I32",), ".qzeros": ("I32",), ".scales": _SCALES}, {".g_idx": _INDEX}),),
@@ -194,6 +206,7 @@ FORMATS: Mapping[Layout, tuple[QuantizedFormat, ...]] = {
         _MXFP4({".weight_packed": _BYTES, ".weight_scale": _BYTES}),
         _MXFP4({"_blocks": _BYTES, "_scales": _BYTES}),
     ),
+    "mlx": (_MLX({".weight": ("U32",), ".scales": _SCALES, ".biases": _SCALES}),),
 }
 NOT_READ = (
     ".input_scale", ".output_scale", ".activation_scale", ".input_zero_point", ".output_zero_point", ".k_scale",

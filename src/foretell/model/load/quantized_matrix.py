@@ -87,6 +87,32 @@ def _pack(kind: str, heads: tuple[Tensor, ...], levels: UInt8[Tensor, "o n b"]) 
 
 
 @dataclass(frozen=True)
+class AffineMatrix(QuantizedMatrix):
+    """`scale * level + bias` with a scale and a bias per output and group of inputs, a multiple of 32."""
+
+    bits: int
+    level: UInt8[Tensor, "o i"]
+    scale: Float[Tensor, "o g"]
+    bias: Float[Tensor, "o g"]
+
+    def widen(self) -> Float[Tensor, "o i"]:
+        """The numbers in float32, rounded once from scales and biases of 16 bits."""
+        level = self.level.float().view(*self.scale.shape, -1)
+        return (level * self.scale.float()[..., None] + self.bias.float()[..., None]).flatten(1)
+
+    def stored(self) -> StoredMatrix | str:
+        """Q4_1 up to 4 bits."""
+        if self.bits > 4:
+            return f"no storage type holds levels of {self.bits} bits with biases"
+        halves = tuple(each.half() for each in (self.scale, self.bias))
+        if not all(torch.equal(h.float(), own.float()) for h, own in zip(halves, (self.scale, self.bias), strict=True)):
+            return "float16 does not hold its scales and biases"
+        blocks = self.level.shape[1] // _GROUP // self.scale.shape[1]
+        heads = tuple(each.repeat_interleave(blocks, 1) for each in halves)
+        return _pack("Q4_1", heads, _nibbles(self.level.view(len(self.level), -1, _GROUP)))
+
+
+@dataclass(frozen=True)
 class Float8Matrix(QuantizedMatrix):
     """`scale * value` with float8 values and a scale per block of outputs and inputs."""
 

@@ -12,7 +12,8 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build
 from foretell.model.kernels.structures import PANEL_KINDS
 from foretell.model.load.weights import Weights
-from foretell.model.matrices.stored import BLOCKS, FLOAT_KINDS, Kind, Matrix, StoredMatrix
+from foretell.model.matrices.kinds import BLOCKS, Kind
+from foretell.model.matrices.stored import FLOAT_KINDS, Matrix, StoredMatrix
 
 log = logging.getLogger(__name__)
 _ROWS = 256

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of readable weights, by their names in safetensors."""
 _QUANTIZED = re.compile(
-    r"(^|\.)(qweight|qzeros|g_idx|scales|SCB|absmax|quant_map|quant_state.*"
+    r"(^|\.)(qweight|qzeros|g_idx|scales|biases|SCB|absmax|quant_map|quant_state.*"
     r"|weight_(scale|packed|zero_point|shape|format).*"
     r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
 )
@@ -215,6 +215,12 @@ class SafetensorsWeights(Weights):
         Raises:
             ValueError: one is not, so the numbers would be others.
         """
+        changes = config.state is not None or config.experts is not None or config.latent is not None
+        if changes and any(file.writer == "mlx" for file in self._mapped):
+            raise ValueError(
+                f"{self.source}: a checkpoint of MLX, which changes tensors of {config.architecture}; take that of "
+                "transformers, or a GGUF file"
+            )
         known = [names_of(config, i) for i in range(config.layers)]
         for name in self._file_of:
             match = _LAYER.fullmatch(name)
@@ -233,6 +239,17 @@ class SafetensorsWeights(Weights):
                 raise ValueError(
                     f"{self.source}: the checkpoint has a tensor {biased}, which the decoder does not read"
                 )
+
+    def unread(self, config: ModelConfig) -> list[str]:
+        """The tensors that are not the decoder's: those of images, of multi-token prediction and others beside it."""
+        outer = EMBEDDING, HEAD, f"{family_of(config.architecture).final_norm}.weight"
+        known = {candidate.rpartition(".")[0] for name in outer for candidate in candidate_names(name)}
+
+        def is_read(name: str) -> bool:
+            layer = _LAYER.fullmatch(name)
+            return int(layer[1]) < config.layers if layer is not None else name.rpartition(".")[0] in known
+
+        return [name for name in self._file_of if not is_read(name)]
 
     def settle_head(self, config: ModelConfig) -> ModelConfig:
         """The configuration with an output matrix of its own if it is said to be tied to the embedding and has other

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -210,12 +211,17 @@ def _call(call: CallPart) -> dict[str, Any]:
 
 
 class CompletionFormat(OpenAIFormat):
-    """Completions. `echoed`: the text of the prompt by choice, which goes before the answer; empty without `echo`."""
+    """Completions. `echoed`: the text of the prompt by choice, which goes before the answer; empty without `echo`.
+    `prompt_only`: it is the whole answer, and the new token is not shown.
+    """
 
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, head: AnswerHead, requests: Sequence[Request], echoed: Sequence[str] = ()) -> None:
+    def __init__(
+        self, head: AnswerHead, requests: Sequence[Request], echoed: Sequence[str] = (), prompt_only: bool = False
+    ) -> None:
         super().__init__(head)
+        self._prompt_only = prompt_only
         self._requests, self._echoed = requests, dict(enumerate(echoed))
         self._offsets = dict[int, TextOffsets]()
         """Where tokens begin in the text, by choice."""
@@ -224,10 +230,15 @@ class CompletionFormat(OpenAIFormat):
         """A choice of a chunk, and of a whole answer, which is one chunk."""
         echoed = self._echoed.pop(piece.index, None)
         prompt = () if echoed is None else self._requests[piece.index].prompt
+        logprobs = self.head.logprobs.completion(piece, self._places(piece, echoed), prompt)
+        if self._prompt_only:
+            logprobs = logprobs and {name: values[: len(prompt)] for name, values in logprobs.items()}
+            reason = piece.finish_reason and "length"
+            piece = replace(piece, text="", tokens=(), finish_reason=reason, stop_reason=None)
         return {
             "index": piece.index,
             "text": (echoed or "") + piece.text,
-            "logprobs": self.head.logprobs.completion(piece, self._places(piece, echoed), prompt),
+            "logprobs": logprobs,
             **self._ending(piece),
         }
 

@@ -1,5 +1,6 @@
 """Splits the pieces of an answer into reasoning, text and calls of tools."""
 
+from foretell.serve.channels import ChannelParser
 from foretell.serve.choices import Piece
 from foretell.serve.reasoning import Reasoning, ReasoningParser
 from foretell.serve.tools.parser import ToolParser
@@ -12,7 +13,7 @@ class PartReader:
 
     def __init__(self, use: ToolUse | None, reasoning: Reasoning | None = None) -> None:
         self._use, self._reasoning = use, reasoning
-        self._parsers, self._reasoners = dict[int, ToolParser](), dict[int, ReasoningParser]()
+        self._parsers, self._reasoners = dict[int, ToolParser](), dict[int, ReasoningParser | ChannelParser]()
 
     @property
     def must_call(self) -> bool:

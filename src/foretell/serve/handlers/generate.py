@@ -42,6 +42,8 @@ class Generation:
     """Of the plan that writes the answer to the one request."""
     phases: Phases | None = None
     """Of answers that may begin with reasoning."""
+    prompt_only: bool = False
+    """Whether the answers are the prompts: the one new token, without which the engine reads none, is not shown."""
 
 
 async def respond(service: Service, http: HttpRequest, generation: Generation) -> ASGIApp:
@@ -52,7 +54,9 @@ async def respond(service: Service, http: HttpRequest, generation: Generation) -
     """
     service.admit_tokens(sum(len(r.prompt) for r in generation.requests), len(generation.requests))
     job = _open(service, generation)
-    choices = Choices(generation.requests, generation.per_prompt, job.started, generation.phases)
+    choices = Choices(
+        generation.requests, generation.per_prompt, job.started, generation.phases, generation.prompt_only
+    )
     if generation.stream:
         usual, asked = service.settings.timeouts.keep_alive_interval, generation.ping_interval
         watched = job if generation.progress and isinstance(job, Job) else None
@@ -113,7 +117,7 @@ async def _collect(job: AnyJob, choices: Choices) -> list[Piece]:
         choices.add(batch)
         for index, _, update in batch:
             updates[index].append(update)
-    return [Piece.of(index, found) for index, found in enumerate(updates)]
+    return [Piece.of(index, outputs) for index, outputs in enumerate(updates)]
 
 
 async def _until_disconnect(http: HttpRequest, work: "asyncio._CoroutineLike[list[Piece]]") -> list[Piece]:

@@ -108,8 +108,14 @@ def echoed_message(body: ChatBody) -> str:
 async def completions(service: Service, http: HttpRequest, body: CompletionBody) -> ASGIApp:
     """Continue prompts."""
     prepared = await prepare_completion(service, body)
-    format = CompletionFormat(prepared.head, prepared.requests, _echoed(service, body, prepared.requests))
-    return await respond(service, http, _generation(body, prepared.requests, format))
+    echoed, prompt_only = _echoed(service, body, prepared.requests), _is_prompt_only(body)
+    format = CompletionFormat(prepared.head, prepared.requests, echoed, prompt_only)
+    return await respond(service, http, replace(_generation(body, prepared.requests, format), prompt_only=prompt_only))
+
+
+def _is_prompt_only(body: GenerationBody) -> bool:
+    """Whether the answer is the prompt."""
+    return isinstance(body, CompletionBody) and bool(body.echo) and getattr(body, _length_field(body)) == 0
 
 
 async def prepare_completion(service: Service, body: CompletionBody) -> Prepared:
@@ -202,10 +208,11 @@ def _fit(
         ApiError: a prompt is empty, or leaves no room in the context.
     """
     asked: int | None = getattr(body, asked_by)
-    if asked == 0:
-        raise bad_request(f"{asked_by} must be at least 1, or -1 for all that the context holds", asked_by)
+    if asked == 0 and not _is_prompt_only(body):
+        least = "-1 for all that the context holds" if asked_by == "n_predict" else "0 with echo"
+        raise bad_request(f"{asked_by} must be at least 1, or {least}, found 0", asked_by)
     context, vocab = service.loaded.model.config.context, service.loaded.model.config.vocab
-    found = []
+    fitted = []
     for prompt in prompts:
         _truncate(prompt, body.truncate_prompt_tokens, context - 1)
         if not prompt:
@@ -219,8 +226,8 @@ def _fit(
             body.note(f"{show(asked)} new tokens were asked for, and the context of {context} has room for {room}")
         usual = service.loaded.defaults.get("max_new_tokens", room) if default is None else default
         most = usual if asked is None else asked
-        found.append(Prompt(prompt, room if most == -1 else min(most, room)))
-    return found
+        fitted.append(Prompt(prompt, room if most == -1 else min(max(most, 1), room)))
+    return fitted
 
 
 def _truncate(prompt: list[int], most: int | None, room: int) -> None:

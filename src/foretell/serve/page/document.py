@@ -11,10 +11,14 @@ def _text(name: str) -> str:
     return resources.files("foretell.serve.page").joinpath(name).read_text("utf-8")
 
 
+_SCRIPTS = "helpers.js", "store.js", "markdown.js", "drafts.js", "page.js"
+
+
 @cache
 def document() -> str:
     """The HTML document with its style and script."""
-    return _text("page.html").replace("/*STYLE*/", _text("page.css"), 1).replace("/*SCRIPT*/", _text("page.js"), 1)
+    script = "".join(map(_text, _SCRIPTS))
+    return _text("page.html").replace("/*STYLE*/", _text("page.css"), 1).replace("/*SCRIPT*/", script, 1)
 
 
 def _hash(text: str) -> str:

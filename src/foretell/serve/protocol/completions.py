@@ -1,9 +1,10 @@
 """`POST /v1/completions`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from foretell.core.parameter_fields import checked
 from foretell.serve.protocol.answers import Metrics, Timings, Usage
 from foretell.serve.protocol.base import Prompts
 from foretell.serve.protocol.generation import TextBody
@@ -13,6 +14,8 @@ class CompletionBody(TextBody):
     """The body of a completion."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, checked("max_new_tokens", low=0)] | None = None
+    """0 with `echo`: the prompt alone is answered, with its log-probabilities if they are asked for."""
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
     suffix: str | None = None

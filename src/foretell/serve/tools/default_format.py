@@ -19,24 +19,24 @@ _RESULTS = ("tool", "function")
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages without calls and tool messages, whose system message describes the tools."""
-    found = _joined_results([_as_text(m) for m in messages], [m["role"] in _RESULTS for m in messages])
+    joined = _joined_results([_as_text(m) for m in messages], [m["role"] in _RESULTS for m in messages])
     if not tools:
-        return found
+        return joined
     text = _INSTRUCTIONS.format(tools="\n".join(_json(t["function"]) for t in tools))
-    if found and found[0]["role"] == "system":
-        return [found[0] | {"content": f"{found[0]['content']}\n\n{text}"}, *found[1:]]
-    return [{"role": "system", "content": text}, *found]
+    if joined and joined[0]["role"] == "system":
+        return [joined[0] | {"content": f"{joined[0]['content']}\n\n{text}"}, *joined[1:]]
+    return [{"role": "system", "content": text}, *joined]
 
 
 def _joined_results(messages: Sequence[dict[str, Any]], are_results: Sequence[bool]) -> list[dict[str, Any]]:
     """Results that follow each other as one message: many templates want the roles to alternate."""
-    found = list[dict[str, Any]]()
+    joined = list[dict[str, Any]]()
     for i, message in enumerate(messages):
         if i and are_results[i - 1] and are_results[i]:
-            found[-1] = found[-1] | {"content": f"{found[-1]['content']}\n{message['content']}"}
+            joined[-1] = joined[-1] | {"content": f"{joined[-1]['content']}\n{message['content']}"}
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:

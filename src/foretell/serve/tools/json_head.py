@@ -63,26 +63,26 @@ def read_head(text: str, at: int, known: Container[str] | None) -> Head:
         IncompleteError: the text ends before it.
         MalformedError: this is no call.
     """
-    found = dict[str, str]()
+    members = dict[str, str]()
     at = _expect(text, at, "{")
     while True:
         key, at = _string(text, at)
         key = _NAME_KEYS.get(key, key)
         at = skip_blanks(text, _expect(text, at, ":"))
-        name = found.get("name")
+        name = members.get("name")
         if key in _ARGUMENTS and name is not None and text[at : at + 1] == "{":
             return Head(name, at)
-        if key not in ("name", *_ARGUMENTS, *_OTHER) or key in found:
+        if key not in ("name", *_ARGUMENTS, *_OTHER) or key in members:
             raise MalformedError
         start, at = at, _value_end(text, at)
-        found["arguments" if key in _ARGUMENTS else key] = _text(text[start:at], key)
-        if key == "name" and not _is_call(found["name"], known):
+        members["arguments" if key in _ARGUMENTS else key] = _text(text[start:at], key)
+        if key == "name" and not _is_call(members["name"], known):
             raise MalformedError
         at = skip_blanks(text, at)
         if text[at : at + 1] == ",":
             at += 1
         else:
-            return _complete(found, _expect(text, at, "}"))
+            return _complete(members, _expect(text, at, "}"))
 
 
 def skip_blanks(text: str, at: int) -> int:
@@ -96,10 +96,10 @@ def _is_call(name: str, known: Container[str] | None) -> bool:
     return re.fullmatch(NAME_PATTERN, name) is not None if known is None else name in known
 
 
-def _complete(found: dict[str, str], at: int) -> Head:
-    if "name" not in found:
+def _complete(members: dict[str, str], at: int) -> Head:
+    if "name" not in members:
         raise MalformedError
-    return Head(found["name"], at, found.get("arguments", "{}"))
+    return Head(members["name"], at, members.get("arguments", "{}"))
 
 
 def _text(value: str, key: str) -> str:

@@ -188,14 +188,23 @@ class ToolParser:
 
     def _arguments(self) -> bool:
         """Arguments up to the bracket that closes them."""
-        end = self._end.find(self._rest)
-        taken = self._rest if end < 0 else self._rest[:end]
+        if self._syntax.until:
+            end, behind = self._until()
+        else:
+            end = behind = self._end.find(self._rest)
+        held = 0 if self._last else max((overlap(self._rest, mark) for mark in self._syntax.until), default=0)
+        taken = self._rest[: len(self._rest) - held] if end < 0 else self._rest[:end]
         if taken:
             self._put(CallPart(self._calls - 1, taken))
-        self._rest = self._rest[len(taken) :]
+        self._rest = self._rest[len(taken) if end < 0 else behind :]
         if end >= 0:
             self._end, self._step = ContainerEnd(1), self._then
         return end >= 0
+
+    def _until(self) -> tuple[int, int]:
+        """Where the first mark begins and ends that ends arguments; -1 and -1: none is there."""
+        hits = [(at, at + len(mark)) for mark in self._syntax.until if (at := self._rest.find(mark)) >= 0]
+        return min(hits, default=(-1, -1))
 
     def _put(self, part: CallPart) -> None:
         if self._most is None or part.index < self._most:

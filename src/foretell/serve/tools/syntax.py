@@ -70,6 +70,8 @@ class ToolSyntax:
     """Texts that end a call or all calls."""
     bare: bool = False
     """Whether an answer may begin with a call without a mark even where it is no JSON."""
+    until: tuple[str, ...] = ()
+    """Where there are any: arguments are all text up to one of them, JSON or not."""
     id_prefix: str = "call_"
     id_length: int = 24
     """0: the prefix is followed by the name and the number of the call."""
@@ -82,7 +84,7 @@ class ToolSyntax:
     def texts(self) -> tuple[str, ...]:
         """All that marks a call."""
         quote = () if self.pairs is None else (self.pairs.quote, *self.pairs.ends)
-        return (*self.marks, *self.after, *self.written, self.lead, *quote)
+        return (*self.marks, *self.until, *self.after, *self.written, self.lead, *quote)
 
     def grammar(
         self,
@@ -231,6 +233,12 @@ _PYTHONIC = ToolSyntax(
     ("<|python_start|>",), Written("", "(", ")", "[", ", ", "]"),
     head=rf"\s*\[?\s*{NAME}\(", pairs=_PYTHON, after=("]", "<|python_end|>"), bare=True,
 )  # fmt: skip
+_COHERE = ToolSyntax(
+    ("<|START_ACTION|>",),
+    Written('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}",
+            "<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>"),
+    after=("<|END_ACTION|>",),
+)  # fmt: skip
 
 TOOL_SYNTAXES: dict[str, ToolSyntax] = {
     "hermes": HERMES,
@@ -260,8 +268,8 @@ TOOL_SYNTAXES: dict[str, ToolSyntax] = {
     "openai": ToolSyntax(
         ("<|channel|>commentary to=functions.", "to=functions."),
         Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
-        head=rf"{NAME}\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>\s*(?=\{{)",
-        after=("<|call|>",),
+        head=rf"{NAME}(?:\s*<\|channel\|>\w+)?(?:\s*<\|constrain\|>\s*\w*|\s+\w+)?\s*<\|message\|>",
+        until=("<|call|>", "<|end|>", "<|return|>", "<|start|>"),
     ),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
@@ -296,11 +304,13 @@ TOOL_SYNTAXES: dict[str, ToolSyntax] = {
               lines=True, write_key=('<parameter name="', '">'), write_close="</parameter>\n"),
         ("</minimax:tool_call>",),
     ),
-    "cohere_command3": ToolSyntax(
-        ("<|START_ACTION|>",),
-        Written('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}",
-                "<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>"),
-        after=("<|END_ACTION|>",),
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "cohere_action": ToolSyntax(
+        ("Action:\n```json", "Action: ```json", "Action:```json"),
+        Written('{\n        "tool_name": "', '",\n        "parameters": ', "\n    }",
+                "Action:\n```json\n[\n    ", ",\n    ", "\n]```"),
+        after=("```",),
     ),
     "xlam": ToolSyntax(
         ("[TOOL_CALLS]", "<tool_call>", "```json", "```"), Written(first="[", between=", ", last="]"),
@@ -311,7 +321,7 @@ TOOL_SYNTAXES: dict[str, ToolSyntax] = {
     ),
     "json": JSON,
 }  # fmt: skip
-"""By vLLM's names; `mistral_args`, `nemotron_json` and `json` are ours."""
+"""By vLLM's names; `mistral_args`, `cohere_action`, `nemotron_json` and `json` are ours."""
 _IN_TEMPLATES = (
     (("<|channel|>", "<|message|>"), "openai"),
     (("<|tool_call>",), "gemma4"),
@@ -327,6 +337,7 @@ _IN_TEMPLATES = (
     (("<arg_key>",), "glm45"),
     (("<function=",), "qwen3_coder"),
     (("<|START_ACTION|>",), "cohere_command3"),
+    (("Action:", "```json", '"tool_name"'), "cohere_action"),
     (("<TOOLCALL>",), "nemotron_json"),
     (("<tool_call>",), "hermes"),
     (("[TOOL_CALLS]", "[ARGS]"), "mistral_args"),
