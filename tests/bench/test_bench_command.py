@@ -3,12 +3,13 @@
 import builtins
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_helpers import bench, draft, refused, target
+from bench_helpers import bench, draft, make_result, refused, target
 
-from foretell.bench.questions import load_questions
+from foretell.bench.questions import in_turns, load_questions
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchResults, BenchSettings, QuestionResult
 from foretell.utils.store import RECORDS_FILE, RunStore
@@ -56,6 +57,66 @@ def test_a_run_writes_results_that_resume_and_compare(questions: Path, tmp_path:
     assert (out / RECORDS_FILE).read_text() == lines
     assert bench(*run(questions, out, "--repeats", "2")).exit_code == 0
     assert (out / RECORDS_FILE).read_text().startswith(lines) and len((out / RECORDS_FILE).read_text()) > len(lines)
+
+
+def test_a_quick_run_names_its_folder_leaves_methods_out_and_ends_with_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = "run", "--model", target(), "--dtype", "float32", "--quick", "--max-new-tokens", "4"
+    result = bench(*quick, "--per-category", "1")
+    assert result.exit_code == 0, result.output
+    left_out = [line.partition(":")[0] for line in result.stderr.splitlines() if "left out" in line]
+    assert left_out == ["eagle3 is left out", "hybrid_model is left out"]
+    out = Path(f"foretell-bench-{target().name}")
+    results = BenchResults.model_validate_json((out / "results.json").read_bytes())
+    names = [c.name for c in results.competitors]
+    assert names == [f"{name}/float32" for name in ("autoregressive", "auto", "sam_recycling", "ngram")]
+    assert results.repeats == 1 and all(c.peak_memory_bytes is None for c in results.competitors)
+    assert results.competitors[0].pooled.questions == 6
+    last = result.stdout.splitlines()[-4:]
+    assert last[0].startswith("On this machine use") and "times plain decoding" in last[0]
+    assert [Path(line) for line in last[1:]] == [out / name for name in ("report.md", "report.html", "speedup.png")]
+    assert not any(meaning in result.stdout for meaning in results.definitions.values())
+    assert last[0] in (out / "report.md").read_text()
+    # The same command goes on: nothing is overwritten.
+    before = (out / RECORDS_FILE).read_text()
+    again = bench(*quick, "--per-category", "2", "--methods", "ngram")
+    assert "24 answers of an earlier run" in again.stderr and (out / RECORDS_FILE).read_text().startswith(before)
+
+
+def test_a_run_without_a_folder_is_refused_and_a_method_that_was_named_is_not_left_out(tmp_path: Path) -> None:
+    assert "--out" in refused("run", "--model", target())
+    named = "run", "--model", target(), "--dtype", "float32", "--quick", "--out", tmp_path / "out"
+    assert "no eagle3 speculator" in refused(*named, "--methods", "eagle3")
+    assert "no eagle3 speculator" in refused(*named, "--speculative-config", '{"method": "eagle3"}')
+
+
+def test_a_run_asks_no_question_that_would_end_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions of two seconds each, a limit of five seconds: the third would end after six."""
+    clock = [0.0]
+    monkeypatch.setattr("foretell.bench.run.time.monotonic", lambda: clock[0])
+    questions = in_turns(load_questions("builtin").questions)
+    assert [q.id.rpartition("-")[2] for q in questions] == [n for n in "1234" for _ in range(6)]
+    asked = []
+
+    class Timed(BenchRun):
+        def _warm_up(self) -> None:
+            pass
+
+        def _answer(self, competitor: Any, together: Any, repeat: int, done: object) -> list[QuestionResult]:
+            clock[0] += 2
+            asked.extend(q.id for q in together)
+            return [make_result(q.id, "autoregressive/x", (), repeat=repeat) for q in together]
+
+    settings = BenchSettings(
+        model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("x",)
+    )
+    with RunStore(tmp_path, settings, QuestionResult) as store:
+        Timed([SimpleNamespace(name="autoregressive/x")], {}, 1).run(questions, store, lambda _: None, 5.0)  # type: ignore[list-item]
+        assert asked == ["conversation-1", "translation-1"]
+        Timed([SimpleNamespace(name="autoregressive/x")], {}, 1).run(questions, store, lambda _: None, 5.0)  # type: ignore[list-item]
+    assert asked == [q.id for q in questions[:4]]
 
 
 def test_broken_lines_are_named_and_the_rest_measured(questions: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from foretell.bench.metrics import DEFINITIONS, category_means, compute_metrics,
 from foretell.bench.report import render_markdown
 from foretell.bench.results import build_results
 from foretell.bench.schema import AnswerDivergence, BenchSettings, QuestionResult
+from foretell.bench.verdict import verdict
 
 PLAIN = [make_result("a", "autoregressive/x", (make_answer(5, 5, (1.0, 2.0, 3.0, 4.0, 5.0), (1, 1, 1, 1, 1)),))]
 MINE = [make_result("a", "ngram/x", (make_answer(5, 3, (1.0, 1.5, 2.0), (1, 3, 1)),))]
@@ -75,3 +76,30 @@ def test_the_report_has_every_table() -> None:
     assert "| ngram/x | 1.67 | 4.00 | 4.00 | 0/1 | 5 |" in text
     assert "0.0125" in text and "too long" in text and "#MAT" in text
     assert all(name in text for name in DEFINITIONS)
+
+
+def test_the_verdict_names_the_fastest_lossless_method_or_plain_decoding() -> None:
+    settings = BenchSettings(
+        model="m", tasks="t", digest="d", max_new_tokens=8, temperature=0, seed=0, threads=1, dtypes=("x",)
+    )
+
+    def results(*seconds: tuple[str, float], differs: bool = False) -> str:
+        """Methods whose five tokens of one category take so long, and twice as long in another; plain decoding takes
+        four seconds in both.
+        """
+        own = [PLAIN[0], PLAIN[0].model_copy(update={"question": "b", "category": "rag"})]
+        part = AnswerDivergence(question="a", turn=0, position=1, token=1, plain_token=2, margin=0.0)
+        for name, time in seconds:
+            for q, category, factor in (("a", "qa", 1), ("b", "rag", 2)):
+                answer = make_answer(5, 2, (1.0, 1.0 + factor * time), (1, 4))
+                made = make_result(q, f"{name}/x", (answer,), category).model_copy(update={"compared": True})
+                own.append(made.model_copy(update={"divergence": part}) if differs and q == "a" else made)
+        names = dict.fromkeys(r.competitor for r in own)
+        return verdict(build_results(own, settings, {n: n != "lossy/x" for n in names}))
+
+    use = "On this machine use ngram: 3.0 times plain decoding (2.0 to 4.0 by category); "
+    assert results(("suffix", 2.0), ("ngram", 1.0), ("lossy", 0.1)) == f"{use}the answers are identical."
+    assert results(("ngram", 1.0), differs=True).startswith(f"{use}1 of 2 answers are identical")
+    slow = results(("ngram", 4.0))
+    assert slow.startswith("On this machine use plain decoding: the fastest method, ngram, has 0.8 times")
+    assert results() == "No lossless method was measured beside plain decoding."

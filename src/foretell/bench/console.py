@@ -1,10 +1,8 @@
-"""Progress bar and result tables in the terminal."""
+"""Result tables in the terminal."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from foretell.bench.compare import Comparison
@@ -12,15 +10,6 @@ from foretell.bench.report import category_table
 from foretell.bench.schema import BenchResults
 from foretell.bench.step import StepReport
 from foretell.bench.text_table import TextTable
-
-
-@contextmanager
-def progress_bar(total: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; the function that it yields counts one finished item and shows its name."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("warming up", total=total)
-        yield lambda name: bar.update(task, advance=1, description=name)
 
 
 def _table(title: str, text_columns: Sequence[str], number_columns: Sequence[str]) -> Table:
@@ -49,7 +38,7 @@ def _format(value: float | None) -> str:
 
 
 def print_summary(results: BenchResults) -> None:
-    """Print means over the categories, and the definitions."""
+    """Print means over the categories."""
     console, peers = Console(), [c.name for c in results.competitors if c.peer]
     table = _table(
         f"{results.settings.tasks}: means over the categories",
@@ -69,8 +58,6 @@ def print_summary(results: BenchResults) -> None:
                 values = [_format(c.category_means.over_peers.get(p)) for p in peers]
                 table.add_row(c.name + ("" if c.lossless else " (lossy)"), *values)
         console.print(table)
-    for name, text in results.definitions.items():
-        console.print(f"[bold]{name}[/]: {text}", style="dim", highlight=False)
 
 
 def print_replay(results: BenchResults) -> None:

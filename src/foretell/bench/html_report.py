@@ -4,7 +4,7 @@ from base64 import b64encode
 from collections.abc import Mapping
 from html import escape
 
-from foretell.bench.report import conditions, report_title, sections
+from foretell.bench.report import introduction, report_title, sections
 from foretell.bench.schema import BenchResults
 from foretell.bench.text_table import TextTable
 
@@ -30,7 +30,7 @@ def render_html(results: BenchResults, charts: Mapping[str, bytes]) -> str:
     """The report with its charts embedded; it refers to no other file."""
     return render_page(
         report_title(results),
-        conditions(results),
+        introduction(results),
         {_CAPTIONS[name]: png for name, png in charts.items()},
         sections(results),
         results.definitions,

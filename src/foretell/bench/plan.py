@@ -36,18 +36,26 @@ class BenchPlan:
     peers: tuple[str, ...]
     folder: Path
     """Where GGUF files for llama.cpp go."""
+    optional: frozenset[str] = frozenset()
+    """Labels of methods that are left out, with a note, where a model cannot run them; of others this is an error."""
 
     @staticmethod
     def from_settings(
-        settings: BenchSettings, methods: Sequence[str], peers: Sequence[str], folder: Path
+        settings: BenchSettings,
+        methods: Sequence[str],
+        peers: Sequence[str],
+        folder: Path,
+        optional: Sequence[str] = (),
     ) -> "BenchPlan":
-        """Resolve names; plain decoding is always included, and first. `methods`: see `MethodSpec.parse`.
+        """Resolve names; plain decoding is always included, and first. `methods`: see `MethodSpec.parse`; `optional`:
+        further ones, which are left out where a model cannot run them.
 
         Raises:
             ValueError: an unknown method or peer, a peer that is not installed, peers at a temperature or batch
                 above 0 or 1, or beside a target with options.
         """
-        specs = MethodSpec.parse_all(methods)
+        required = {s.label for s in MethodSpec.parse_all(methods)}
+        specs = MethodSpec.parse_all([*methods, *optional])
         names = registry.expand_names(peers, settings.dtypes[0], settings.draft_model is not None)
         if names and settings.temperature > 0:
             raise ValueError("peers are measured at temperature 0 only: leave out --peers, or the temperature")
@@ -59,7 +67,7 @@ class BenchPlan:
                 "--kv-cache-dtype, --kv-cache-policy and --sparsity"
             )
         registry.require_installed(names)
-        return BenchPlan(settings, tuple(specs), tuple(names), folder)
+        return BenchPlan(settings, tuple(specs), tuple(names), folder, frozenset(s.label for s in specs) - required)
 
     def load_models(self) -> dict[str, Model]:
         """The target by precision. Modified copies of it, which some methods draft with, are loaded once."""
@@ -74,22 +82,30 @@ class BenchPlan:
         """Build all competitors.
 
         Raises:
-            ValueError: a method cannot be built, or none uses the draft model or the references.
+            ValueError: a method that is not optional cannot be built, or none uses the draft model or the references.
         """
         s = self.settings
         generation = GenerationSettings(s.max_new_tokens, s.temperature, s.seed, s.remember, s.batch)
         references = [Path(r).read_text("utf-8") for r in s.references]
-        methods = list[MethodCompetitor]()
+        methods, notes = list[MethodCompetitor](), list[str]()
         for precision, model in models.items():
             for spec in self.methods:
                 own = spec.config.model
                 drafts = load_drafts(own or s.draft_model, precision, s.device)
-                methods.append(MethodCompetitor(model, spec, generation, drafts, references, own_drafts=bool(own)))
+                try:
+                    if spec.label in self.optional:
+                        _require_trained_drafter(model, spec, drafts)
+                    methods.append(MethodCompetitor(model, spec, generation, drafts, references, own_drafts=bool(own)))
+                except ValueError as error:
+                    if spec.label not in self.optional:
+                        raise
+                    notes.append(f"{spec.label} is left out: {error}")
         first = next(iter(models.values()))
         peers = registry.load_peers(self.peers, self._peer_settings(first))
         assisted = [name for name in self.peers if name.startswith("transformers-assisted")]
         competitors: list[Competitor] = [*methods, *(PeerCompetitor(p, first) for p in peers.values())]
-        return BenchRun(competitors, models, repeats, s.batch, tuple(use_of_inputs(methods, assisted)))
+        notes += use_of_inputs(methods, assisted)
+        return BenchRun(competitors, models, repeats, s.batch, tuple(dict.fromkeys(notes)))
 
     def _peer_settings(self, model: Model) -> registry.PeerSettings:
         s, context = self.settings, min(model.config.context, _PEER_CONTEXT)
@@ -109,3 +125,16 @@ class BenchPlan:
             )  # fmt: skip
             peaks[name] = measure_peak_memory(task)
         return {name: peak for name, peak in peaks.items() if peak is not None}
+
+
+def _require_trained_drafter(model: Model, spec: MethodSpec, drafts: Sequence[Model | Path]) -> None:
+    """Refuse `hybrid_model` where it would draft with the target's first blocks.
+
+    Raises:
+        ValueError: it would: `auto` drafts otherwise, by retrieval alone.
+    """
+    if spec.method != "hybrid_model":
+        return
+    drafters = {name: model.method(name, drafts=drafts, shared=True).drafter_label for name in (spec.method, "auto")}
+    if len(set(drafters.values())) > 1:
+        raise ValueError("no trained speculator or draft model is installed for this target")

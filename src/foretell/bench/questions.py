@@ -71,6 +71,16 @@ class QuestionSet:
         return QuestionSet(self.source, tuple(kept), self.problems)
 
 
+def in_turns(questions: Sequence[Question]) -> list[Question]:
+    """The first question of every category, then the second of every category, and so on."""
+    numbers: dict[str, int] = defaultdict(int)
+    rounds = list[int]()
+    for question in questions:
+        rounds.append(numbers[question.category])
+        numbers[question.category] += 1
+    return [q for _, q in sorted(zip(rounds, questions, strict=True), key=lambda pair: pair[0])]
+
+
 def load_questions(source: str) -> QuestionSet:
     """Read questions: `builtin`, or a file.
 

@@ -5,6 +5,7 @@ from itertools import zip_longest
 
 from foretell.bench.schema import BenchResults, Metrics
 from foretell.bench.text_table import Cell, TextTable
+from foretell.bench.verdict import verdict
 
 _DEPTHS = 8
 """Depths of the acceptance table."""
@@ -12,7 +13,7 @@ _DEPTHS = 8
 
 def render_markdown(results: BenchResults) -> str:
     """The whole report as Markdown."""
-    return markdown_page(report_title(results), conditions(results), sections(results), results.definitions)
+    return markdown_page(report_title(results), introduction(results), sections(results), results.definitions)
 
 
 def markdown_page(title: str, conditions: str, tables: Mapping[str, TextTable], definitions: Mapping[str, str]) -> str:
@@ -26,11 +27,12 @@ def report_title(results: BenchResults) -> str:
     return f"Decoding methods on {results.settings.model}"
 
 
-def conditions(results: BenchResults) -> str:
-    """Settings and machine in one sentence."""
+def introduction(results: BenchResults) -> str:
+    """What the run advises; settings and machine."""
     s, repeats = results.settings, results.repeats
     return (
-        f"{s.tasks}, at most {s.max_new_tokens} new tokens, temperature {s.temperature:g}, "
+        f"{verdict(results)} Measured: {s.tasks}, at most {s.max_new_tokens} new tokens, "
+        f"temperature {s.temperature:g}, "
         f"{repeats} repeat{'s' * (repeats > 1)}, {s.threads} thread{'s' * (s.threads > 1)}, "
         f"{device_name(results)}, {results.created}."
     )

@@ -1,7 +1,9 @@
 """A run: every competitor answers every question, interleaved, so that drift of the machine affects all alike."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from foretell.api import Model
 from foretell.bench.competitor import PLAIN, Competitor, Conversation
@@ -20,7 +22,7 @@ class BenchRun:
     """Competitors, number of repeats, and the target by precision, which scores divergences.
 
     The first competitor is plain decoding. `batch`: questions answered at a time; the last ones may be fewer. `notes`:
-    which methods use what was named for all of them.
+    which methods use what was named for all of them, and which are left out.
     """
 
     competitors: Sequence[Competitor]
@@ -34,12 +36,24 @@ class BenchRun:
         """Of all competitors and repeats."""
         return len(self.competitors) * self.repeats
 
-    def run(self, questions: Sequence[Question], store: RunStore[QuestionResult], report: ProgressCallback) -> None:
-        """Answer every question whose result is not in the store yet."""
+    def run(
+        self,
+        questions: Sequence[Question],
+        store: RunStore[QuestionResult],
+        report: ProgressCallback,
+        seconds: float = inf,
+    ) -> None:
+        """Answer every question whose result is not in the store yet; none after the first that would, with the time of
+        the slowest one before, end after these seconds.
+        """
         done = {(r.question, r.competitor, r.repeat): r for r in store.records}
         if len(done) < len(questions) * self.answers_per_question:
             self._warm_up()
+        started, slowest = time.monotonic(), 0.0
         for start in range(0, len(questions), self.batch):
+            begun = time.monotonic()
+            if begun - started + slowest > seconds:
+                break
             together = questions[start : start + self.batch]
             for repeat in range(self.repeats):
                 for competitor in self._order(repeat):
@@ -51,6 +65,7 @@ class BenchRun:
                                 store.append(result)
                     for question in together:
                         report(f"{question.category} {question.id}: {competitor.name}")
+            slowest = max(slowest, time.monotonic() - begun)
 
     def _warm_up(self) -> None:
         """Answer a short question that is not counted: first calls allocate, compile and page in."""

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
+from foretell.cli.progress import PROGRESS_INTERVAL
 from foretell.cli.prompts import read_all_prompts
-from foretell.cli.show import PROGRESS_INTERVAL
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.plan.control_tokens import choose_control_tokens

@@ -17,8 +17,6 @@ from foretell.tokenizer.stream import Detokenizer
 
 DRAFTED_STYLE = "green"
 """Style of the text of accepted draft tokens."""
-PROGRESS_INTERVAL = 30.0
-"""Seconds between lines of progress where standard error is no terminal."""
 _CONTROL_CHARACTERS = {i: None for i in (*range(32), 127, *range(128, 160)) if chr(i) not in "\n\t"}
 
 

@@ -17,7 +17,7 @@ from foretell.cli import options
 from foretell.cli.commands import add_group_commands
 from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
-from foretell.cli.show import PROGRESS_INTERVAL
+from foretell.cli.progress import PROGRESS_INTERVAL
 from foretell.cli.train_exits import exits
 from foretell.load import load
 from foretell.train.loop.accelerator import create_accelerator

@@ -37,8 +37,12 @@ DraftModel = Annotated[str | None, typer.Option(help="Reference of a draft model
 References = Annotated[
     list[Path] | None, typer.Option("--reference", help="Text file that methods may copy from; repeat for more.")
 ]
-METHODS = "ngram,suffix,recycling,sam_recycling"
-"""Measured unless the user names others: lossless, and needing nothing but the model."""
+REPLAYED_METHODS = "ngram,suffix,recycling,sam_recycling"
+"""Replayed unless the user names others: lossless, and needing nothing but the model."""
+METHODS = f"auto,eagle3,hybrid_model,{REPLAYED_METHODS}"
+"""Measured unless the user names others, as far as the model can run them."""
+QUICK_METHODS = "auto,eagle3,hybrid_model,sam_recycling,ngram"
+"""The same of `--quick`."""
 
 
 def parse_counts(text: str, option: str) -> list[int]:

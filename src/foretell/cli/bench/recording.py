@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from foretell.bench.baseline import Baseline
-from foretell.bench.console import print_replay, progress_bar
+from foretell.bench.console import print_replay
 from foretell.bench.output import write_results
 from foretell.bench.questions import BUILT_IN
 from foretell.bench.recorder import record_questions, recording_settings
@@ -14,7 +14,7 @@ from foretell.bench.recording import RecordedQuestion, load_recording
 from foretell.bench.replay import method_replays, replay_all
 from foretell.bench.results import build_results
 from foretell.cli.bench.inputs import (
-    METHODS,
+    REPLAYED_METHODS,
     Categories,
     Device,
     DraftModel,
@@ -29,6 +29,7 @@ from foretell.cli.bench.inputs import (
 )
 from foretell.cli.errors import print_error
 from foretell.cli.options import split_commas
+from foretell.cli.progress import progress_bar
 from foretell.cli.setup import set_threads
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
@@ -87,7 +88,7 @@ def replay_(
     names = (
         pinned.methods
         if methods is None and pinned is not None
-        else split_commas(METHODS if methods is None else methods)
+        else split_commas(REPLAYED_METHODS if methods is None else methods)
     )
     replays = method_replays(settings, names, draft_model, reference or ())
     with progress_bar(len(replays) * len(questions)) as progress:

@@ -1,20 +1,24 @@
 """`foretell bench run`: methods against plain decoding and other runtimes, in one interleaved run."""
 
+import re
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from foretell.bench.console import print_summary, progress_bar
+from foretell.bench.console import print_summary
 from foretell.bench.output import write_results
 from foretell.bench.peers.export import default_folder
 from foretell.bench.plan import BenchPlan
-from foretell.bench.questions import BUILT_IN
+from foretell.bench.questions import BUILT_IN, in_turns
 from foretell.bench.results import build_results
 from foretell.bench.schema import BenchSettings, QuestionResult
+from foretell.bench.verdict import verdict
 from foretell.cli import options
 from foretell.cli.bench.inputs import (
     METHODS,
+    QUICK_METHODS,
     Categories,
     Device,
     DraftModel,
@@ -30,17 +34,39 @@ from foretell.cli.bench.inputs import (
     load_selected_questions,
     resumable,
 )
-from foretell.cli.given import refuse_unused
+from foretell.cli.given import is_given, refuse_unused
 from foretell.cli.options import split_commas
-from foretell.cli.setup import set_threads
+from foretell.cli.progress import progress_bar
+from foretell.cli.setup import set_threads, spinner
 from foretell.load import TargetOptions, resolve_dtype
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.utils.store import RunStore
 
+_QUICK_TOKENS = 64
+"""Longest answer of a quick run."""
+_QUICK_SECONDS = 150.0
+"""After which a quick run asks no further question."""
+_SHOWN_FILES = "report.md", "report.html", "speedup.png"
+
 
 def run(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder for results; an interrupted run there is continued.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for results; an interrupted run there is continued. --quick: foretell-bench-MODEL if none is "
+            "given.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="About three minutes: short answers, each once, to as many questions as fit; no peak memory. Options "
+            "that are given keep their values.",
+        ),
+    ] = False,
     tasks: Tasks = BUILT_IN,
     methods: Methods = METHODS,
     categories: Categories = "",
@@ -91,6 +117,16 @@ def run(
     gguf_cache: Folder = None,
 ) -> None:
     """Measure methods on questions, interleaved with other runtimes; writes results.json and report.md."""
+    if out is None:
+        if not quick:
+            raise ValueError("no folder for the results: give one with --out, or --quick for a short run")
+        out = Path(f"foretell-bench-{_file_name(model)}")
+    chosen = is_given(ctx, "methods")
+    if quick:
+        methods = methods if chosen else QUICK_METHODS
+        max_new_tokens = max_new_tokens if is_given(ctx, "max_new_tokens") else _QUICK_TOKENS
+        repeats = repeats if is_given(ctx, "repeats") else 1
+        memory = memory and is_given(ctx, "memory")
     check_peer_device(split_commas(peers), device)
     refuse_unused(ctx, ("gguf_cache",), "no --peers of llama.cpp reads GGUF files", "llama.cpp" not in peers)
     all_questions, selected = load_selected_questions(tasks, per_category, categories)
@@ -119,19 +155,36 @@ def run(
             chat_template_date=chat_template_date,
         ),
     )
-    named = [*split_commas(methods), *(speculative_config or ())]
-    plan = BenchPlan.from_settings(settings, named, split_commas(peers), gguf_cache or default_folder())
+    named, folder = split_commas(methods), gguf_cache or default_folder()
+    required = [*(named if chosen else ()), *(speculative_config or ())]
+    plan = BenchPlan.from_settings(settings, required, split_commas(peers), folder, () if chosen else named)
     with resumable(out), RunStore(out, settings, QuestionResult) as store:
-        bench_run = plan.create_run(plan.load_models(), repeats)
+        with spinner(f"loading {model}"):
+            bench_run = plan.create_run(plan.load_models(), repeats)
         for note in bench_run.notes:
             typer.echo(note, err=True)
-        with progress_bar(len(selected.questions) * bench_run.answers_per_question) as progress:
-            bench_run.run(selected.questions, store, progress)
-        peaks = plan.measure_memory(bench_run, selected.questions) if memory else {}
-        wanted = {q.id for q in selected.questions}
+        if store.records:
+            typer.echo(f"{out} has {len(store.records):,} answers of an earlier run, which count; it goes on", err=True)
+        questions = in_turns(selected.questions) if quick else selected.questions
+        with progress_bar(len(questions) * bench_run.answers_per_question) as progress:
+            bench_run.run(questions, store, progress, _QUICK_SECONDS if quick else inf)
+        peaks = plan.measure_memory(bench_run, questions) if memory else {}
+        wanted = {q.id for q in questions}
         kept = [r for r in store.records if r.question in wanted and r.repeat < repeats]
         results = build_results(kept, settings, {c.name: c.lossless for c in bench_run.competitors}, peaks)
-        write_results(out, results)
+        paths = write_results(out, results)
     print_summary(results)
+    answered = len({r.question for r in kept})
+    if answered < len(questions):
+        typer.echo(f"{answered} of {len(questions)} questions were asked; the same command asks further ones.")
+    typer.echo(verdict(results))
+    for path in paths:
+        if path.name in _SHOWN_FILES:
+            typer.echo(path)
     if selected.problems:
         raise typer.Exit(1)
+
+
+def _file_name(reference: str) -> str:
+    """A reference of a model as a part of a file name: its last part."""
+    return re.sub(r"[^\w.-]+", "-", reference.rstrip("/").rpartition("/")[2])

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from foretell.bench.console import print_sections, progress_bar
+from foretell.bench.console import print_sections
 from foretell.bench.machine import describe_machine
 from foretell.bench.output import write_files
 from foretell.bench.questions import BUILT_IN, Question
@@ -31,6 +31,7 @@ from foretell.cli.bench.inputs import (
 from foretell.cli.errors import print_error
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
+from foretell.cli.progress import progress_bar
 from foretell.cli.setup import set_threads
 from foretell.lab.frontier.report import (
     DEFINITIONS,

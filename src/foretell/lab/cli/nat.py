@@ -15,7 +15,7 @@ from rich.table import Table
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
-from foretell.cli.show import PROGRESS_INTERVAL
+from foretell.cli.progress import PROGRESS_INTERVAL
 from foretell.lab.nat.checkpoint import load_model, require_autoregressive, require_same_words
 from foretell.lab.nat.decode import DecodeOptions, options_read, translate
 from foretell.lab.nat.distill import distilled
