@@ -10,8 +10,8 @@ from foretell.cli import data, options
 from foretell.cli.calibrate_speculator import temperature
 from foretell.cli.commands import add_group_commands
 from foretell.cli.given import refuse_unused
+from foretell.cli.setup import load_model
 from foretell.draft.exit_heads import Confidence
-from foretell.load import load
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset
 from foretell.train.exits.calibrate import CalibrationSettings, Loss, calibrate
@@ -81,7 +81,7 @@ def exits(
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such directory; give exits of `foretell train exits`")
     require_file_place(out or folder / "calibration.json")
-    console, target = Console(stderr=True), load(model, dtype)
+    console, target = Console(stderr=True), load_model(model, dtype)
     network = target.speculator(folder)
     if not isinstance(network, Exits):
         raise ValueError(f"{folder}: a speculator of kind {network.kind}; give exits of `foretell train exits`")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from foretell.api import Model
 from foretell.cli import data, options
-from foretell.load import load
+from foretell.cli.setup import load_model
 from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import Speculator
 from foretell.train.data.dataset import Dataset, Document
@@ -71,7 +71,7 @@ def fit_speculator(
 ) -> None:
     """Load a speculator, let `fit` change it and say what it found, and write it with its card."""
     require_empty(out, besides=_DATA if data_folder is None else "")
-    console, target = Console(stderr=True), load(model, dtype)
+    console, target = Console(stderr=True), load_model(model, dtype)
     network = target.speculator(speculator)
     if data_folder is None:
         data_folder = out / _DATA

@@ -16,7 +16,7 @@ from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
 from foretell.cli.progress import PROGRESS_INTERVAL
 from foretell.cli.prompts import read_all_prompts
-from foretell.load import load
+from foretell.cli.setup import load_model
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.plan.control_tokens import choose_control_tokens
 from foretell.retrieval.corpus import find_files, read_documents
@@ -77,7 +77,7 @@ def generate(
     refuse_unused(ctx, answering, "the model does not answer plain text", bool(text))
     refuse_unused(ctx, ("max_question",), "--prompts names the prompts", prompts is not None)
     console = Console(file=sys.stderr)
-    target = load(model, dtype, device)
+    target = load_model(model, dtype, device)
     hidden_layers = parse_hidden_layers(states, target.config.layers + 1, "--states")
     sources = [prompts] if prompts else find_files(text or ())
     manifest = DatasetManifest(
@@ -120,7 +120,7 @@ def fork(
     An answer whose list has heads and details becomes a main text with forks, and a text per detail; other answers
     stay.
     """
-    data, target = Dataset.open(path), load(model)
+    data, target = Dataset.open(path), load_model(model)
     check_data(data, target)
     tokens = choose_control_tokens(target.codec, target.eos)
     manifest = data.manifest.model_copy(update={"sources": (*data.manifest.sources, f"{path.name}, forked")})

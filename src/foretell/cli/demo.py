@@ -61,13 +61,13 @@ def demo(
     """
     from rich.console import Console
 
-    import foretell
     from foretell.cli.comparison import Comparison
+    from foretell.cli.setup import load_model
 
     if picture is not None:
         require_file_place(picture)
     console = Console(highlight=False)
-    target = foretell.load(model, dtype)
+    target = load_model(model, dtype)
     missing = missing_speculator(target)
     if missing:
         print_error(missing)

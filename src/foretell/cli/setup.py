@@ -17,7 +17,7 @@ from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
 from foretell.cli.pass_times import kept_pass_times
 from foretell.engine.method import AnyMethod
-from foretell.load import PLAIN_TARGET, TargetOptions, load_draft
+from foretell.load import PLAIN_TARGET, TargetOptions, load, load_draft
 
 
 def set_threads(threads: int | None) -> int:
@@ -116,6 +116,16 @@ def parse_method(
             f"give one of them"
         )
     return MethodSelection(names[0] if names else DEFAULT_METHOD, config, tuple(drafts or in_config))
+
+
+def load_model(reference: str, dtype: str = "auto", device: str = "cpu") -> Model:
+    """Load a model without options, and show a spinner meanwhile.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    with spinner(f"loading {reference}"):
+        return load(reference, dtype, device)
 
 
 def load_models(

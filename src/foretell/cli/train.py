@@ -18,8 +18,8 @@ from foretell.cli.commands import add_group_commands
 from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
 from foretell.cli.progress import PROGRESS_INTERVAL
+from foretell.cli.setup import load_model
 from foretell.cli.train_exits import exits
-from foretell.load import load
 from foretell.train.loop.accelerator import create_accelerator
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.job import feature_source, find_recipe, prepare
@@ -188,7 +188,7 @@ def run(settings: TrainingSettings, command: str) -> None:
     accelerator = create_accelerator()
     quiet = not accelerator.is_main_process
     dtype = "bfloat16" if settings.precision == "bf16" else "float32"
-    job = prepare(settings, load(settings.model, dtype, str(accelerator.device)), recipe)
+    job = prepare(settings, load_model(settings.model, dtype, str(accelerator.device)), recipe)
     features = feature_source(job)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     callback = _create_callback(quiet)

@@ -11,7 +11,7 @@ from rich.console import Console
 from foretell.api import Model
 from foretell.cli import data, options
 from foretell.cli.given import refuse_unused
-from foretell.load import load
+from foretell.cli.setup import load_model
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.exits import Halting
 from foretell.train.data.dataset import Dataset
@@ -133,7 +133,7 @@ def exits(
         )
     require_empty(out, besides=_DATA if data_folder is None else "")
     console = Console(stderr=True)
-    target = load(model, dtype)
+    target = load_model(model, dtype)
     chosen = parse_hidden_layers(layers, target.config.layers, "--layers") if layers else ()
     if blocks_from is not None and not blocks:
         raise ValueError(f"--from {blocks_from}: a draft model begins decoder blocks; say how many with --blocks")

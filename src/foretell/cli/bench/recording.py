@@ -30,8 +30,7 @@ from foretell.cli.bench.inputs import (
 from foretell.cli.errors import print_error
 from foretell.cli.options import split_commas
 from foretell.cli.progress import progress_bar
-from foretell.cli.setup import set_threads
-from foretell.load import load
+from foretell.cli.setup import load_model, set_threads
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.utils.paths import require_file_place, require_folder_place
 from foretell.utils.store import RunStore
@@ -52,7 +51,7 @@ def record_(
     """Record the target's greedy answers to a workload, with its best tokens at every position, for `replay`."""
     set_threads(threads)
     all_questions, selected = load_selected_questions(tasks, per_category, categories)
-    target = load(model, dtype, device)
+    target = load_model(model, dtype, device)
     settings = recording_settings(target, all_questions, len(selected.questions), max_new_tokens, top_k)
     count = len(selected.questions)
     with resumable(out), RunStore(out, settings, RecordedQuestion) as store, progress_bar(count) as progress:

@@ -21,8 +21,7 @@ from foretell.bench.random_model import random_models
 from foretell.cli.bench.inputs import Device, Folder, ModelName, Threads, check_peer_device, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
-from foretell.cli.setup import freeze_garbage_collector, set_threads
-from foretell.load import load
+from foretell.cli.setup import freeze_garbage_collector, load_model, set_threads
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import parse_device
 from foretell.model.load.reference import DEFAULT_MODEL
@@ -119,7 +118,7 @@ def step(
 def _load_models(reference: str, shape: str | None, precisions: Sequence[str], device: str) -> list[Model]:
     """The model in every precision, or random ones of a shape."""
     if shape is None:
-        models = [load(reference, p, device) for p in precisions]
+        models = [load_model(reference, p, device) for p in precisions]
         finish_writing()
         return models
     return random_models(shape, ["bfloat16" if p == "auto" else p for p in precisions], parse_device(device))

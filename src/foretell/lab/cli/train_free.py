@@ -10,11 +10,12 @@ from rich.console import Console
 
 from foretell.cli import data
 from foretell.cli.given import refuse_unused
+from foretell.cli.setup import load_model
 from foretell.lab.cli.quantize import check_output, format_comparison
 from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
-from foretell.load import load, open_checkpoint
+from foretell.load import open_checkpoint
 from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
@@ -69,7 +70,7 @@ def free(
     refuse_unused(ctx, ("tokens",), "--data names the answers", data_folder is not None)
     console = Console(file=sys.stderr)
     check_output(out, force)
-    target = load(model)
+    target = load_model(model)
     check_spans(target.config)
     source = Source.open(model, resolve_reference(model), "trained")
     settings = ShallowDeepSettings(

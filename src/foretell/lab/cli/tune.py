@@ -8,9 +8,8 @@ from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.prompts import read_all_prompts
-from foretell.cli.setup import read_text
+from foretell.cli.setup import load_model, read_text
 from foretell.lab.tune.skip import DraftingOptions, Objective, greedy_answers, tune_skip
-from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.model.run.skip import SkipTrial, kept_weight_share
 from foretell.utils.paths import require_file_place
@@ -64,7 +63,7 @@ def skip(
     if not prompt_list:
         raise ValueError(f"{prompts}: no prompts here; write one per line")
     console = Console()
-    target = load(model, dtype, device)
+    target = load_model(model, dtype, device)
     samples = greedy_answers(
         target.network, [target.tokens(text, raw) for text, raw in prompt_list], new_tokens, target.eos
     )

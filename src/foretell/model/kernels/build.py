@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -24,6 +25,7 @@ import torch
 from foretell.model.kernels import instruction_sets, packaged, structures
 from foretell.utils.unfinished import remove_unfinished, unfinished_prefix
 
+log = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
 FLAGS = (*packaged.FLAGS, "-march=native")
 _KERNELS = re.compile(r"kernels-[0-9a-f]{20}\.so")
@@ -156,6 +158,7 @@ def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]
         if (library := _open_cached(target)) is None:
             with _locked(target):
                 if (library := _open_cached(target)) is None:
+                    log.warning("compiling the CPU kernels, once on this machine; it takes a minute or two")
                     library = _compile(target, compiler, compile_flags, link_flags)
         return structures.declare_signatures(library), ""
     except subprocess.CalledProcessError as error:
