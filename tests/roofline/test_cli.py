@@ -33,11 +33,6 @@ from foretell.roofline.model_configs import find_model, read_config
 from foretell.roofline.paper.figures import FIGURES, figure
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-
-
 def run_cli(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output
@@ -47,6 +42,18 @@ def run_cli(*arguments: str) -> str:
 def test_a_geometric_sweep_ends_at_its_upper_limit() -> None:
     rows = csv.DictReader(io.StringIO(run_cli("analyze", "llama-3-8b", "--sweep", "context=128:65536*2", "--csv")))
     assert [float(r["context"]) for r in rows] == [128.0 * 2**i for i in range(10)]
+
+
+def test_a_plan_is_for_this_machine_if_it_is_calibrated_and_says_for_what_it_is(tmp_path: Path) -> None:
+    plan = "plan", "llama-3-8b", "--method", "ngram"
+    assert "for NVIDIA A100 SXM4 80 GB (no --hardware; for this machine run" in run_cli(*plan)
+    slow = 'title = "slow"\nsource = "given"\nbandwidth = 20\nany = 1\n'
+    add = tmp_path / "foretell" / "hardware.toml"
+    add.parent.mkdir()
+    add.write_text(f"[this-machine]\n{slow}")
+    assert "for slow (calibrated); batch 1, context 1024, weights 16" in run_cli(*plan)
+    assert json.loads(run_cli(*plan, "--json")) == json.loads(run_cli(*plan, "--json", "-H", "this-machine"))
+    assert "for NVIDIA A100 SXM4 80 GB; batch 4" in run_cli(*plan, "-H", "a100-80g", "--batch", "4")
 
 
 def test_output_formats() -> None:

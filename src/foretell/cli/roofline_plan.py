@@ -29,6 +29,7 @@ from foretell.cli.roofline_options import (
     OffloadParts,
     OffloadTier,
     Peak,
+    PlannedDevice,
     RuntimeName,
     StageName,
     Tokens,
@@ -41,6 +42,7 @@ from foretell.cli.roofline_options import (
 )
 from foretell.roofline import cli_inputs, records, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.hardware import CALIBRATED, Hardware, known_hardware
 from foretell.roofline.method_profiles import with_draft_vocab
 from foretell.roofline.model_configs import find_model, own_formats
 from foretell.roofline.model_variants import model_variants
@@ -49,6 +51,10 @@ from foretell.roofline.plan import rank_methods
 from foretell.roofline.runtime import DEFAULT_RUNTIME
 from foretell.roofline.speculation import MAX_NODES
 from foretell.roofline.sweep import parse_axis, sweep
+from foretell.roofline.workload import Workload
+
+_UNCALIBRATED = "a100-80g"
+"""The device of `plan` where none is named and this machine is not calibrated."""
 
 
 def analyze_command(
@@ -132,7 +138,7 @@ def analyze_command(
 def plan_command(
     ctx: typer.Context,
     model: ModelName,
-    hardware: Device = "a100-80g",
+    hardware: PlannedDevice = None,
     hardware_file: DeviceFile = None,
     bandwidth: Bandwidth = None,
     peak: Peak = None,
@@ -179,6 +185,8 @@ def plan_command(
     """Rank decoding methods by predicted speed-up, or advise against speculation."""
     check_output_options(as_json, as_csv)
     model = stored_file(model)
+    calibrated = CALIBRATED in known_hardware(hardware_file)
+    named, hardware = hardware is not None, hardware or (CALIBRATED if calibrated else _UNCALIBRATED)
     device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
     best = "nodes", "tokens", "tree", "tau", "share", "density"
@@ -219,7 +227,24 @@ def plan_command(
         ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
         cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
         legend = f"[dim]{report.PLAN_LEGEND}[/]"
-        out.print(f"[bold]{plan.advice}[/]", "", ranking, legend, *(["", cheaper] if variants else []))
+        out.print(f"[bold]{plan.advice}[/]", f"[dim]{_assumptions(device, workload, named)}[/]", "", ranking, legend)
+        if variants:
+            out.print("", cheaper)
         for name, reason in plan.unavailable.items():
             typer.echo(f"unavailable: {name}: {reason}")
     exit_with_error(report.memory_warning(analysis, apply_offload(analysis, placed) if placed else None))
+
+
+def _assumptions(device: Hardware, workload: Workload, named: bool) -> str:
+    """What a plan is predicted for, in a line; `named`: whether the user named the device."""
+    why = (
+        ""
+        if named
+        else " (calibrated)"
+        if device.name == CALIBRATED
+        else (" (no --hardware; for this machine run `foretell roofline calibrate`)")
+    )
+    return (
+        f"for {device.title}{why}; batch {workload.batch}, context {workload.context}, weights "
+        f"{workload.weights.name}, activations {workload.activations.name}, cache {workload.kv.name}"
+    )
