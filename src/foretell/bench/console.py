@@ -104,7 +104,7 @@ def print_step_report(report: StepReport) -> None:
         shown = [[t.competitor, str(t.rows), f"{t.tokens_per_second:.1f}"] for t in report.throughput]
         _print_table("plain decoding of a batch, whole engine steps", ["competitor", "rows", "tokens/s"], shown)
     if report.ratio_goals:
-        rows = [
+        goals: list[list[str | Text]] = [
             [
                 g.name,
                 f"{g.value:.3f}",
@@ -113,7 +113,7 @@ def print_step_report(report: StepReport) -> None:
             ]
             for g in report.ratio_goals
         ]
-        _print_table("ratios (median over the rounds) and goals", ["ratio", "value", "goal", ""], rows)
+        _print_table("ratios (median over the rounds) and goals", ["ratio", "value", "goal", ""], goals)
 
 
 def print_comparison(comparisons: Sequence[Comparison], names: tuple[str, str]) -> None:
