@@ -43,6 +43,7 @@ TRANSLATED = (
     "docs/offload.md",
     "docs/plans.md",
     "docs/roofline.md",
+    "docs/taxonomy.md",
     "docs/tour.md",
 )
 """Files of which a Chinese translation must exist with the same headings, code, links and figures."""
