@@ -73,6 +73,7 @@ async function answer(messages, seed, speculates, into, update, signal) {
     if (error.name === "AbortError") into.note = "Stopped.";
     else into.error = error.message === "Failed to fetch" ? "The server does not answer." : error.message;
   }
+  into.shown.update(into, true);
   into.spans = { content: into.shown.kept("content"), reasoning: into.shown.kept("reasoning") };
   if (into.stats) into.stats.times = gain(into)?.times;
   update();
