@@ -44,6 +44,7 @@ TRANSLATED = (
     "docs/offload.md",
     "docs/plans.md",
     "docs/roofline.md",
+    "docs/serving.md",
     "docs/sparsity.md",
     "docs/taxonomy.md",
     "docs/tour.md",
