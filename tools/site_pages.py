@@ -30,7 +30,7 @@ PAGES = {
     "RELEASING.md": "releasing.md",
 }
 """Files of the repository's root, and the pages that they become."""
-TRANSLATED = ("README.md", "docs/tour.md", "docs/choose-a-method.md", "docs/training.md")
+TRANSLATED = ("README.md", "docs/tour.md", "docs/choose-a-method.md", "docs/training.md", "docs/models.md")
 """Files of which a Chinese translation must exist with the same headings, code, links and figures."""
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _HEADING = re.compile(r"^(#+) ", re.MULTILINE)
