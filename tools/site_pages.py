@@ -30,13 +30,33 @@ PAGES = {
     "RELEASING.md": "releasing.md",
 }
 """Files of the repository's root, and the pages that they become."""
-TRANSLATED = ("README.md", "docs/tour.md", "docs/choose-a-method.md", "docs/training.md", "docs/models.md")
+TRANSLATED = (
+    "README.md",
+    "docs/choose-a-method.md",
+    "docs/howto/add-a-drafter.md",
+    "docs/howto/deploy.md",
+    "docs/howto/read-a-roofline.md",
+    "docs/howto/reproduce.md",
+    "docs/howto/verify.md",
+    "docs/kv-caches.md",
+    "docs/models.md",
+    "docs/offload.md",
+    "docs/plans.md",
+    "docs/roofline.md",
+    "docs/tour.md",
+    "docs/training.md",
+)
 """Files of which a Chinese translation must exist with the same headings, code, links and figures."""
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 _COMPLETION = re.compile(r"^\* `--(install|show)-completion`: .*\n", re.MULTILINE)
 _LANGUAGES = re.compile(r"^\[English\]\(.*\)$\n", re.MULTILINE)
 _MARKUP = re.compile(r"\[/?(?:dim|bold|i)?\]")
+_HAN, _MARK = "\u4e00-\u9fff", "\u3001-\u303f\uff01-\uff5e"
+_CHINESE_BREAK = re.compile(
+    rf"(?<=[{_HAN}])\n *(?=[{_HAN}])|(?<=[{_MARK}])\n *(?=[\w`(\[]|\*\*)(?!\d+\. )|(?<=\S)\n *(?=[{_MARK}])"
+)
+"""A line's end where Chinese has no blank: between two characters, or beside a punctuation mark of full width."""
 
 
 @event_priority(100)
@@ -55,9 +75,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links to files of the repository's root into links to their pages, and leave out those between languages,
-    for which the site has a menu.
+    for which the site has a menu. Join lines of Chinese, between which a browser would show a blank.
     """
-    markdown = _LANGUAGES.sub("", markdown).replace(".zh.md)", ".md)")
+    markdown = re.sub(r"\.zh\.md(?=[)#])", ".md", _CHINESE_BREAK.sub("", _LANGUAGES.sub("", markdown)))
     for source, target in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({target}").replace(f"](../../{source}", f"](../{target}")
     return markdown

@@ -1,5 +1,6 @@
 """Loads the models and parses the method that a command line names."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +140,17 @@ def load_models(
         target = target_options.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
         target.expected_pass = expected_pass(target) if device == "cpu" else None
         drafts = tuple(load_draft(d, dtype, device) for d in selection.drafts)
+    freeze_garbage_collector()
     return ModelSetup(target, selection.config, drafts, texts)
+
+
+def freeze_garbage_collector() -> None:
+    """Let the collector pass over the objects that are alive now, those of modules and models, which stay: it visits
+    all of them again and again while tokens are decoded. Only the first call of a process does this.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def read_text(path: Path) -> str:

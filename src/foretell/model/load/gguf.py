@@ -90,7 +90,7 @@ class GGUF(GGUFHeader):
     def integers(self, name: str) -> Int[torch.Tensor, " n"]:
         """Load a tensor of 64-bit integers."""
         e = self.tensors[name]
-        raw = np.frombuffer(self._data[e.part], np.uint8, self._bytes(e), e.offset)
+        raw = np.frombuffer(self._data[e.part], np.uint8, self.byte_count(e), e.offset)
         return torch.from_numpy(raw.view(np.int64).reshape(e.shape).copy())
 
     def _part(self, name: str, expert: int | None) -> TensorInfo:
