@@ -33,6 +33,7 @@ PAGES = {
 TRANSLATED = (
     "README.md",
     "docs/choose-a-method.md",
+    "docs/formats.md",
     "docs/howto/add-a-drafter.md",
     "docs/howto/deploy.md",
     "docs/howto/read-a-roofline.md",
