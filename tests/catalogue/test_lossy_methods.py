@@ -12,15 +12,15 @@ from foretell.accept import LenientRejection, TopKAcceptor
 from foretell.catalogue import BUILT_IN, BuildContext, Entry
 from foretell.catalogue.speculators import read_speculator
 from foretell.core.sampling import SamplingParams
-from foretell.engine.controller import Controller
+from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.model import kernels
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.shape import PassCost
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -159,13 +159,13 @@ class Clock:
 
 
 def decoded(
-    variant: Variant, controller: Controller | None, tick: float, company: bool
+    variant: Variant, budget: Budget | None, tick: float, company: bool
 ) -> tuple[list[list[int]], list[tuple[int, int]], list[float]]:
     """Texts and what changed in them; `company`: plain requests decode in the same passes."""
     method = variant.make(VOCAB)
     requests = [replace(r, max_new_tokens=24) for r in (*requests_of(0.0), *requests_of(1.0))]
     others = [replace(r, max_new_tokens=10, max_drafts=0) for r in requests_of(0.0)] if company else []
-    engine = Engine(DecoderRunner(target()), method, 12, clock=Clock(tick), controller=controller)
+    engine = Engine(DecoderRunner(target()), method, 12, clock=Clock(tick), budget=budget)
     completed: list[Completion] = engine.complete([*requests, *others])[: len(requests)]
     losses = [c.statistics.fidelity for c in completed]
     counts = [(loss.tokens, loss.changed) for loss in losses]
@@ -176,11 +176,11 @@ def decoded(
 def test_no_measured_time_changes_what_a_lossy_method_means(variant: Variant) -> None:
     texts, counts, divergence = decoded(variant, None, 1e-3, False)
     assert sum(changed for _, changed in counts)
-    for controller, tick, company in (
-        (Controller(), 1e-3, False),
-        (Controller(), 1e-6, True),
-        (Controller(PassCost({1: 1.0, 2: 2.0, 128: 128.0})), 1e-3, False),
-        (Controller(probe_interval=1), 1.0, False),
+    for budget, tick, company in (
+        (Budget(), 1e-3, False),
+        (Budget(), 1e-6, True),
+        (Budget(PassTimes({1: 1.0, 2: 2.0, 128: 128.0})), 1e-3, False),
+        (Budget(), 1.0, False),
     ):
-        found = decoded(variant, controller, tick, company)
+        found = decoded(variant, budget, tick, company)
         assert found[:2] == (texts, counts) and found[2] == pytest.approx(divergence, rel=1e-6, abs=1e-9)

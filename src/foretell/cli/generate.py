@@ -243,13 +243,11 @@ def run(
     from foretell.cli.drafter_check import checked
     from foretell.cli.interrupt import Interrupt
     from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
-    from foretell.engine.controller import Controller
 
     rows = rows if plan is not None else min(rows, len(specs))
     # A method decodes a single request with its own estimates.
-    controller = Controller() if rows > 1 else None
     decoder = checked(setup, setup.shared_method(method))
-    engine = setup.model.engine(decoder, rows, plan is not None, controller=controller)
+    engine = setup.model.engine(decoder, rows, plan is not None, every_method=True)
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
     batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs, plan)
     setup.inputs.require_used(batch.inputs(prompt for _, prompt in specs))

@@ -90,14 +90,10 @@ def serve(
             "--speculative-disable-by-batch-size",
             metavar="N",
             min=0,
-            help="A request that finds so many others is decoded plainly, where that leaves the text of its seed as it "
-            "is. Default: the server measures in which steps drafts pay.",
+            help="A request beside so many others gets no drafts, where that leaves the text of its seed as it is. "
+            "Default: any number; the server drafts where measured times say that it pays.",
         ),
     ] = None,
-    controller: Annotated[
-        bool,
-        typer.Option(help="Choose in every step which drafts of all requests are verified, by learned times."),
-    ] = False,
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -263,7 +259,6 @@ def serve(
             prefix_caching=enable_prefix_caching,
             itl_target=itl_target_ms / 1000 or None,
             cache_bytes=kv_cache_memory_bytes,
-            controls_drafts=controller,
             disable_by_batch_size=disable_by_batch_size,
         ),
         generation_config=generation_config,
