@@ -34,6 +34,7 @@ TRANSLATED = (
     "README.md",
     "docs/choose-a-method.md",
     "docs/compression.md",
+    "docs/formats.md",
     "docs/howto/add-a-drafter.md",
     "docs/howto/deploy.md",
     "docs/howto/read-a-roofline.md",
@@ -41,6 +42,7 @@ TRANSLATED = (
     "docs/howto/verify.md",
     "docs/kv-caches.md",
     "docs/lossless.md",
+    "docs/models.md",
     "docs/offload.md",
     "docs/plans.md",
     "docs/roofline.md",
@@ -48,6 +50,7 @@ TRANSLATED = (
     "docs/sparsity.md",
     "docs/taxonomy.md",
     "docs/tour.md",
+    "docs/training.md",
 )
 """Files of which a Chinese translation must exist with the same headings, code, links and figures."""
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
