@@ -1,0 +1,372 @@
+"""LoRA adapters (Hu et al., arXiv 2106.09685), merged into a model's tensors while these are read: directories of PEFT,
+and the GGUF files of llama.cpp.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+
+from foretell.model.block.weights import names_of
+from foretell.model.config.families import GGUF_KINDS, family_of
+from foretell.model.config.model import ModelConfig
+from foretell.model.load.build import OUTER_NAMES
+from foretell.model.load.gguf import GGUF, TensorInfo
+from foretell.model.load.gguf_weights import GGUFWeights
+from foretell.model.load.safetensors_file import SafetensorsFile
+from foretell.model.load.weights import EMBEDDING, HEAD, DelegatedWeights, Weights, candidate_names
+from foretell.model.matrices.stored import StoredMatrix
+from foretell.utils.validation import Fields, read_json
+
+log = logging.getLogger(__name__)
+Tensor = torch.Tensor
+Change = Callable[[Float[Tensor, "*shape"]], Float[Tensor, "*shape"]]
+"""Makes a tensor of the adapted model of that of the base model."""
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)"
+    r"(?:\.(?P<part>lora_(?:embedding_)?[AB]|lora_magnitude_vector)|\.base_layer|\.modules_to_save)?"
+    r"(?:\.default)?(?:\.(?P<end>weight|bias))?"
+)
+"""Names of tensors in `adapter_model.safetensors`."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the weights of the base model as they are."""
+_ALPHA = "adapter.lora.alpha"
+_LLAMA_IN_GGUF = ("mistral", "mixtral")
+"""Architectures that GGUF files call `llama`."""
+
+
+class AdapterName(NamedTuple):
+    """The name of an adapter, None: it has none, and its directory or file."""
+
+    name: str | None
+    place: Path
+
+
+def adapter_name(reference: str) -> AdapterName:
+    """The name and the place of an adapter that is given as `NAME=PLACE` or as `PLACE`, which may have a `=`, too."""
+    name, equals, place = reference.partition("=")
+    if not equals or not name or Path(reference).expanduser().exists():
+        return AdapterName(None, Path(reference).expanduser())
+    return AdapterName(name, Path(place).expanduser())
+
+
+def with_adapter(config: ModelConfig, weights: Weights, reference: str) -> tuple[ModelConfig, Weights]:
+    """The configuration and the weights of a model with an adapter, `[NAME=]` a directory of PEFT or a GGUF file. An
+    output matrix that is tied to the embedding is one of its own where the adapter changes one of the two.
+
+    Raises:
+        ValueError: there is no such adapter, it is damaged, for another model, or of a kind that is not supported.
+    """
+    place = adapter_name(reference).place
+    if place.is_dir():
+        files, changes = _read_peft(place, config, weights)
+    elif place.is_file() and place.suffix.lower() == ".gguf":
+        files, changes = _read_gguf(place, config)
+    else:
+        raise ValueError(
+            f"--lora {reference}: no such adapter; give a directory with {_CONFIG} and {_TENSORS} (PEFT) or an "
+            "adapter's .gguf file, with NAME= before it or without"
+        )
+    if weights.storage == "quantized":
+        log.warning(
+            "%s: %d matrices that the adapter changes are no longer quantised, but floats; merge it before "
+            "quantising to save memory", place, sum(name.endswith(".weight") for name in changes)
+        )  # fmt: skip
+    tied = config.tied and not {EMBEDDING, HEAD}.isdisjoint(changes)
+    return replace(config, tied=False) if tied else config, AdaptedWeights(weights, str(place), files, changes, tied)
+
+
+class AdaptedWeights(DelegatedWeights):
+    """A checkpoint with an adapter merged into its tensors, in float32. `files` are the adapter's; `unties`: the output
+    matrix of the checkpoint is its embedding.
+    """
+
+    def __init__(
+        self, inner: Weights, place: str, files: Sequence[Path], changes: Mapping[str, Change], unties: bool
+    ) -> None:
+        super().__init__(inner)
+        self._place, self._changes, self._unties = place, changes, unties
+        self.files = [*inner.files, *files] if inner.files else ()
+        digest = hashlib.sha256()
+        for file in files:
+            with file.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+        self.adapter = digest.hexdigest()
+
+    def maps(self, name: str) -> bool:
+        """As in the checkpoint, unless the adapter changes it."""
+        return name not in self._changes and super().maps(name)
+
+    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
+        """The tensor of this name, or None."""
+        tensor = super().get(name)
+        return None if tensor is None else self._changed(name, tensor)
+
+    def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
+        """The tensor of this name and shape."""
+        return self._changed(name, super().require(name, *shape))
+
+    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
+        """The matrix of this name and shape: as the file stores it, unless the adapter changes it."""
+        stored = super().matrix(name, outputs, inputs)
+        return StoredMatrix.of(self._changed(name, stored.widen())) if name in self._changes else stored
+
+    def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
+        """The output matrix; None: it is tied to the embedding."""
+        head = self._inner.require(EMBEDDING, vocab, hidden) if self._unties else self._inner.head(vocab, hidden)
+        return None if head is None else self._changed(HEAD, head)
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """As `head`, but as the file stores it."""
+        tied = self._unties
+        head = self._inner.matrix(EMBEDDING, vocab, hidden) if tied else self._inner.head_matrix(vocab, hidden)
+        if head is None or HEAD not in self._changes:
+            return head
+        return StoredMatrix.of(self._changed(HEAD, head.widen()))
+
+    def _changed(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor after the adapter's change.
+
+        Raises:
+            ValueError: the change is for a tensor of another shape.
+        """
+        if name not in self._changes:
+            return tensor
+        changed = self._changes[name](tensor.float())
+        if changed.shape != tensor.shape:
+            raise ValueError(
+                f"{self._place}: the adapter is for another model: it changes {name} as a tensor of shape "
+                f"{tuple(changed.shape)}, and that of {self.source} has {tuple(tensor.shape)}"
+            )
+        return changed
+
+
+def _sum(update: Callable[[], Tensor], base: Tensor) -> Tensor:
+    """The base with an update of the same shape; of another, the update, whose shape is refused then."""
+    low_rank = update()
+    return base + low_rank if base.shape == low_rank.shape else low_rank
+
+
+@dataclass(frozen=True)
+class _Module:
+    """What a directory of PEFT has for the weight of a module."""
+
+    parts: Mapping[str, Tensor]
+    """By the part of their names after the module."""
+    scale: float
+
+    def __call__(self, base: Tensor) -> Tensor:
+        """The weight that PEFT merges: W + s B A, its rows scaled to the magnitudes of DoRA (arXiv 2402.09353)."""
+        base = self.parts.get("weight", base).float()
+        if "lora_B" in self.parts:
+            base = _sum(lambda: self.scale * (self._float("lora_B") @ self._float("lora_A")), base)
+        if "lora_embedding_B" in self.parts:
+            base = _sum(
+                lambda: self.scale * (self._float("lora_embedding_B") @ self._float("lora_embedding_A")).T, base
+            )
+        if "lora_magnitude_vector" in self.parts:
+            base = base * (self._float("lora_magnitude_vector").flatten() / base.norm(dim=1))[:, None]
+        return base
+
+    def _float(self, part: str) -> Tensor:
+        return self.parts[part].float()
+
+
+def _read_peft(place: Path, config: ModelConfig, weights: Weights) -> tuple[list[Path], dict[str, Change]]:
+    """Files and changes of a directory of PEFT. All layers here are linear, so `fan_in_fan_out` changes nothing."""
+    for name, remedy in ((_CONFIG, "save it with PEFT"), (_TENSORS, "a pickle is not read; save it as safetensors")):
+        if not (place / name).is_file():
+            raise ValueError(f"{place}: an adapter of PEFT was asked for, and there is no {name} here; {remedy}")
+    fields = Fields(read_json(place / _CONFIG, "save the adapter again"), str(place / _CONFIG))
+    _refuse_unsupported(fields.raw, place)
+    file, modules = SafetensorsFile(place / _TENSORS), dict[str, dict[str, Tensor]]()
+    for key in file.dtypes:
+        match = _KEY.fullmatch(key)
+        part = None if match is None else match["part"] or match["end"]
+        if match is None or part is None or (match["part"] and match["end"] == "bias"):
+            raise _unknown(place, key, weights)
+        modules.setdefault(match["module"], {})[part] = file.tensor(key)
+    names, changes = _known_names(config), dict[str, Change]()
+    for module, parts in modules.items():
+        bias = parts.pop("bias", None)
+        for end, has_one in (("weight", bool(parts)), ("bias", bias is not None)):
+            if not has_one:
+                continue
+            name = _find(f"{module}.{end}", names, config, weights)
+            if name is None:
+                raise _unknown(place, f"{module}.{end}", weights)
+            _refuse_vector_of_gguf(place, name, parts, weights)
+            changes[name] = partial(_replaced, bias) if end == "bias" else _module(fields, place, module, parts)
+    return [place / _CONFIG, place / _TENSORS], changes
+
+
+def _replaced(tensor: Tensor, base: Tensor) -> Tensor:
+    return tensor.float()
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], place: Path) -> None:
+    """Refuse adapters whose update is not that of LoRA or DoRA on linear layers and embeddings.
+
+    Raises:
+        ValueError: this is one.
+    """
+    kind = raw.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise ValueError(f"{place}: an adapter of the kind {kind}, and only LORA is supported; merge it with PEFT")
+    start = raw.get("init_lora_weights", True)
+    if start not in _PLAIN_STARTS:
+        raise ValueError(
+            f"{place}: init_lora_weights {start!r} changed the base model's weights, which are not saved here; save "
+            "the adapter with path_initial_model_for_weight_conversion of PEFT, or merge it"
+        )
+    further = "target_parameters", "layer_replication", "alora_invocation_tokens", "use_qalora", "megatron_config"
+    asked = next((name for name in further if raw.get(name)), None)
+    if asked is not None:
+        raise ValueError(f"{place}: {asked} in {_CONFIG} is not supported; merge the adapter with PEFT")
+
+
+def _module(fields: Fields, place: Path, module: str, parts: Mapping[str, Tensor]) -> _Module:
+    """The change of a module's weight.
+
+    Raises:
+        ValueError: a part is missing, or is of another rank than the configuration says.
+    """
+    stem = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
+    low, high = parts.get(f"{stem}A"), parts.get(f"{stem}B")
+    if low is None and high is None and set(parts) == {"weight"}:
+        return _Module(parts, 1.0)
+    rank = _of_pattern(fields, "rank_pattern", module, fields.number("r"))
+    if low is None or high is None or low.ndim != 2 or high.ndim != 2 or not len(low) == high.shape[1] == rank:
+        shapes = {name: tuple(tensor.shape) for name, tensor in parts.items()}
+        raise ValueError(
+            f"{place}: {module} needs lora_A and lora_B of the rank {rank:g} that {_CONFIG} says, found {shapes}; "
+            "save the adapter again"
+        )
+    if "lora_magnitude_vector" in parts and stem != "lora_":
+        raise ValueError(f"{place}: DoRA of the embedding {module} is not supported; merge the adapter with PEFT")
+    alpha = _of_pattern(fields, "alpha_pattern", module, fields.number("lora_alpha"))
+    return _Module(parts, alpha / (rank**0.5 if fields.flag("use_rslora", default=False) else rank))
+
+
+def _of_pattern(fields: Fields, name: str, module: str, default: float) -> float:
+    """The number for a module: that of the first pattern that ends its name, as PEFT takes it."""
+    for pattern, value in (fields.raw.get(name) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return float(value)
+    return default
+
+
+def _known_names(config: ModelConfig) -> dict[str, str]:
+    """The tensors that the decoder reads, by all names that they may have; `{}` is the number of an expert."""
+    inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
+    outer = EMBEDDING, HEAD, f"{family_of(config.architecture).final_norm}.weight", *OUTER_NAMES
+    named = [name for name in (*outer, *inner) if name.endswith((".weight", ".bias"))]
+    return {each: name for name in reversed(named) for each in candidate_names(name)}
+
+
+def _find(own: str, names: Mapping[str, str], config: ModelConfig, weights: Weights) -> str | None:
+    """The name in the model of the adapter's tensor; None: there is no such tensor."""
+    expert = _EXPERT.search(own)
+    name = names.get(own if expert is None else own.replace(expert[0], ".experts.{}."))
+    if name is None or expert is None:
+        return name
+    assert config.experts is not None
+    family, layer = family_of(config.architecture), name.split(".")[2]
+    stacked = f"model.layers.{layer}.{family.name(family.stacked_names[0])}"
+    if int(expert[1]) >= config.experts.count or weights.get(stacked) is not None:
+        return None
+    return name.replace("{}", expert[1])
+
+
+def _refuse_vector_of_gguf(place: Path, name: str, parts: Mapping[str, Tensor], weights: Weights) -> None:
+    whole = parts.get("weight")
+    if isinstance(weights, GGUFWeights) and name.endswith(".weight") and whole is not None and whole.ndim == 1:
+        raise ValueError(
+            f"{place}: the adapter has its own {name}, which GGUF files store in other numbers; load the directory of "
+            "the base model instead"
+        )
+
+
+def _unknown(place: Path, name: str, weights: Weights) -> ValueError:
+    return ValueError(
+        f"{place}: the adapter has a tensor for {name}, which the model of {weights.source} does not have or which "
+        "cannot be merged into it; is it for another model?"
+    )
+
+
+class _Updates(GGUF):
+    """The updates of an adapter in GGUF, as tensors of the file that it adapts."""
+
+    def __init__(self, file: GGUF) -> None:
+        self.path, self.files, self.metadata = file.path, file.files, file.metadata
+        self._factors, pairs = file, dict[str, dict[str, TensorInfo]]()
+        for name, entry in file.tensors.items():
+            own, _, end = name.rpartition(".lora_")
+            if end not in ("a", "b"):
+                raise ValueError(f"{file.path}: {name} in an adapter is no .lora_a or .lora_b; convert it again")
+            pairs.setdefault(own, {})[end] = entry
+        self.tensors = {name: self._merged(name, pair) for name, pair in pairs.items()}
+
+    def _merged(self, name: str, pair: Mapping[str, TensorInfo]) -> TensorInfo:
+        """The update of a pair, as a tensor of the file."""
+        low, high = (pair[end].shape if end in pair else () for end in "ab")
+        rank = low[-1:] if name == "token_embd.weight" else low[-2:-1]
+        if len(low) < 2 or len(low) != len(high) or rank != high[-1:]:
+            raise ValueError(
+                f"{self.path}: {name} needs .lora_a and .lora_b of one rank, found shapes {low} and {high}; convert "
+                "the adapter again"
+            )
+        shape = (low[0], high[0]) if name == "token_embd.weight" else (*high[:-1], low[-1])
+        return TensorInfo(shape, 0, 0)
+
+    def load_tensor(self, name: str, expert: int | None = None) -> Float[Tensor, "*shape"]:
+        """The update of the tensor of this name, as llama.cpp scales it. The embedding's first factor is transposed."""
+        low, high = (self._factors.load_tensor(f"{name}.lora_{end}", expert) for end in "ab")
+        alpha = float(self.metadata.get(_ALPHA) or 0)
+        scale = alpha / high.shape[-1] if alpha else 1.0
+        product: Tensor = low @ high.T if name == "token_embd.weight" else high @ low
+        return scale * product
+
+
+def _read_gguf(place: Path, config: ModelConfig) -> tuple[list[Path], dict[str, Change]]:
+    """Files and changes of an adapter in GGUF; rows are in the order of GGUF, which the reader of models knows."""
+    file = GGUF(place)
+    kinds = file.metadata.get("general.type"), file.metadata.get("adapter.type")
+    if kinds != ("adapter", "lora"):
+        raise ValueError(
+            f"--lora {place}: this file is no LoRA adapter (general.type is {kinds[0]}); name it as --model"
+        )
+    if file.metadata.get("adapter.alora.invocation_tokens"):
+        raise ValueError(f"{place}: activated LoRA (adapter.alora.invocation_tokens) is not supported")
+    named = str(file.metadata.get("general.architecture"))
+    if GGUF_KINDS.get(named) == "llama" and config.architecture in _LLAMA_IN_GGUF:
+        config = replace(config, architecture="llama")
+    if named not in family_of(config.architecture).gguf_kinds:
+        raise ValueError(
+            f"{place}: the adapter is for a model of the architecture {named}, and this one is {config.architecture}"
+        )
+    updates = GGUFWeights(_Updates(file), config)
+    changes = {name: partial(_sum, partial(_update, updates, name)) for name in _gguf_names(config, updates)}
+    return file.files, dict(changes)
+
+
+def _update(updates: GGUFWeights, name: str) -> Tensor:
+    update = updates.get(name)
+    assert update is not None
+    return update
+
+
+def _gguf_names(config: ModelConfig, updates: GGUFWeights) -> Iterator[str]:
+    """The tensors that an adapter in GGUF changes, those of experts one by one."""
+    for name in set(_known_names(config).values()):
+        each = range(config.experts.count) if "{}" in name and config.experts is not None else (None,)
+        yield from (own for own in (name.replace("{}", str(i)) for i in each) if updates.has(own))
