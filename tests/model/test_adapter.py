@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import test_experts
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
@@ -355,6 +356,63 @@ def test_a_gguf_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path)
     refused("(64, 48)", "(64, 32)")
     write_gguf_adapter(path, {n: t for n, t in tensors.items() if "lora_A" in n}, 6.0)
     refused(".lora_b")
+
+
+def write_expert_adapter(path: Path, name: str, tensors: Tensors) -> None:
+    """An adapter of the experts in GGUF: the factors of all experts of a layer in one tensor."""
+    places = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+    writer = gguf.GGUFWriter(path, test_experts.GGUF_ARCHITECTURES[name])
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 6.0)
+    for module, place in places.items():
+        for end in "AB":
+            own = [tensors[f"model.layers.1.mlp.experts.{j}.{module}.lora_{end}.weight"] for j in range(4)]
+            writer.add_tensor(f"blk.1.{place}.weight.lora_{end.lower()}", torch.stack(own).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_adapted_one_by_one(name: str, tmp_path: Path) -> None:
+    oracle = test_experts.oracle_of(name)
+    directory(tmp_path, oracle)
+    with torch.no_grad():
+        test_experts.write_gguf(tmp_path / "m.gguf", name, oracle, Kind.F32)
+    shapes = {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}
+    tensors = factors({f"model.layers.1.mlp.experts.{j}.{m}": s for j in range(4) for m, s in shapes.items()})
+    experts = oracle.model.layers[1].mlp.experts
+    with torch.no_grad():
+        for j in range(4):
+            gate, up, down = (1.5 * product(tensors, f"model.layers.1.mlp.experts.{j}.{m}") for m in shapes)
+            experts.gate_up_proj[j].add_(torch.cat([gate, up]))
+            experts.down_proj[j].add_(down)
+    write_expert_adapter(tmp_path / "a.gguf", name, tensors)
+    own = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", ".mlp.": ".block_sparse_moe."}
+    named = {}
+    for key, tensor in tensors.items():
+        for module, other in own.items() if name == "mixtral" else ():
+            key = key.replace(module, other)
+        named[key] = tensor
+    for model in (tmp_path / "m.gguf", tmp_path / "model"):
+        for adapter in (tmp_path / "a.gguf", write_adapter(tmp_path / "a", named)):
+            check(read(model, adapter), oracle, 1e-4)
+    beyond = write_adapter(tmp_path / "b", {key.replace("experts.3", "experts.4"): named[key] for key in named})
+    with pytest.raises(ValueError) as error:
+        read(tmp_path / "model", beyond)
+    one_sentence(error, "experts.4", "does not have")
+    file = tmp_path / "model" / "model.safetensors"
+    block = "block_sparse_moe" if name == "mixtral" else "mlp"
+    one = f"model.layers.1.{block}.experts"
+    whole = {key: tensor for key, tensor in load_file(file).items() if not key.startswith(one)}
+    stacked = {f"{one}.{own}": getattr(experts, own) for own in ("gate_up_proj", "down_proj")}
+    save_file(whole | {key: tensor.detach() for key, tensor in stacked.items()}, file)
+    for adapter in (tmp_path / "a", tmp_path / "a.gguf"):
+        with pytest.raises(ValueError) as error:
+            read(tmp_path / "model", adapter)
+        one_sentence(error, "single experts of layer 1", "one tensor")
 
 
 def test_a_name_stands_before_the_place(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ and the GGUF files of llama.cpp.
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.model.block.weights import names_of
-from foretell.model.config.families import GGUF_KINDS, family_of
+from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import OUTER_NAMES
 from foretell.model.load.gguf import GGUF, TensorInfo
@@ -40,8 +40,6 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the base model as they are."""
 _ALPHA = "adapter.lora.alpha"
-_LLAMA_IN_GGUF = ("mistral", "mixtral")
-"""Architectures that GGUF files call `llama`."""
 
 
 class AdapterName(NamedTuple):
@@ -76,6 +74,7 @@ def with_adapter(config: ModelConfig, weights: Weights, reference: str) -> tuple
             f"--lora {reference}: no such adapter; give a directory with {_CONFIG} and {_TENSORS} (PEFT) or an "
             "adapter's .gguf file, with NAME= before it or without"
         )
+    _refuse_stacked(place, changes, config, weights)
     if weights.storage == "quantized":
         log.warning(
             "%s: %d matrices that the adapter changes are no longer quantised, but floats; merge it before "
@@ -201,7 +200,7 @@ def _read_peft(place: Path, config: ModelConfig, weights: Weights) -> tuple[list
         for end, has_one in (("weight", bool(parts)), ("bias", bias is not None)):
             if not has_one:
                 continue
-            name = _find(f"{module}.{end}", names, config, weights)
+            name = _find(f"{module}.{end}", names, config)
             if name is None:
                 raise _unknown(place, f"{module}.{end}", weights)
             _refuse_vector_of_gguf(place, name, parts, weights)
@@ -273,18 +272,30 @@ def _known_names(config: ModelConfig) -> dict[str, str]:
     return {each: name for name in reversed(named) for each in candidate_names(name)}
 
 
-def _find(own: str, names: Mapping[str, str], config: ModelConfig, weights: Weights) -> str | None:
+def _find(own: str, names: Mapping[str, str], config: ModelConfig) -> str | None:
     """The name in the model of the adapter's tensor; None: there is no such tensor."""
     expert = _EXPERT.search(own)
     name = names.get(own if expert is None else own.replace(expert[0], ".experts.{}."))
     if name is None or expert is None:
         return name
     assert config.experts is not None
-    family, layer = family_of(config.architecture), name.split(".")[2]
-    stacked = f"model.layers.{layer}.{family.name(family.stacked_names[0])}"
-    if int(expert[1]) >= config.experts.count or weights.get(stacked) is not None:
-        return None
-    return name.replace("{}", expert[1])
+    return name.replace("{}", expert[1]) if int(expert[1]) < config.experts.count else None
+
+
+def _refuse_stacked(place: Path, names: Iterable[str], config: ModelConfig, weights: Weights) -> None:
+    """Refuse changes of single experts of a layer whose experts are one tensor.
+
+    Raises:
+        ValueError: there is such a change.
+    """
+    family = family_of(config.architecture)
+    stem = family.name(family.stacked_names[0])
+    for layer in {name.split(".")[2] for name in names if _EXPERT.search(name)}:
+        if weights.get(f"model.layers.{layer}.{stem}") is not None:
+            raise ValueError(
+                f"{place}: the adapter changes single experts of layer {layer}, and in {weights.source} these are one "
+                "tensor; merge the adapter with PEFT"
+            )
 
 
 def _refuse_vector_of_gguf(place: Path, name: str, parts: Mapping[str, Tensor], weights: Weights) -> None:
@@ -348,9 +359,9 @@ def _read_gguf(place: Path, config: ModelConfig) -> tuple[list[Path], dict[str, 
     if file.metadata.get("adapter.alora.invocation_tokens"):
         raise ValueError(f"{place}: activated LoRA (adapter.alora.invocation_tokens) is not supported")
     named = str(file.metadata.get("general.architecture"))
-    if GGUF_KINDS.get(named) == "llama" and config.architecture in _LLAMA_IN_GGUF:
-        config = replace(config, architecture="llama")
-    if named not in family_of(config.architecture).gguf_kinds:
+    if named == "llama" and config.architecture == "mistral":
+        config = replace(config, architecture="llama")  # whose order of rows the file has
+    if named not in family_of(config.architecture).gguf_kinds and (named, config.architecture) != ("llama", "mixtral"):
         raise ValueError(
             f"{place}: the adapter is for a model of the architecture {named}, and this one is {config.architecture}"
         )
