@@ -54,7 +54,7 @@ def random(*shape: int) -> torch.Tensor:
 def factors(modules: Mapping[str, tuple[int, int]] = MODULES, rank: int = 4) -> Tensors:
     """Random factors A and B, by their names in an adapter."""
     torch.manual_seed(1)
-    tensors = {}
+    tensors = Tensors()
     for name, (outputs, inputs) in modules.items():
         tensors |= {f"{name}.lora_A.weight": random(rank, inputs), f"{name}.lora_B.weight": random(outputs, rank)}
     return tensors
@@ -266,7 +266,7 @@ def test_other_matrices_of_a_quantised_file_stay_as_they_are(tmp_path: Path, cap
     opened = open_checkpoint(model)
     with caplog.at_level(logging.WARNING):
         config, weights = with_adapter(opened.config, opened.weights, str(write_adapter(tmp_path / "a", tensors)))
-    assert "1 matrices" in caplog.text and weights.storage == "quantized"
+    assert "1 of the quantised matrices are adapted" in caplog.text and weights.storage == "quantized"
     kinds = {f"{i}.{name}": weights.matrix(f"model.layers.{i}.{name}.weight", *shape).kind
              for i in range(2) for name, shape in LAYER.items()}  # fmt: skip
     assert kinds.pop("1.self_attn.q_proj") == "F32" and set(kinds.values()) == {"Q8_0"}
@@ -328,6 +328,10 @@ def test_an_adapter_of_another_model_or_kind_is_refused(llama: Path, tmp_path: P
     refused("pissa", init_lora_weights="pissa_niter_4")
     refused("target_parameters", target_parameters=["mlp.experts.down_proj"])
     refused("lora_alpha", lora_alpha="many")
+    for pattern in (["q_proj"], {"(": 4}, {"q_proj": "many"}):
+        refused("alpha_pattern", alpha_pattern=pattern)
+    refused("magnitudes", at, change={f"{at}.lora_magnitude_vector": random(31)})
+    refused("vision.q_proj", change={"vision.q_proj": torch.zeros(4, dtype=torch.int32)})
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(ValueError) as error:
         read(llama, tmp_path / "adapter")

@@ -39,7 +39,8 @@ _KEY = re.compile(
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the base model as they are."""
-_ALPHA = "adapter.lora.alpha"
+_DEFAULT = 8.0
+"""Rank and alpha in PEFT where nothing else is said."""
 
 
 class AdapterName(NamedTuple):
@@ -76,10 +77,9 @@ def with_adapter(config: ModelConfig, weights: Weights, reference: str) -> tuple
         )
     _refuse_stacked(place, changes, config, weights)
     if weights.storage == "quantized":
-        log.warning(
-            "%s: %d matrices that the adapter changes are no longer quantised, but floats; merge it before "
-            "quantising to save memory", place, sum(name.endswith(".weight") for name in changes)
-        )  # fmt: skip
+        count = sum(name.endswith(".weight") for name in changes)
+        log.warning("%s: %d of the quantised matrices are adapted, so they and those packed with them become floats",
+                    place, count)  # fmt: skip
     tied = config.tied and not {EMBEDDING, HEAD}.isdisjoint(changes)
     return replace(config, tied=False) if tied else config, AdaptedWeights(weights, str(place), files, changes, tied)
 
@@ -140,7 +140,7 @@ class AdaptedWeights(DelegatedWeights):
         """
         if name not in self._changes:
             return tensor
-        changed = self._changes[name](tensor.float())
+        changed: Tensor = self._changes[name](tensor.float())
         if changed.shape != tensor.shape:
             raise ValueError(
                 f"{self._place}: the adapter is for another model: it changes {name} as a tensor of shape "
@@ -149,10 +149,9 @@ class AdaptedWeights(DelegatedWeights):
         return changed
 
 
-def _sum(update: Callable[[], Tensor], base: Tensor) -> Tensor:
+def _sum(base: Tensor, update: Tensor) -> Tensor:
     """The base with an update of the same shape; of another, the update, whose shape is refused then."""
-    low_rank = update()
-    return base + low_rank if base.shape == low_rank.shape else low_rank
+    return base + update if base.shape == update.shape else update
 
 
 @dataclass(frozen=True)
@@ -165,19 +164,15 @@ class _Module:
 
     def __call__(self, base: Tensor) -> Tensor:
         """The weight that PEFT merges: W + s B A, its rows scaled to the magnitudes of DoRA (arXiv 2402.09353)."""
-        base = self.parts.get("weight", base).float()
-        if "lora_B" in self.parts:
-            base = _sum(lambda: self.scale * (self._float("lora_B") @ self._float("lora_A")), base)
-        if "lora_embedding_B" in self.parts:
-            base = _sum(
-                lambda: self.scale * (self._float("lora_embedding_B") @ self._float("lora_embedding_A")).T, base
-            )
-        if "lora_magnitude_vector" in self.parts:
-            base = base * (self._float("lora_magnitude_vector").flatten() / base.norm(dim=1))[:, None]
+        parts = {name: part.float() for name, part in self.parts.items()}
+        base = parts.get("weight", base)
+        if "lora_B" in parts:
+            base = _sum(base, self.scale * (parts["lora_B"] @ parts["lora_A"]))
+        if "lora_embedding_B" in parts:
+            base = _sum(base, self.scale * (parts["lora_embedding_B"] @ parts["lora_embedding_A"]).T)
+        if "lora_magnitude_vector" in parts:
+            base = base * (parts["lora_magnitude_vector"].flatten() / base.norm(dim=1))[:, None]
         return base
-
-    def _float(self, part: str) -> Tensor:
-        return self.parts[part].float()
 
 
 def _read_peft(place: Path, config: ModelConfig, weights: Weights) -> tuple[list[Path], dict[str, Change]]:
@@ -191,20 +186,22 @@ def _read_peft(place: Path, config: ModelConfig, weights: Weights) -> tuple[list
     for key in file.dtypes:
         match = _KEY.fullmatch(key)
         part = None if match is None else match["part"] or match["end"]
-        if match is None or part is None or (match["part"] and match["end"] == "bias"):
+        tensor = file.tensor(key)
+        of_bias = match is not None and match["part"] is not None and match["end"] == "bias"
+        if match is None or part is None or of_bias or not tensor.is_floating_point():
             raise _unknown(place, key, weights)
-        modules.setdefault(match["module"], {})[part] = file.tensor(key)
+        modules.setdefault(match["module"], {})[part] = tensor
     names, changes = _known_names(config), dict[str, Change]()
     for module, parts in modules.items():
-        bias = parts.pop("bias", None)
-        for end, has_one in (("weight", bool(parts)), ("bias", bias is not None)):
-            if not has_one:
-                continue
+        own: dict[str, Change] = {"bias": partial(_replaced, parts.pop("bias"))} if "bias" in parts else {}
+        if parts:
+            own["weight"] = _module(fields, place, module, parts)
+        for end, change in own.items():
             name = _find(f"{module}.{end}", names, config)
             if name is None:
                 raise _unknown(place, f"{module}.{end}", weights)
             _refuse_vector_of_gguf(place, name, parts, weights)
-            changes[name] = partial(_replaced, bias) if end == "bias" else _module(fields, place, module, parts)
+            changes[name] = change
     return [place / _CONFIG, place / _TENSORS], changes
 
 
@@ -243,24 +240,34 @@ def _module(fields: Fields, place: Path, module: str, parts: Mapping[str, Tensor
     low, high = parts.get(f"{stem}A"), parts.get(f"{stem}B")
     if low is None and high is None and set(parts) == {"weight"}:
         return _Module(parts, 1.0)
-    rank = _of_pattern(fields, "rank_pattern", module, fields.number("r"))
-    if low is None or high is None or low.ndim != 2 or high.ndim != 2 or not len(low) == high.shape[1] == rank:
+    rank = _of_pattern(fields, "rank_pattern", module, fields.number("r", default=_DEFAULT))
+    if low is None or high is None or low.ndim != 2 or high.ndim != 2 or not 1 <= len(low) == high.shape[1] == rank:
         shapes = {name: tuple(tensor.shape) for name, tensor in parts.items()}
         raise ValueError(
             f"{place}: {module} needs lora_A and lora_B of the rank {rank:g} that {_CONFIG} says, found {shapes}; "
             "save the adapter again"
         )
-    if "lora_magnitude_vector" in parts and stem != "lora_":
+    magnitude = parts.get("lora_magnitude_vector")
+    if magnitude is not None and magnitude.numel() != len(high):
+        raise ValueError(f"{place}: DoRA's magnitudes of {module} are not as many as its outputs; save it again")
+    if magnitude is not None and stem != "lora_":
         raise ValueError(f"{place}: DoRA of the embedding {module} is not supported; merge the adapter with PEFT")
-    alpha = _of_pattern(fields, "alpha_pattern", module, fields.number("lora_alpha"))
+    alpha = _of_pattern(fields, "alpha_pattern", module, fields.number("lora_alpha", default=_DEFAULT))
     return _Module(parts, alpha / (rank**0.5 if fields.flag("use_rslora", default=False) else rank))
 
 
 def _of_pattern(fields: Fields, name: str, module: str, default: float) -> float:
     """The number for a module: that of the first pattern that ends its name, as PEFT takes it."""
-    for pattern, value in (fields.raw.get(name) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(value)
+    patterns = fields.raw.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise fields.wrong(name, "an object", patterns)
+    for pattern in patterns:
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", module) is not None
+        except re.error as error:
+            raise fields.wrong(name, "regular expressions", pattern) from error
+        if fits:
+            return Fields(patterns, fields.source, f"{name}.").number(pattern)
     return default
 
 
@@ -342,7 +349,7 @@ class _Updates(GGUF):
     def load_tensor(self, name: str, expert: int | None = None) -> Float[Tensor, "*shape"]:
         """The update of the tensor of this name, as llama.cpp scales it. The embedding's first factor is transposed."""
         low, high = (self._factors.load_tensor(f"{name}.lora_{end}", expert) for end in "ab")
-        alpha = float(self.metadata.get(_ALPHA) or 0)
+        alpha = float(self.metadata.get("adapter.lora.alpha") or 0)
         scale = alpha / high.shape[-1] if alpha else 1.0
         product: Tensor = low @ high.T if name == "token_embd.weight" else high @ low
         return scale * product
@@ -366,14 +373,14 @@ def _read_gguf(place: Path, config: ModelConfig) -> tuple[list[Path], dict[str, 
             f"{place}: the adapter is for a model of the architecture {named}, and this one is {config.architecture}"
         )
     updates = GGUFWeights(_Updates(file), config)
-    changes = {name: partial(_sum, partial(_update, updates, name)) for name in _gguf_names(config, updates)}
+    changes = {name: partial(_updated, updates, name) for name in _gguf_names(config, updates)}
     return file.files, dict(changes)
 
 
-def _update(updates: GGUFWeights, name: str) -> Tensor:
+def _updated(updates: GGUFWeights, name: str, base: Tensor) -> Tensor:
     update = updates.get(name)
     assert update is not None
-    return update
+    return _sum(base, update)
 
 
 def _gguf_names(config: ModelConfig, updates: GGUFWeights) -> Iterator[str]:
