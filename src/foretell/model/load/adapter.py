@@ -5,7 +5,7 @@ and the GGUF files of llama.cpp.
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,21 +116,21 @@ class AdaptedWeights(DelegatedWeights):
 
     def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
         """The matrix of this name and shape: as the file stores it, unless the adapter changes it."""
-        stored = super().matrix(name, outputs, inputs)
-        return StoredMatrix.of(self._changed(name, stored.widen())) if name in self._changes else stored
+        return self._merged(name, super().matrix(name, outputs, inputs))
 
     def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
         """The output matrix; None: it is tied to the embedding."""
-        head = self._inner.require(EMBEDDING, vocab, hidden) if self._unties else self._inner.head(vocab, hidden)
-        return None if head is None else self._changed(HEAD, head)
+        matrix = self.head_matrix(vocab, hidden)
+        return None if matrix is None else matrix.widen()
 
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """As `head`, but as the file stores it."""
         tied = self._unties
         head = self._inner.matrix(EMBEDDING, vocab, hidden) if tied else self._inner.head_matrix(vocab, hidden)
-        if head is None or HEAD not in self._changes:
-            return head
-        return StoredMatrix.of(self._changed(HEAD, head.widen()))
+        return head if head is None else self._merged(HEAD, head)
+
+    def _merged(self, name: str, matrix: StoredMatrix) -> StoredMatrix:
+        return StoredMatrix.of(self._changed(name, matrix.widen())) if name in self._changes else matrix
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor after the adapter's change.
@@ -373,18 +373,15 @@ def _read_gguf(place: Path, config: ModelConfig) -> tuple[list[Path], dict[str, 
             f"{place}: the adapter is for a model of the architecture {named}, and this one is {config.architecture}"
         )
     updates = GGUFWeights(_Updates(file), config)
-    changes = {name: partial(_updated, updates, name) for name in _gguf_names(config, updates)}
-    return file.files, dict(changes)
+    changes = dict[str, Change]()
+    for name in set(_known_names(config).values()):
+        experts = range(config.experts.count) if "{}" in name and config.experts is not None else range(1)
+        own = (name.replace("{}", str(i)) for i in experts)
+        changes |= {each: partial(_updated, updates, each) for each in own if updates.has(each)}
+    return file.files, changes
 
 
 def _updated(updates: GGUFWeights, name: str, base: Tensor) -> Tensor:
     update = updates.get(name)
     assert update is not None
     return _sum(base, update)
-
-
-def _gguf_names(config: ModelConfig, updates: GGUFWeights) -> Iterator[str]:
-    """The tensors that an adapter in GGUF changes, those of experts one by one."""
-    for name in set(_known_names(config).values()):
-        each = range(config.experts.count) if "{}" in name and config.experts is not None else (None,)
-        yield from (own for own in (name.replace("{}", str(i)) for i in each) if updates.has(own))
