@@ -18,7 +18,8 @@ from foretell.model.block.weights import names_of
 from foretell.model.config.families import family_of
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import OUTER_NAMES
-from foretell.model.load.gguf import GGUF, TensorInfo
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_header import TensorInfo
 from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.safetensors_file import SafetensorsFile
 from foretell.model.load.weights import EMBEDDING, HEAD, DelegatedWeights, Weights, candidate_names
@@ -184,13 +185,11 @@ def _read_peft(place: Path, config: ModelConfig, weights: Weights) -> tuple[list
     _refuse_unsupported(fields.raw, place)
     file, modules = SafetensorsFile(place / _TENSORS), dict[str, dict[str, Tensor]]()
     for key in file.dtypes:
-        match = _KEY.fullmatch(key)
-        part = None if match is None else match["part"] or match["end"]
-        tensor = file.tensor(key)
-        of_bias = match is not None and match["part"] is not None and match["end"] == "bias"
-        if match is None or part is None or of_bias or not tensor.is_floating_point():
+        match, tensor = _KEY.fullmatch(key), file.tensor(key)
+        inside, end = ("", "") if match is None else (match["part"] or "", match["end"] or "")
+        if match is None or not (inside or end) or (inside and end == "bias") or not tensor.is_floating_point():
             raise _unknown(place, key, weights)
-        modules.setdefault(match["module"], {})[part] = tensor
+        modules.setdefault(match["module"], {})[inside or end] = tensor
     names, changes = _known_names(config), dict[str, Change]()
     for module, parts in modules.items():
         own: dict[str, Change] = {"bias": partial(_replaced, parts.pop("bias"))} if "bias" in parts else {}
@@ -224,7 +223,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], place: Path) -> None:
             f"{place}: init_lora_weights {start!r} changed the base model's weights, which are not saved here; save "
             "the adapter with path_initial_model_for_weight_conversion of PEFT, or merge it"
         )
-    further = "target_parameters", "layer_replication", "alora_invocation_tokens", "use_qalora", "megatron_config"
+    further = "target_parameters", "layer_replication", "alora_invocation_tokens", "use_qalora"
     asked = next((name for name in further if raw.get(name)), None)
     if asked is not None:
         raise ValueError(f"{place}: {asked} in {_CONFIG} is not supported; merge the adapter with PEFT")
