@@ -255,6 +255,23 @@ def test_a_gguf_adapter_gives_the_same(base: str, alpha: float, tmp_path: Path) 
     check(read(model, write_gguf_adapter(tmp_path / "a.gguf", tensors | embedding, alpha)), oracle)
 
 
+def test_a_gguf_adapter_gives_the_logits_of_llama_cpp(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    model, oracle = tmp_path / "m.gguf", oracle_of("LlamaConfig")
+    with torch.no_grad():
+        write_gguf(model, oracle, scaling={"tokenizer_model": "none"})
+    tensors = factors() | factors({"lm_head": (64, 32)})
+    tensors["model.embed_tokens.lora_embedding_A"] = random(4, 64)
+    tensors["model.embed_tokens.lora_embedding_B"] = random(32, 4)
+    adapter = write_gguf_adapter(tmp_path / "a.gguf", tensors, 6.0)
+    theirs = llama_cpp.Llama(
+        str(model), lora_path=str(adapter), logits_all=True, n_ctx=64, n_threads=1, type_k=0, type_v=0, verbose=False
+    )
+    theirs.eval(TEXT)
+    ours = all_logits(read(model, adapter), TEXT)
+    np.testing.assert_allclose(ours, theirs.scores[: len(TEXT)], rtol=0, atol=1e-5 * np.abs(ours).max())
+
+
 @pytest.mark.skipif(not available(), reason="the kernels are not available here")
 def test_other_matrices_of_a_quantised_file_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     oracle = oracle_of("LlamaConfig", **WIDE_HEADS)

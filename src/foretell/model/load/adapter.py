@@ -196,11 +196,11 @@ def _read_peft(place: Path, config: ModelConfig, weights: Weights) -> tuple[list
         if parts:
             own["weight"] = _module(fields, place, module, parts)
         for end, change in own.items():
-            name = _find(f"{module}.{end}", names, config)
-            if name is None:
+            known = _find(f"{module}.{end}", names, config)
+            if known is None:
                 raise _unknown(place, f"{module}.{end}", weights)
-            _refuse_vector_of_gguf(place, name, parts, weights)
-            changes[name] = change
+            _refuse_vector_of_gguf(place, known, parts, weights)
+            changes[known] = change
     return [place / _CONFIG, place / _TENSORS], changes
 
 
