@@ -154,7 +154,8 @@ def load(
     variant = weights.variant or precision
     tokenizer = replace(codec.result(), template_date=chat_template_date)
     eos = tuple(sorted({*opened.eos, *tokenizer.eos_ids}))
-    return Model(reference, config, tokenizer, network, variant, eos, checkpoint, policy)
+    name = reference if lora is None else f"{reference} with {lora}"
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy)
 
 
 @dataclass(frozen=True)
