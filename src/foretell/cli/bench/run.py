@@ -94,6 +94,7 @@ def run(
     ] = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    lora: options.Lora = None,
     pre_tokenizer: options.PreTokenizer = None,
     chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -153,6 +154,7 @@ def run(
             sparsity,
             pre_tokenizer=pre_tokenizer,
             chat_template_date=chat_template_date,
+            lora=lora,
         ),
     )
     named, folder = split_commas(methods), gguf_cache or default_folder()
