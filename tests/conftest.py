@@ -37,6 +37,8 @@ tempfile.tempdir = os.environ["TMPDIR"] = _temporary.name
 
 # Packed weights of tests stay out of the user's cache.
 os.environ["FORETELL_CACHE"] = f"{_temporary.name}/cache"
+# A calibration of this machine would be the default device of plans.
+os.environ["XDG_CONFIG_HOME"] = f"{_temporary.name}/config"
 
 CHECKED = bool(os.environ.get("FORETELL_CHECK_TYPES"))
 ENGINE_TESTS = ("tests/draft/", "tests/accept/test_lossy.py")

@@ -33,6 +33,11 @@ from foretell.roofline.model_configs import find_model, read_config
 from foretell.roofline.paper.figures import FIGURES, figure
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
 def run_cli(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, result.output

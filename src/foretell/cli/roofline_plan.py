@@ -227,7 +227,9 @@ def plan_command(
         ranking = report.fit_width(report.plan_table(plan), out.width, report.PLAN_OPTIONAL)
         cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
         legend = f"[dim]{report.PLAN_LEGEND}[/]"
-        out.print(f"[bold]{plan.advice}[/]", f"[dim]{_assumptions(device, workload, named)}[/]", "", ranking, legend)
+        out.print(f"[bold]{plan.advice}[/]")
+        out.print(_assumptions(device, workload, named), style="dim", highlight=False)
+        out.print("", ranking, legend)
         if variants:
             out.print("", cheaper)
         for name, reason in plan.unavailable.items():
