@@ -53,8 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", metavar="none|all|K/N", type=_share, default=Share(0, 1),
         help="which exhaustive tests to run: none of them but all others (the default), all of them, or the K-th of N "
-        "parts, chosen by the hash of a test's name; with checked types all others run too, and tests that are named with "
-        ":: always",
+        "parts, chosen by the hash of a test's name; with checked types all others run, too; tests that are named with "
+        ":: always run",
     )  # fmt: skip
 
 

@@ -144,7 +144,9 @@ def always_drafted(temperature: float) -> list[list[int]]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bits", ["0", "01", "1110000", "1" * 9 + "0" * (_HELD_STEPS + 8)])
+@pytest.mark.parametrize(
+    "bits", ["0", pytest.param("01", marks=pytest.mark.exhaustive), "1110000", "1" * 9 + "0" * (_HELD_STEPS + 8)]
+)
 def test_the_text_is_the_same_however_drafting_is_switched(bits: str, temperature: float) -> None:
     switch = Scripted(bits)
     assert texts(eagle(), switch, temperature) == always_drafted(temperature)

@@ -95,7 +95,7 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
         pytest.param({}, marks=pytest.mark.exhaustive),
         {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"},
         pytest.param({"convolution": "1"}, marks=pytest.mark.exhaustive),
-        {"window": "6"},
+        pytest.param({"window": "6"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:
