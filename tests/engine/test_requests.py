@@ -303,7 +303,7 @@ def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
     return found
 
 
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
 def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     with unchecked():
         plain, cached = (conversation(variant.make(VOCAB), yes) for yes in (False, True))
