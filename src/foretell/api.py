@@ -14,10 +14,10 @@ from foretell.catalogue.speculators import read_speculator, trained_speculator
 from foretell.core.parameters import PARAMETERS
 from foretell.core.sampling import SamplingParams
 from foretell.core.token_rules import TokenConstraint
-from foretell.engine.controller import Controller
-from foretell.engine.draft_switch import DraftSwitch
+from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request, Update, describe_error
 from foretell.model.block.backend import Backend
 from foretell.model.cache.policy import CachePolicy
@@ -116,10 +116,8 @@ class Model:
         self._vision = vision
         self._images: ImagePrompt | None = None
         self._speculators: dict[object, Speculator] = {}
-        self.expected_pass: Mapping[int, float] | None = None
-        """Expected seconds of a pass by its number of tokens, with which methods begin that choose the number of their
-        drafts by cost; None: nothing is known before the first pass.
-        """
+        self.pass_times = PassTimes()
+        """Seconds of the passes of its engines, which they learn together."""
 
     @property
     def network(self) -> Network:
@@ -213,7 +211,7 @@ class Model:
             ValueError: there is none, it is damaged, or it is for another model.
         """
         context = replace(self._build_context(), known_speculators={})  # a copy of its own, which may be trained
-        if Path(reference).is_dir():
+        if Path(reference).exists():
             return read_speculator(context, Path(reference))
         if reference not in NETWORKS:
             raise unknown("speculator", str(reference), NETWORKS)
@@ -248,14 +246,13 @@ class Model:
         rows: int = 16,
         prefix_caching: bool = False,
         *,
-        controller: Controller | None = None,
+        every_method: bool = False,
+        disable_by_batch_size: int | None = None,
         itl_target: float | None = None,
         cache_bytes: int | None = None,
-        disable_by_batch_size: int | None = None,
-        switch: DraftSwitch | None = None,
     ) -> Engine:
-        """An engine that serves this model, at most `rows` requests at a time; for the others see `Engine`. `method`
-        decodes the requests that name no method.
+        """An engine that serves this model, at most `rows` requests at a time. `method` decodes the requests that
+        name no method; `every_method` and `disable_by_batch_size` are its `Budget`'s; for the others see `Engine`.
         """
         return Engine(
             self.runner(),
@@ -263,12 +260,9 @@ class Model:
             rows=rows,
             detokenizer=self.codec.detokenizer,
             prefix_caching=prefix_caching,
-            controller=controller,
+            budget=Budget(self.pass_times, every_method=every_method, disable_by_batch_size=disable_by_batch_size),
             itl_target=itl_target,
             cache_bytes=cache_bytes,
-            disable_by_batch_size=disable_by_batch_size,
-            switch=switch,
-            expected_pass=self.expected_pass,
         )
 
     def tokens(

@@ -46,7 +46,7 @@ PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
 
 def chain(accept: Acceptor, draw: bool = True, **stops: float) -> AnyMethod:
-    return Method(small_model(VOCAB), Chain(4, draw, **stops), accept)
+    return Method(small_model(VOCAB), Chain(4, draw, stops.get("confidence", 0.0), stops.get("fallback", 0.0)), accept)
 
 
 def statistics(method: AnyMethod, requests: list[Request]) -> list[RequestStatistics]:

@@ -12,15 +12,15 @@ from foretell.accept import LenientRejection, TopKAcceptor
 from foretell.catalogue import BUILT_IN, BuildContext, Entry
 from foretell.catalogue.speculators import read_speculator
 from foretell.core.sampling import SamplingParams
-from foretell.engine.controller import Controller
+from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.model import kernels
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.shape import PassCost
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -160,24 +160,24 @@ class Clock:
 
 
 def decoded(
-    variant: Variant, controller: Controller | None, tick: float, company: bool
+    variant: Variant, budget: Budget | None, tick: float, company: bool
 ) -> tuple[list[list[int]], list[tuple[int, int]], list[float]]:
     """Texts and what changed in them; `company`: plain requests decode in the same passes."""
     method = variant.make(VOCAB)
     requests = [replace(r, max_new_tokens=24) for r in (*requests_of(0.0), *requests_of(1.0))]
     others = [replace(r, max_new_tokens=10, max_drafts=0) for r in requests_of(0.0)] if company else []
-    engine = Engine(DecoderRunner(target()), method, 12, clock=Clock(tick), controller=controller)
+    engine = Engine(DecoderRunner(target()), method, 12, clock=Clock(tick), budget=budget)
     completed: list[Completion] = engine.complete([*requests, *others])[: len(requests)]
     losses = [c.statistics.fidelity for c in completed]
     counts = [(loss.tokens, loss.changed) for loss in losses]
     return [list(c.tokens) for c in completed], counts, [loss.mean_divergence for loss in losses]
 
 
-MACHINES: Mapping[str, tuple[Callable[[], Controller], float, bool]] = {
-    "even": (Controller, 1e-3, False),
-    "fast, in company": (Controller, 1e-6, True),
-    "known": (lambda: Controller(PassCost({1: 1.0, 2: 2.0, 128: 128.0})), 1e-3, False),
-    "slow, probed": (lambda: Controller(probe_interval=1), 1.0, False),
+MACHINES: Mapping[str, tuple[Callable[[], Budget], float, bool]] = {
+    "even": (Budget, 1e-3, False),
+    "fast, in company": (Budget, 1e-6, True),
+    "known": (lambda: Budget(PassTimes({1: 1.0, 2: 2.0, 128: 128.0})), 1e-3, False),
+    "slow": (Budget, 1.0, False),
 }
 
 
@@ -187,6 +187,6 @@ MACHINES: Mapping[str, tuple[Callable[[], Controller], float, bool]] = {
 def test_no_measured_time_changes_what_a_lossy_method_means(variant: Variant, machine: str) -> None:
     texts, counts, divergence = decoded(variant, None, 1e-3, False)
     assert sum(changed for _, changed in counts)
-    controller, tick, company = MACHINES[machine]
-    found = decoded(variant, controller(), tick, company)
+    budget, tick, company = MACHINES[machine]
+    found = decoded(variant, budget(), tick, company)
     assert found[:2] == (texts, counts) and found[2] == pytest.approx(divergence, rel=1e-6, abs=1e-9)

@@ -31,13 +31,11 @@ from foretell.draft import CombinedRetriever, DraftModel, HybridDrafter
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.retrieval.datastore import write_datastore
 from foretell.shape import (
-    AdaptiveChain,
     BranchingTree,
     Chain,
-    CostAwareTrie,
     DynamicTree,
     FixedTree,
-    RetrievalOrModel,
+    HybridTree,
     Trie,
 )
 from helpers import DISTINCT, OPTIONS, VARIANTS, VOCAB, Variant, parts_for, sibling, speculator, target
@@ -64,14 +62,14 @@ def test_columns_are_those_of_the_parts_that_are_built(entry: Entry, variant: Va
 
 def test_the_default_drafts_with_what_there_is() -> None:
     for parts, drafter, shape in (
-        (context("eagle3"), HybridDrafter, RetrievalOrModel),
-        (context(drafts=1), HybridDrafter, RetrievalOrModel),
-        (context(), CombinedRetriever, CostAwareTrie),
+        (context("eagle3"), HybridDrafter, HybridTree),
+        (context(drafts=1), HybridDrafter, HybridTree),
+        (context(), CombinedRetriever, Trie),
     ):
         method = build(DEFAULT_METHOD, parts, {"num_draft_tokens": 9})
         assert (method.name, type(method.draft), type(method.tree)) == ("auto", drafter, shape)
-        trie = method.tree.trie if isinstance(method.tree, RetrievalOrModel) else method.tree
-        assert isinstance(trie, CostAwareTrie) and trie.budget == 9
+        trie = method.tree.trie if isinstance(method.tree, HybridTree) else method.tree
+        assert isinstance(trie, Trie) and trie.budget == 9
         assert method.drafter_label and method.accept.same_seed
 
 
@@ -196,10 +194,10 @@ def test_a_number_of_drafted_tokens_is_what_is_drafted(text: str, shape: object)
     assert build(spec.method, context(drafts=1), spec.config).tree == shape
 
 
-def test_a_number_of_drafted_tokens_bounds_the_cost_aware_trie() -> None:
+def test_a_number_of_drafted_tokens_bounds_the_elastic_trie() -> None:
     spec = MethodSpec.parse("hybrid@16")
     tree = build(spec.method, context(), spec.config).tree
-    assert isinstance(tree, CostAwareTrie) and tree.budget == 16
+    assert isinstance(tree, Trie) and tree.budget == 16
 
 
 def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
@@ -209,19 +207,19 @@ def test_a_number_of_drafted_tokens_is_refused_where_it_is_not_read() -> None:
 
 def test_the_drafter_beside_retrieval_has_its_own_options() -> None:
     method = build("hybrid_model", context("eagle3"), {"num_speculative_tokens": 60, "num_draft_tokens": 9})
-    assert isinstance(method.tree, RetrievalOrModel)
+    assert isinstance(method.tree, HybridTree)
     assert method.tree.model_shape == DynamicTree(7, 10, 60) and method.tree.trie.budget == 9
     with pytest.raises(ValueError, match="hybrid_model, which drafts with eagle3 here, does not read 'exit_layer'"):
         build("hybrid_model", context("eagle3"), {"exit_layer": 1})
     with pytest.raises(ValueError, match="hybrid_model, which has a draft model here, does not read 'eagle_topk'"):
         build("hybrid_model", context(drafts=1), {"eagle_topk": 1})
     early = build("hybrid_model", context(), {"exit_layer": 1, "num_speculative_tokens": 2}).tree
-    assert isinstance(early, RetrievalOrModel) and early.model_shape == Chain(2, draw=False, confidence=0.4)
+    assert isinstance(early, HybridTree) and early.model_shape == Chain(2, draw=False, confidence=0.4)
 
 
 def test_schedules_and_fixed_trees() -> None:
-    adaptive = build("draft_model", context(drafts=1), {"num_assistant_tokens_schedule": "heuristic"})
-    assert isinstance(adaptive.tree, AdaptiveChain) and isinstance(adaptive.draft, DraftModel)
+    adaptive = build("draft_model", context(drafts=1), {"num_assistant_tokens_schedule": "adaptive"})
+    assert adaptive.tree == Chain(5, adaptive=True) and isinstance(adaptive.draft, DraftModel)
     fixed = build("eagle2", context("eagle"), {"acceptance": [0.5, 0.2], "num_draft_tokens": 6}).tree
     assert isinstance(fixed, FixedTree) and len(fixed.choices) == 6
     chain = build("eagle", context("eagle"), {"eagle_topk": 1, "num_steps": 3}).tree

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from command import run_foretell, tiny_tokenizer
+from command import expect_error, run_foretell, tiny_tokenizer
 
 VOCAB, WIDTH, LAYERS = 260, 64, 4
 COMMON: dict[str, Any] = {
@@ -74,3 +74,17 @@ def test_the_layer_of_a_published_checkpoint_drafts_for_it(kind: str, tmp_path: 
     command = ("generate", "Hi", "--model", folder, "--max-new-tokens", "24", "--ignore-eos", "--json", "--method")
     plain, drafted = (json.loads(run_foretell(*command, m).stdout) for m in ("autoregressive", "mtp"))
     assert drafted["tokens"] == plain["tokens"] and drafted["tokens_per_pass"] > 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"), [("deepseek_v3", f"model.layers.{LAYERS}."), ("qwen3_next", "mtp.layers.0.")]
+)
+def test_several_layers_are_refused(kind: str, layer: str, tmp_path: Path) -> None:
+    """The published schemes differ in what a second layer reads, so that a guess would draft badly without a word."""
+    folder = publish(tmp_path, kind)
+    tensors = load_file(folder / "model.safetensors")
+    second = layer.replace("0.", "1.") if kind == "qwen3_next" else f"model.layers.{LAYERS + 1}."
+    tensors |= {name.replace(layer, second): t.clone() for name, t in tensors.items() if name.startswith(layer)}
+    save_file(tensors, folder / "model.safetensors")
+    said = expect_error("generate", "Hi", "--model", folder, "--method", "mtp")
+    assert f"several layers of multi-token prediction ({layer}*, {second}*)" in said

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from foretell.accept import Match, Rejection
@@ -52,6 +53,15 @@ HEADS |= {
     "from slot": {"window": 3, "window_layers": (0, 1), "sink_layers": (0,)},
     "causal": {"window": 6, "window_layers": (0,), "window_causal": True, "sink_layers": (0, 1)},
 }
+HEADS |= {
+    "selector": {"correction": {"kind": "selector", "rank": 4, "candidates": 5}, "convolution": True},
+    "domino": {"correction": {"kind": "domino", "inner": 6, "rank": 4}},
+    "refiner": {"correction": {"kind": "refiner", "rank": 4}, "draft_vocab": 20},
+    "lattice": {
+        "correction": {"kind": "lattice", "candidates": 4, "width": 12, "heads": 2, "factors": 5, "mlp_ratio": 1.5}
+    },
+}
+HEADS = {name: {"draft_vocab": None, **heads} if "correction" in heads else heads for name, heads in HEADS.items()}
 every_network = pytest.mark.parametrize("heads", HEADS)
 
 
@@ -143,6 +153,10 @@ class Recording(DFlashDrafter):
 @every_network
 def test_drafting_is_the_forward_pass_of_training(heads: str, from_anchor: bool) -> None:
     """In every step of requests that end, begin and accept paths of all lengths: the same scores after every node."""
+    if heads == "lattice" and from_anchor:
+        with pytest.raises(ValidationError, match="the slots of a lattice are those after the anchor's"):
+            network_of(heads, from_anchor=from_anchor)
+        return
     network = network_of(heads, from_anchor=from_anchor)
     drafter = Recording(network)
     requests = [
@@ -215,9 +229,17 @@ def test_a_new_convolution_changes_nothing_and_then_mixes_neighbouring_slots() -
 SHAPES = {"chain": Chain(3, draw=True), "tree": FixedTree(((0,), (1,), (0, 0), (0, 1), (1, 0)), draw=True)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", SHAPES)
-def test_sampled_drafts_keep_the_distribution(name: str) -> None:
-    network, sampling, start = network_of("markov", 4, subset=3), SamplingParams(temperature=2.5), [1, 0, 2]
+@pytest.mark.parametrize("heads", ["markov", "selector", "domino", "refiner", "lattice"])
+def test_sampled_drafts_keep_the_distribution(name: str, heads: str) -> None:
+    """Also where a selector or a lattice leaves most tokens out, and a refiner reads the drafted path."""
+    with pytest.MonkeyPatch.context() as patch:
+        if heads in ("selector", "lattice"):
+            patch.setitem(HEADS[heads]["correction"], "candidates", 2)
+        patch.setitem(HEADS[heads], "draft_vocab", 3 if heads in ("markov", "refiner") else None)
+        network, start = network_of(heads, 4, subset=3), [1, 0, 2]
+    sampling = SamplingParams(temperature=2.5)
     requests = [Request(start, replace(sampling, seed=i), max_new_tokens=3) for i in range(400)]
     with unchecked():
         method = Method(DFlashDrafter(network), SHAPES[name], Rejection())
@@ -299,9 +321,9 @@ def test_the_kernels_grow_the_trees_that_grow_level_by_level(
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
-@pytest.mark.parametrize("heads", ["all", "convolution"])
+@pytest.mark.parametrize("heads", ["all", "convolution", "selector", "domino", "refiner", "lattice"])
 def test_the_kernels_draft_what_torch_drafts(heads: str) -> None:
-    """Layers with a convolution run in torch, and their matrices on the kernels."""
+    """Layers with a convolution and corrections run in torch, and their matrices on the kernels."""
     decoder, plain, fast = kernel_network("float32", torch.float32, 20, heads, None)
     text = random_tokens(12, seed=9)
     step = after_prompt(decoder, context_of(text), plain.hidden_layers)
@@ -315,7 +337,7 @@ def test_the_kernels_draft_what_torch_drafts(heads: str) -> None:
     assert len(shared) > 3
     for path in shared:
         for one, other in zip(found[0][path], found[1][path], strict=True):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")

@@ -91,10 +91,10 @@ class Recording(Stepwise):
         self.found: dict[tuple[int, ...], torch.Tensor] = {}
 
     def _draft(self, rows, texts, anchor):  # type: ignore[no-untyped-def]
-        states = super()._draft(rows, texts, anchor)
-        for text, state in zip(texts, states, strict=True):
-            self.found[tuple(text.tokens.tolist())] = self.network.compute_logits(state)
-        return states
+        blocks = super()._draft(rows, texts, anchor)
+        for text, logits in zip(texts, blocks.logits, strict=True):
+            self.found[tuple(text.tokens.tolist())] = logits
+        return blocks
 
 
 def test_drafting_is_the_forward_pass_of_training() -> None:

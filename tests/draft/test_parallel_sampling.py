@@ -27,7 +27,7 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.training.probe_forward import probe_forward
-from foretell.shape import BranchingTree, Chain, CostAwareTrie, DynamicTree, RetrievalOrModel, RootOnly, Shape
+from foretell.shape import BranchingTree, Chain, DynamicTree, HybridTree, RootOnly, Shape, Trie
 from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmbeddings
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek, tiny_gpt_oss, tiny_moe
 from helpers import VOCAB, chain_tree, engine_for, generate, naive, random_tokens, run, target, tokens_of
@@ -211,7 +211,7 @@ def test_vectors_are_read_and_not_scored() -> None:
 def test_retrieved_drafts_beside_embeddings_keep_every_answer() -> None:
     """Whoever learns from all that was scored must not take vectors for tokens."""
     hybrid = HybridDrafter(TokenRecycling(VOCAB), drafter(groups=2))
-    shape = RetrievalOrModel(CostAwareTrie(8), Chain(3, draw=False))
+    shape = HybridTree(Trie(8, elastic=True), Chain(3, draw=False))
     assert generate(Method(hybrid, shape, Match()), REQUESTS) == TEXTS()
 
 

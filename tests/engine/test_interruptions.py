@@ -16,7 +16,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request, Update
 from foretell.model.run.decoder_runner import DecoderRunner
-from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, HeuristicSchedule, LLMCadTree
+from foretell.shape import Chain, LLMCadTree
 from helpers import (
     VARIANTS,
     VOCAB,
@@ -56,19 +56,11 @@ def _sampled(name: str, context: int = 256, **options: object) -> Variant:
     return Variant(f"{name}_sampled{kind}", make, same_seed=False)
 
 
-def _adaptive(rule: HeuristicSchedule | ConfidenceRule) -> Variant:
-    shape = Chain(4, confidence=0.1)
-    return Variant(
-        type(rule).__name__, lambda v: Method(small_model(v), AdaptiveChain(shape, rule), Rejection()), same_seed=False
-    )
-
-
 WITH_STATE = (
     *(_sampled(name) for name in ("eagle", "eagle3", "mtp", "dflash", "p_eagle", "mlp_speculator")),
     _sampled("eagle3", prompt_window=20),
     _sampled("eagle3", context=64),
-    _adaptive(HeuristicSchedule()),
-    _adaptive(ConfidenceRule(step=0.4, confidence_momentum=0.0)),
+    Variant("adaptive", lambda v: Method(small_model(v), Chain(6, adaptive=True), Rejection()), same_seed=False),
     Variant(
         "typical_llmcad",
         lambda v: Method(small_model(v), LLMCadTree(6, threshold=0.1), TypicalAcceptance(0.5, delta=10.0)),
@@ -78,7 +70,7 @@ WITH_STATE = (
 )
 """Methods whose drafts change the text and depend on what drafter or shape keep of a request."""
 STATE = (
-    "eagle3_sampled", "dflash_sampled", "mlp_speculator_sampled", "HeuristicSchedule", "ConfidenceRule", "pass_apart",
+    "eagle3_sampled", "dflash_sampled", "mlp_speculator_sampled", "adaptive", "pass_apart",
     "layer_skip", "typical_llmcad",
 )  # fmt: skip
 """One of each thing that is kept of a request."""
@@ -138,7 +130,7 @@ def test_paused_requests_of_every_method_get_the_same_text(variant: Variant) -> 
         assert interrupted(engine, requests(), pause) == uninterrupted(variant)
 
 
-@some_of("eagle3_sampled", "mtp_sampled", "mlp_speculator_sampled", "ConfidenceRule", without=REDUCED)
+@some_of("eagle3_sampled", "mtp_sampled", "mlp_speculator_sampled", "adaptive", without=REDUCED)
 def test_a_paused_request_goes_on_beside_an_equal_one_that_is_ahead(variant: Variant) -> None:
     """It takes a copy of the other's row."""
     asked, texts = requests()[2], defaultdict[int, list[int]](list)

@@ -13,6 +13,7 @@ from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import join_probe_embeddings, root_tree, tree_from_lists
 from foretell.draft import DraftModel, MixtureDrafter, NoDrafter, PromptLookup
+from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
@@ -206,11 +207,12 @@ def test_a_request_among_many_drafts_what_its_constraint_forces_and_nothing_else
     with unchecked():
         runner = engine_for(PLAIN).runner
         method: AnyMethod = Method(PromptLookup(3), Trie(4), Match())
-        found = Engine(runner, method, rows=4, disable_by_batch_size=1).complete(requests)
+        found = Engine(runner, method, rows=4, budget=Budget(disable_by_batch_size=1)).complete(requests)
         plain = Engine(runner, PLAIN, rows=4).complete(requests)
+        alone = Engine(runner, method, rows=4).complete(requests[:1])[0].statistics
     assert tokens(found) == tokens(plain)
-    first, second, forced, none = (c.statistics for c in found)
-    assert first.drafted and not second.drafted and not none.drafted
+    first, _, forced, none = (c.statistics for c in found)
+    assert not none.drafted and first.drafted < alone.drafted
     assert forced.drafted and forced.target_passes < none.target_passes
 
 

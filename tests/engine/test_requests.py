@@ -265,7 +265,8 @@ def test_sequences_beyond_the_draft_context_are_decoded_plainly_on_the_kernels(k
         small = tiny_decoder(replace(wide_target().config, layers=1, context=40), 5, torch.float32)
         parts = BuildContext(VOCAB, wide_target(), (DecoderRunner(NativeDecoder(small, "float32")),))
     requests = [Request(random_tokens(n, seed=n), max_new_tokens=new) for n, new in ((170, 20), (30, 60), (5, 12))]
-    found = wide_engine(build(kind, parts), 2).complete(requests)
+    options = {"num_draft_tokens": 8} if kind == "eagle3" else None
+    found = wide_engine(build(kind, parts, options), 2).complete(requests)
     assert tokens(found) == tokens(wide_engine(PLAIN, 1).complete(requests))
     assert [c.statistics.drafted > 0 for c in found] == [False, True, True]
 
@@ -314,7 +315,7 @@ def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     exact = variant.make(VOCAB).exact_keys
     expected = [21 + 8 - 1, 21 + 8 + 4 + 5 - 1] if exact else [21 - 1, 21 + 8 + 4 - 1]
     assert [c.statistics.cached_tokens for c in cached] == [0, *expected, 0]
-    if variant.same_seed:
+    if variant.same_seed and not variant.make(VOCAB).tree.elastic:  # whose trees follow the times of passes
         assert [c.statistics.drafted > 0 for c in cached] == [c.statistics.drafted > 0 for c in plain]
 
 

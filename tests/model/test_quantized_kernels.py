@@ -79,6 +79,29 @@ def test_products_with_int8_activations(kind: Kind) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("instructions", ["", *OTHER_BUILDS])
+def test_sums_of_extreme_levels_do_not_overflow(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if instructions:
+        library = other_build(instructions)
+        monkeypatch.setattr(build, "library", lambda: library)
+    signs = torch.where(torch.arange(256) % 2 == 0, 1.0, -1.0)
+    x = 127.0 * torch.stack([torch.ones(256), -torch.ones(256), signs, -signs])
+    for kind in QUANTIZED:
+        per_block, size = BLOCKS[kind]
+        for byte in (0x00, 0x0F, 0x77, 0x7F, 0x80, 0xF0, 0xFF):
+            blocks = np.full((32 * 256 // per_block, size), byte, np.uint8)
+            for at in SCALES[kind]:
+                blocks[:, at : at + 2] = np.array([1], np.float16).view(np.uint8)
+            if kind == "MXFP4":
+                blocks[:, 0] = 128
+            weight = StoredMatrix(kind, 256, torch.from_numpy(blocks.reshape(32, -1)))
+            products = NativeLinear(weight, None, "int8-activations")(x)
+            expected = x.double() @ weight.widen().double().T
+            assert torch.allclose(products.double(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max())), (
+                kind, byte,
+            )  # fmt: skip
+
+
 def test_parts_of_several_kinds_are_one_layer() -> None:
     shapes: tuple[tuple[Kind, int], ...] = (("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 45))
     parts = [random_blocks(kind, rows, 512, rows) for kind, rows in shapes]

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from foretell.api import Model
-from foretell.cli.expected_pass import expected_pass
+from foretell.cli.pass_times import expected_pass
 from foretell.cli.roofline_machine import processor_name
-from foretell.engine.controller import Controller
+from foretell.engine.pass_times import PassTimes, load_key
 from foretell.load import load
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
 from foretell.roofline.calibrate import PROBES, add_to_file, calibrated_hardware, fit_costs, pass_workload, time_probes
@@ -56,13 +56,12 @@ def test_a_calibration_of_another_machine_is_not_used(model: Model, calibrated: 
 
 
 def test_an_engine_begins_with_what_is_expected(model: Model) -> None:
-    model.expected_pass = {1: 1.0, 2: 2.0, 64: 64.0}
+    texts, before = list[list[str]](), model.pass_times
     try:
-        controller = Controller()
-        model.engine("hybrid", controller=controller)
-        assert controller.cost.seconds_of([64])[0] == 64.0
-        dear = [a.text for a in model.generate("Say hello.", max_new_tokens=8, method="hybrid")]
-        model.expected_pass = {1: 1.0, 64: 1.0}
-        assert [a.text for a in model.generate("Say hello.", max_new_tokens=8, method="hybrid")] == dear
+        for dear in (1.0, 64.0):
+            model.pass_times = PassTimes(expected={1: 1.0, 64: dear})
+            assert model.engine("hybrid").budget.times.seconds(load_key(1, 0), 1)[63] == pytest.approx(dear)
+            texts.append([a.text for a in model.generate("Say hello.", max_new_tokens=8, method="hybrid")])
     finally:
-        model.expected_pass = None
+        model.pass_times = before
+    assert texts[0] == texts[1]

@@ -11,7 +11,7 @@ from foretell.serve.page.document import document, headers
 
 pytestmark = needs_browser
 ENTER, RIGHT = "\ue007", "\ue014"
-COLOURED = "return document.querySelectorAll('.answer .o0').length"
+COLOURED = "return document.querySelectorAll('.answer span[class^=o]').length"
 DONE = "return !document.querySelector('#send').textContent.includes('Stop')"
 
 
@@ -55,7 +55,7 @@ def test_it_answers_with_drafts_in_colour_and_details_of_a_pass(browser: Any, se
     assert shown["content"] == wanted and not shown["error"]
     assert text(browser, ".answer > .text").split() == wanted.split()
     assert shown["stats"]["tokens"] == 40 and shown["stats"]["passes"] < 40
-    assert run(browser, "return document.querySelectorAll('.answer .o0').length") > 0
+    assert run(browser, COLOURED) > 0, shown["passes"]
     assert "tokens a pass" in text(browser, ".figures") and "copied from the text" in text(browser, ".legend")
     assert shown["note"] == "Cut at the most new tokens."
     browser.find_element("css selector", ".answer").send_keys(RIGHT)

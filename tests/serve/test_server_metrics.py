@@ -13,8 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import NAME, SETTINGS, Server, running_server, wait_for
 
-from foretell.engine.controller import Controller
-from foretell.engine.draft_switch import DraftSwitch
+from foretell.engine.budget import COST, BudgetStatistics, Forecast
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request, Update
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
@@ -159,43 +158,41 @@ def test_step_metrics_compare_drafting_with_plain_decoding() -> None:
     """Passes of one second each; drafts give three tokens where two were expected."""
     tables = MetricTables(())
     metrics = StepMetrics(tables, (NAME, "0"))
-    engine = SimpleNamespace(controller=None, switch=None, last_step=None)
-    plain = StepCounts(requests=1, read=1, reads_prompt=False, new=1, expected=1.0)
-    drafted = StepCounts(1, 4, False, drafted=3, accepted=2, new=3, expected=2.0)
+    budget = SimpleNamespace(last=None, statistics=BudgetStatistics())
+    engine = SimpleNamespace(budget=budget, last_step=None)
+    plain = StepCounts(requests=1, read=1, reads_prompt=False, new=1)
+    drafted = StepCounts(1, 4, False, drafted=3, accepted=2, new=3)
     prompt = StepCounts(1, 64, True, new=1)
     for counts in [prompt, *[plain, drafted] * 200]:
         engine.last_step = StepTime(0.25 if counts.drafted else 0.0, 1.0, 2.0, 0.0, counts)
+        budget.last = Forecast(1.25, 1.0, 2.0) if counts.drafted else Forecast(1.0, 1.0, 1.0)
         metrics.step(cast(Engine, engine), 2.0)
     # Half of the steps take 1.25 s for 3 tokens, which plain decoding takes 3 s for.
     assert metrics.realised_speedup() == pytest.approx((1 + 3) / (1 + 1.25), rel=0.05)
     assert metrics.predicted_speedup() == pytest.approx((1 + 2) / (1 + 1.25), rel=0.05)
+    assert metrics.drafts_per_request() == pytest.approx(1.5, rel=0.05)
 
 
-def test_switches_of_drafting_are_counted() -> None:
-    def samples() -> dict[tuple[str, str], float]:
+def test_decisions_against_drafts_are_counted() -> None:
+    def samples(label: str) -> dict[tuple[str, str], float]:
         found = text_string_to_metric_families(tables.text().decode())
-        return {(s.name, s.labels.get("to", "")): s.value for family in found for s in family.samples}
+        return {(s.name, s.labels.get(label, "")): s.value for family in found for s in family.samples}
 
     tables = MetricTables(())
     requests = RequestMetrics(tables, (NAME, "0"), lambda request: "suffix")
-    for crowded in (False, True, True, False):
-        requests.opened(1, Request([1]))
-        statistics = RequestStatistics(crowded=crowded)
-        requests.updated(1, 1.0, Update(1, (5,), "a", 0, finish_reason="length", statistics=statistics))
-    steps, controller = StepMetrics(tables, (NAME, "0")), Controller()
-    engine = SimpleNamespace(controller=controller, switch=None, last_step=StepTime(0.0, 1.0, 1.0))
+    for most in (None, 0, 0):
+        requests.opened(1, Request([1], max_drafts=most))
+        requests.updated(1, 1.0, Update(1, (5,), "a", 0, finish_reason="length", statistics=RequestStatistics()))
+    steps, statistics = StepMetrics(tables, (NAME, "0")), BudgetStatistics()
+    budget = SimpleNamespace(statistics=statistics, last=Forecast())
+    engine = SimpleNamespace(budget=budget, last_step=StepTime(0.0, 1.0, 1.0))
     for on, off in ((0, 1), (1, 2), (0, 1)):  # The last one is the first step of a new engine.
-        controller.statistics.switched_on, controller.statistics.switched_off = on, off
+        statistics.switched_on, statistics.switched_off, statistics.undrafted[COST] = on, off, 3 * off
         steps.step(cast(Engine, engine), 1.0)
-    found = samples()
-    assert [found["foretell:spec_switches_total", to] for to in ("off", "on")] == [1, 1]
-    assert [found["foretell:spec_controller_switches_total", to] for to in ("off", "on")] == [3, 1]
-    switch = DraftSwitch()
-    switch.switched_off = 2
-    engine.controller, engine.switch = None, switch
-    steps.step(cast(Engine, engine), 1.0)
-    assert samples()["foretell:spec_controller_switches_total", "off"] == 4
-    assert found["foretell:spec_undrafted_requests_total", ""] == 2
+    assert [samples("to")["foretell:spec_controller_switches_total", to] for to in ("off", "on")] == [3, 1]
+    found = samples("reason")
+    assert [found["foretell:spec_undrafted_steps_total", r] for r in ("cost", "load", "protected")] == [9, 0, 0]
+    assert found["foretell:spec_undrafted_requests_total", "asked"] == 2
 
 
 def test_refusals_and_waiting_requests_are_counted_by_reason() -> None:

@@ -18,13 +18,11 @@ from foretell.draft import Continuation, NoDrafter, Predictor, PromptLookup, Ret
 from foretell.draft.base import Drafter
 from foretell.engine.method import Method
 from foretell.shape import (
-    AdaptiveChain,
     BeamSearch,
     BranchingTree,
     Chain,
     DynamicTree,
     FixedTree,
-    HeuristicSchedule,
     LLMCadTree,
     RootOnly,
     Shape,
@@ -112,7 +110,7 @@ class StrictTable(Table):
         return super().expand(tree, frontier, context)
 
 
-STATEFUL = [AdaptiveChain(Chain(4), HeuristicSchedule()), LLMCadTree(6)]
+STATEFUL = [LLMCadTree(6)]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *STATEFUL], ids=lambda shape: str(shape).split(" object")[0])
@@ -129,7 +127,7 @@ def test_a_drafter_whose_tokens_are_all_forbidden_drafts_nothing_that_is_sampled
     well_formed(tree)
     assert paths(tree, 1) == paths(shape.grow(draft, together.select([1])))
     if not isinstance(shape, LLMCadTree):  # ranks by the drafter's own probabilities
-        single = isinstance(shape, Chain | AdaptiveChain) or (temperature and getattr(shape, "draw", False))
+        single = isinstance(shape, Chain) or (temperature and getattr(shape, "draw", False))
         assert not single or not paths(tree, 0)
     assert (tree.q_index[0] < 0).all()
     well_formed(shape.grow(draft, replace(together.select([0]))))

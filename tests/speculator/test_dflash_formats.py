@@ -129,8 +129,9 @@ def test_what_is_exported_reads_back(tmp_path: Path, dspark: bool) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"mask_token": None}, "no place for a learned mask vector"),
         ({"fc_norm": True}, "no place for norms of the fused states"),
+        ({"qk_norm": False}, "no place for layers without norms of queries and keys"),
+        ({"convolution": True}, "no place for a convolution over slots"),
         ({"markov_rank": 2}, "set predicts_from_anchor=true, or markov_rank=0"),
     ],
 )

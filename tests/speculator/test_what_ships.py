@@ -2,11 +2,13 @@
 and lossless.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
 import foretell
+from command import run_foretell
 from foretell.api import Model
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.speculator.checkpoint import WEIGHTS
@@ -45,3 +47,17 @@ def test_it_drafts_well_and_changes_nothing(kind: str, model: Model, plain: list
     assert [a.tokens for a in answers] == plain
     passes = sum(a.statistics.target_passes for a in answers)
     assert sum(a.statistics.new_tokens for a in answers) / passes > 1.1
+
+
+def test_the_shipped_eagle3_is_exported_as_good(model: Model, tmp_path: Path) -> None:
+    """It reads the state after the final norm, which other engines do not give; the export reads that before it."""
+    out = tmp_path / "out"
+    done = run_foretell("export", "eagle3", "--format", "speculators", "--out", out, "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27, 30]
+    passes = []
+    for drafts in ((), (out,)):
+        method = model.method("eagle3", {"num_steps": 3, "num_draft_tokens": 3}, drafts=drafts)
+        answers = model.generate(list(PROMPTS), method, max_new_tokens=64)
+        passes.append(sum(a.statistics.target_passes for a in answers))
+    assert abs(passes[1] - passes[0]) <= 0.1 * passes[0], passes

@@ -189,7 +189,8 @@ def block_logits(network: DFlash) -> torch.Tensor:
     every, slots = np.arange(n), np.arange(n, n + SIZE)
     network.read_target_states(STATES, every, layout_of(np.zeros(n), every, every, every + 1), cache)
     layout = layout_of(np.zeros(SIZE), slots, slots, np.full(SIZE, n + SIZE))
-    logits: torch.Tensor = network.compute_logits(network.draft_block(torch.tensor(TEXT[-1:]), layout, cache)[0])
+    states = network.draft_block(torch.tensor(TEXT[-1:]), layout, cache)
+    logits: torch.Tensor = network.compute_logits(network.predicting_slots(states)[0])
     return logits
 
 

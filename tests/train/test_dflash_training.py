@@ -96,6 +96,9 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
         {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"},
         pytest.param({"convolution": "1"}, marks=pytest.mark.exhaustive),
         pytest.param({"window": "6"}, marks=pytest.mark.exhaustive),
+        {"correction": "selector", "convolution": "1", "markov_rank": "0"},
+        {"correction": "domino", "markov_rank": "0"},
+        {"correction": "refiner", "markov_rank": "0", "predicts_from_anchor": "true", "candidates": "24"},
     ],
 )
 def test_a_small_set_is_learned_by_heart(options: dict[str, str]) -> None:

@@ -25,7 +25,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.objective.regression import add_uniform_noise, feature_loss
 from foretell.train.objective.unrolled import mean_loss, target_labels, top1_agreement, unrolled_loss
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, sample_positions
+from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, fused_layers, sample_positions
 from foretell.train.recipe.init_from_target import init_from_target
 from helpers import chain_tree, random_tokens, run, statistics_of, tokens_of, unchecked
 
@@ -165,7 +165,8 @@ def test_a_layer_begins_with_the_targets_state_and_blocks(kind: str) -> None:
     state = batch.features[-1]
     read = layer.hidden_norm(state) if isinstance(layer, Eagle3FirstLayer) else state
     projected = read @ layer.self_attn.qkv_proj.weight[:, -16:].T
-    wanted = block.qkv(block.attention_norm(state / network.norm.weight))
+    # EAGLE-1 reads the state after the final norm, EAGLE-3 that before it.
+    wanted = block.qkv(block.attention_norm(state / network.norm.weight if kind == "eagle" else state))
     # The norm of a state with scales and of one without differ in length, not in direction.
     assert F.cosine_similarity(projected, wanted, dim=-1).min() > 0.9999
 
@@ -234,3 +235,11 @@ def test_a_tiny_set_is_learnt_to_near_perfect_acceptance(kind: str, candidates: 
     accepted = sum(sum(s.accepted_per_position) for s in map(statistics_of, updates))
     assert accepted >= 0.9 * drafted
     assert drafted > 40
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 6, 30])
+def test_fused_layers_are_those_that_other_engines_give(layers: int) -> None:
+    """The outputs of blocks, each once, the last one among them; never the state after the final norm."""
+    fused = fused_layers(layers)
+    assert fused[-1] == layers and sorted(set(fused)) == list(fused)
+    assert layers != 30 or fused == (2, 15, 27, 30)

@@ -72,7 +72,7 @@ def test_a_claim_is_checked_with_what_was_made_and_the_page_says_how(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "option", [{"hidden_layers": "0,1,2"}, pytest.param({"own_head": "true"}, marks=pytest.mark.exhaustive)]
+    "option", [{"fc_norm": "false"}, pytest.param({"own_head": "true"}, marks=pytest.mark.exhaustive)]
 )
 def test_a_training_begins_from_nothing_where_the_installed_speculator_does_not_fit(
     option: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,14 +34,8 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.runner import Runner
 from foretell.shape import (
-    AdaptiveChain,
     Chain,
-    ConfidenceRule,
-    CostAwareTree,
-    CostAwareTrie,
     DynamicTree,
-    HeuristicSchedule,
-    PassCost,
     Shape,
     Trie,
 )
@@ -50,6 +44,8 @@ from foretell.tokenizer.codec import TextCodec
 
 _MIN_EXPANDED_NODES = 4
 """Nodes that a dynamic tree expands per level at least: enough for trees of 12 to 16 nodes."""
+LEAST_SCORE = 0.004
+"""Least score of a node of an elastic tree where nodes are free."""
 MAX_NODES = 64
 """Most nodes of a tree whose size follows the machine."""
 _NODES_PER_EXPANDED_NODE = 6
@@ -155,17 +151,14 @@ def default_exit_layer(config: ModelConfig) -> int:
 
 
 def chain(options: ChainOptions, fallback: float = 0.0) -> Shape[Predictor]:
-    """A chain with the length, confidence and schedule of the options; `fallback`: see `ChainLimits`."""
-    fixed = Chain(
+    """A chain with the length, confidence and schedule of the options; `fallback`: see `Chain`."""
+    return Chain(
         options.num_speculative_tokens,
         draw=options.draft_sample_method != "greedy",
         confidence=options.confidence_threshold,
         fallback=fallback,
+        adaptive=options.num_assistant_tokens_schedule == "adaptive",
     )
-    if options.num_assistant_tokens_schedule == "constant":
-        return fixed
-    heuristic = options.num_assistant_tokens_schedule == "heuristic"
-    return AdaptiveChain(fixed, HeuristicSchedule() if heuristic else ConfidenceRule())
 
 
 _REJECTION: Mapping[str, type[Acceptor]] = {
@@ -189,13 +182,13 @@ def trie(options: TrieOptions) -> Trie:
     return Trie(options.num_speculative_tokens, options.confidence_threshold)
 
 
-def cost_aware_tree(options: BeamOptions, depth: int) -> Shape[Predictor]:
+def elastic_tree(options: BeamOptions, depth: int) -> Shape[Predictor]:
     """EAGLE-2's tree of this depth; as large as pays, unless an option sets its number of nodes or their least
     confidence.
     """
     if options.is_set("num_draft_tokens") or options.is_set("confidence_threshold"):
         return dynamic_tree(options, depth)
-    return CostAwareTree(depth, options.eagle_topk or _MIN_EXPANDED_NODES, MAX_NODES)
+    return DynamicTree(depth, options.eagle_topk or _MIN_EXPANDED_NODES, MAX_NODES, LEAST_SCORE, elastic=True)
 
 
 def dynamic_tree(options: BeamOptions, depth: int) -> DynamicTree:
@@ -220,6 +213,6 @@ def text_retrievers(context: BuildContext) -> CombinedRetriever:
     return CombinedRetriever([SuffixRetriever(context.references), TokenRecycling(context.vocab)])
 
 
-def cost_aware_trie(options: HybridOptions) -> CostAwareTrie:
-    """A trie whose size maximizes the expected tokens per second."""
-    return CostAwareTrie(options.num_draft_tokens, PassCost(options.pass_cost))
+def elastic_trie(options: HybridOptions) -> Trie:
+    """A trie of at most so many nodes, of which the engine's budget chooses those that pay."""
+    return Trie(options.num_draft_tokens, elastic=True)

@@ -1,7 +1,7 @@
 """Methods that draft autoregressively on the target's hidden states: EAGLE, and the multi-stage MLP speculator."""
 
 from foretell.accept import Acceptor, Match
-from foretell.catalogue.build_context import BuildContext, cost_aware_tree, rejection, require_network, sorted_paths
+from foretell.catalogue.build_context import BuildContext, elastic_tree, rejection, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.feature_level import (
     BeamSearchOptions,
@@ -22,7 +22,7 @@ from foretell.draft import (
     ReDrafterDrafter,
 )
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import BeamSearch, Chain, CostAwareTree, FixedTree, Shape, optimal_tree
+from foretell.shape import BeamSearch, Chain, DynamicTree, FixedTree, Shape, optimal_tree
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
@@ -105,7 +105,7 @@ def feature_method(drafter: EagleDrafter, options: EagleTreeOptions) -> AnyMetho
         shape = _fixed(nodes, None, None, depth, draw) if given else FixedTree(_EAGLE1_TREE, draw)
     else:
         grown = _DEFAULT_DEPTH + nodes // _NODES_PER_EXTRA_LEVEL if given else _MAX_LEVELS
-        shape = cost_aware_tree(options, options.num_steps or grown)
+        shape = elastic_tree(options, options.num_steps or grown)
     return _method(drafter, shape, rejection(options, options.draft_sample_method))
 
 
@@ -167,7 +167,7 @@ def method_of_levels(
     if is_fixed:
         shape = _fixed(nodes, options.acceptance, options.speculative_tree, depth, draw)
     else:
-        shape = Chain(length, draw, _chain_confidence(options)) if is_chain else cost_aware_tree(options, depth)
+        shape = Chain(length, draw, _chain_confidence(options)) if is_chain else elastic_tree(options, depth)
     return _method(drafter, shape, rejection(options, options.draft_sample_method))
 
 
@@ -234,7 +234,7 @@ ENTRIES = (
         when_to_use="where an EAGLE speculator exists for the target.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=EagleDrafter,
-        shape=CostAwareTree,
+        shape=DynamicTree,
         acceptor=Match,
         builder=eagle2,
         reads=("speculators",),
@@ -259,7 +259,7 @@ ENTRIES = (
             ),
         ),
         drafter=EagleDrafter,
-        shape=CostAwareTree,
+        shape=DynamicTree,
         acceptor=Match,
         builder=eagle3,
         reads=("speculators",),
@@ -277,7 +277,7 @@ ENTRIES = (
         when_to_use="where the checkpoint has such a layer: it was trained with the model.",
         papers=(Paper("DeepSeek-V3 Technical Report", "2412.19437"),),
         drafter=MTPDrafter,
-        shape=CostAwareTree,
+        shape=DynamicTree,
         acceptor=Match,
         builder=mtp,
         options=EagleTreeOptions,
@@ -297,7 +297,7 @@ ENTRIES = (
         ),
         papers=(Paper("Accelerating Production LLMs with Combined Token/Embedding Speculators", "2404.19124"),),
         drafter=MLPSpeculatorDrafter,
-        shape=CostAwareTree,
+        shape=DynamicTree,
         acceptor=Match,
         builder=mlp_speculator,
         reads=("speculators",),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretell.accept import Match
-from foretell.catalogue.build_context import BuildContext, cost_aware_trie, early_exit_draft, text_retrievers
+from foretell.catalogue.build_context import BuildContext, early_exit_draft, elastic_trie, text_retrievers
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.exits import draft_heads
 from foretell.catalogue.feature_level import eagle_method, mlp_speculator_method
@@ -27,7 +27,7 @@ from foretell.catalogue.speculators import (
 )
 from foretell.draft import EarlyExitDrafter, HybridDrafter, Predictor, Retriever, SuffixRetriever
 from foretell.engine.method import AnyMethod, Method
-from foretell.shape import Chain, RetrievalOrModel, Shape
+from foretell.shape import Chain, HybridTree, Shape
 from foretell.speculator.installed import find_installed
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.exits import Exits
@@ -121,7 +121,7 @@ def _retrieval_or_model(
 ) -> AnyMethod:
     return Method(
         HybridDrafter(retriever, draft),
-        RetrievalOrModel(cost_aware_trie(options), tree),
+        HybridTree(elastic_trie(options), tree),
         Match(),
         drafter_label=f"retrieval, and beside it {label}",
     )
@@ -161,7 +161,7 @@ ENTRIES = (
             Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),
         ),
         drafter=HybridDrafter,
-        shape=RetrievalOrModel,
+        shape=HybridTree,
         acceptor=Match,
         builder=hybrid_model,
         reads=("drafts", "speculators", "references"),
@@ -179,7 +179,7 @@ ENTRIES = (
         when_to_use="when you do not want to choose.",
         papers=(Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666"),),
         drafter=HybridDrafter,
-        shape=RetrievalOrModel,
+        shape=HybridTree,
         acceptor=Match,
         builder=auto,
         reads=("drafts", "speculators", "references"),

@@ -10,7 +10,7 @@ from foretell.draft import DFlashDrafter, PardDrafter, PEagleDrafter
 from foretell.engine.method import AnyMethod
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.runner import Runner
-from foretell.shape import CostAwareTree
+from foretell.shape import DynamicTree
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
 from foretell.speculator.network.pack import pack_network
@@ -110,7 +110,7 @@ ENTRIES = (
             Paper("Accelerating Speculative Decoding with Block Diffusion Draft Trees", "2604.12989"),
         ),
         drafter=DFlashDrafter,
-        shape=CostAwareTree,
+        shape=DynamicTree,
         acceptor=Match,
         builder=dflash,
         reads=("speculators",),
@@ -128,7 +128,7 @@ ENTRIES = (
         when_to_use="where EAGLE's passes, one per level, are what limits the depth of its drafts.",
         papers=(Paper("P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", "2602.01469"),),
         drafter=PEagleDrafter,
-        shape=CostAwareTree,
+        shape=DynamicTree,
         acceptor=Match,
         builder=p_eagle,
         reads=("speculators",),
@@ -146,7 +146,7 @@ ENTRIES = (
         when_to_use="in place of `draft_model`, where its passes, one per token, are what limits the length of drafts.",
         papers=(Paper("PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation", "2504.18583"),),
         drafter=PardDrafter,
-        shape=CostAwareTree,
+        shape=DynamicTree,
         acceptor=Match,
         builder=pard,
         reads=("drafts", "speculators"),

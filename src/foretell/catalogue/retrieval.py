@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from foretell.accept import Match
-from foretell.catalogue.build_context import BuildContext, cost_aware_trie, require_network, text_retrievers, trie
+from foretell.catalogue.build_context import BuildContext, elastic_trie, require_network, text_retrievers, trie
 from foretell.catalogue.entry import Entry, Paper
 from foretell.catalogue.options.retrieval import (
     LlmaOptions,
@@ -27,7 +27,7 @@ from foretell.draft.phrases import encode_documents
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.retrieval.datastore import Datastore, open_datastore
-from foretell.shape import CostAwareTrie, Trie
+from foretell.shape import Trie
 
 
 def ngram(context: BuildContext, options: NgramOptions) -> AnyMethod:
@@ -73,7 +73,7 @@ def sam_recycling(context: BuildContext, options: SamRecyclingOptions) -> AnyMet
 
 def hybrid(context: BuildContext, options: HybridOptions) -> AnyMethod:
     """Suffix matches and token recycling, in a trie of the most profitable size."""
-    return Method(text_retrievers(context), cost_aware_trie(options), Match())
+    return Method(text_retrievers(context), elastic_trie(options), Match())
 
 
 def rest(context: BuildContext, options: RestOptions) -> AnyMethod:
@@ -255,7 +255,7 @@ ENTRIES = (
         when_to_use="when you do not want to choose: it nearly always gains a little and hardly ever loses.",
         papers=(_SAM_DECODING, _TOKEN_RECYCLING),
         drafter=CombinedRetriever,
-        shape=CostAwareTrie,
+        shape=Trie,
         acceptor=Match,
         builder=hybrid,
         reads=("references",),

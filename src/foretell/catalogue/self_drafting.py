@@ -5,6 +5,7 @@ from pathlib import Path
 
 from foretell.accept import Match, Rejection
 from foretell.catalogue.build_context import (
+    LEAST_SCORE,
     MAX_NODES,
     BuildContext,
     chain,
@@ -30,7 +31,7 @@ from foretell.model.offload.influence import measure_influence
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import supports_spans
 from foretell.model.run.skip import default_skip, read_skip
-from foretell.shape import AdaptiveChain, Chain, ConfidenceRule, CostAwareTree, DynamicTree, Shape
+from foretell.shape import Chain, DynamicTree, Shape
 
 
 def layer_skip(context: BuildContext, options: LayerSkipOptions) -> AnyMethod:
@@ -71,23 +72,24 @@ def _exit_tree(options: LayerSkipOptions) -> Shape[Predictor]:
     """The tree of an exit's most probable tokens: of a fixed size, or as large as pays."""
     depth, width = options.num_speculative_tokens, options.eagle_topk or 1
     if options.num_draft_tokens is None:
-        return CostAwareTree(depth, width, MAX_NODES)
+        return DynamicTree(depth, width, MAX_NODES, LEAST_SCORE, elastic=True)
     return DynamicTree(depth, width, options.num_draft_tokens)
 
 
 def self_speculative(context: BuildContext, options: SelfSpeculativeOptions) -> AnyMethod:
     """Draft & Verify: the target without some sub-layers drafts."""
     network = require_network(context)
-    layers, model = network.config.layers, context.checkpoint.fingerprint() if context.checkpoint else ""
+    layers, model = network.config.layers, context.checkpoint.base_fingerprint() if context.checkpoint else ""
     skip = read_skip(Path(options.skip_set), model, layers) if options.skip_set else default_skip(layers)
     longest = Chain(
         options.num_speculative_tokens,
         draw=options.draft_sample_method != "greedy",
         confidence=options.confidence_threshold,
+        adaptive=True,
     )
     return Method(
         DraftModel(DecoderRunner(network.without_sublayers(skip))),
-        AdaptiveChain(longest, ConfidenceRule()),
+        longest,
         rejection(options, options.draft_sample_method),
     )
 
@@ -177,7 +179,7 @@ ENTRIES = (
             ),
         ),
         drafter=DraftModel,
-        shape=AdaptiveChain,
+        shape=Chain,
         acceptor=Rejection,
         builder=self_speculative,
         options=SelfSpeculativeOptions,

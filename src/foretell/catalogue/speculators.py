@@ -46,7 +46,8 @@ def read_speculator(context: BuildContext, folder: Path) -> Speculator:
     Raises:
         ValueError: it is damaged or for another target, or transformers runs the target.
     """
-    key = folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in folder.iterdir()))
+    files = [folder] if folder.is_file() else folder.iterdir()
+    key = folder.resolve(), tuple(sorted(path.stat().st_mtime_ns for path in files))
     if key not in context.known_speculators:
         speculator = load_speculator(folder, target_card(context), embedding_and_head(context))
         context.known_speculators[key] = speculator.eval().requires_grad_(False)
@@ -60,7 +61,7 @@ def target_card(context: BuildContext) -> TargetInfo:
         ValueError: transformers runs the target.
     """
     c = require_network(context).config
-    fingerprint = context.checkpoint.fingerprint() if context.checkpoint else ""
+    fingerprint = context.checkpoint.base_fingerprint() if context.checkpoint else ""
     return TargetInfo(name=c.architecture, fingerprint=fingerprint, hidden=c.hidden, vocab=c.vocab, layers=c.layers)
 
 
@@ -104,7 +105,7 @@ def require_draft_models(context: BuildContext) -> tuple[Runner, ...]:
     """
     models = find_draft_models(context)
     if not models:
-        fingerprint = context.checkpoint.fingerprint() if context.checkpoint else ""
+        fingerprint = context.checkpoint.base_fingerprint() if context.checkpoint else ""
         raise ValueError(
             f"this method needs a draft model: {install_hint(DRAFT_MODEL, fingerprint)}; layer_skip needs none"
         )

@@ -1,20 +1,31 @@
 """`foretell export`: write a trained speculator for other engines."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import torch
 import typer
 
+from foretell.api import Model
 from foretell.cli import options
 from foretell.cli.setup import spinner
+from foretell.core.tree import root_tree
 from foretell.load import load
-from foretell.model.load.reference import DEFAULT_MODEL
+from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.speculator.export import export as write
 from foretell.speculator.export import find_exports
 from foretell.speculator.formats.base import Verifier
 from foretell.utils.paths import require_empty
+from foretell.verify.prompts import PROMPTS
 
 app = typer.Typer(pretty_exceptions_enable=False)
+_ANSWER = 48
+"""Tokens of the answers along which hidden states are read."""
+_FIRST = 4
+"""Positions before this one are left out: their states are many times as large as others (arXiv 2309.17453)."""
 _ON_THE_HUB = {DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
@@ -26,7 +37,7 @@ def export(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="speculators, eagle3, eagle, dflash, vllm-medusa, vllm-mlp, redrafter or hf.",
+            help="speculators, eagle3, eagle, dflash, gguf, vllm-medusa, vllm-mlp, redrafter or hf.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write, new or empty.")],
@@ -39,13 +50,28 @@ def export(
 ) -> None:
     """Write a trained speculator as vLLM, SGLang and the speculators library read it.
 
-    speculators is for EAGLE-3 and P-EAGLE, eagle3 for EAGLE-3, eagle for EAGLE-1 and 2, hf for draft models and PARD;
-    see docs/formats.md.
+    speculators is for EAGLE-3, P-EAGLE and DFlash, eagle3 for EAGLE-3, gguf for EAGLE-3 and DFlash in llama.cpp, eagle
+    for EAGLE-1 and 2, hf for draft models and PARD; see docs/formats.md.
     """
     find_exports(format_name)
     require_empty(out)
     with spinner(f"loading {model}"):
         target = load(model, dtype)
         network = target.speculator(speculator)
-    write(network, Verifier(verifier or _ON_THE_HUB.get(model, model), target.config, target.codec), format_name, out)
+    name = verifier or _ON_THE_HUB.get(model, model)
+    path, states = resolve_reference(model), partial(_states, target)
+    about = Verifier(name, target.config, target.codec, states, path if path.is_file() else None)
+    write(network, about, format_name, out)
     typer.echo(f"{out}: {network.kind} speculator in the format {format_name}")
+
+
+@torch.inference_mode()
+def _states(model: Model, layers: Sequence[int]) -> list[torch.Tensor]:
+    """The target's hidden states of these layers along its answers to the prompts of `foretell verify`."""
+    parts = []
+    for prompt, answer in zip(PROMPTS, model.generate(PROMPTS, max_new_tokens=_ANSWER), strict=True):
+        tokens = [*model.tokens(prompt), *answer.tokens]
+        tree = root_tree([tokens[-1]]).with_prefix([tokens])
+        output = model.runner().forward([0], tree, scored=np.zeros_like(tree.valid), hidden_layers=layers)
+        parts.append([state[_FIRST:].float() for state in output.hidden_states])
+    return [torch.cat(part) for part in zip(*parts, strict=True)]

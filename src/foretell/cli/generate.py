@@ -57,6 +57,7 @@ def generate(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    lora: options.Lora = None,
     pre_tokenizer: options.PreTokenizer = None,
     chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -125,6 +126,7 @@ def generate(
         sparsity,
         pre_tokenizer=pre_tokenizer,
         chat_template_date=chat_template_date,
+        lora=lora,
     )
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, target_options)
     if image:
@@ -243,13 +245,11 @@ def run(
     from foretell.cli.drafter_check import checked
     from foretell.cli.interrupt import Interrupt
     from foretell.cli.show import AnswerWriter, DraftHighlighter, print_status, summary_line
-    from foretell.engine.controller import Controller
 
     rows = rows if plan is not None else min(rows, len(specs))
     # A method decodes a single request with its own estimates.
-    controller = Controller() if rows > 1 else None
     decoder = checked(setup, setup.shared_method(method))
-    engine = setup.model.engine(decoder, rows, plan is not None, controller=controller)
+    engine = setup.model.engine(decoder, rows, plan is not None, every_method=True)
     writer = AnswerWriter(DraftHighlighter(setup.model.codec.detokenizer())) if output.stream else None
     batch = Batch(setup, engine, output.logprobs, writer, output.prompt_logprobs, plan)
     setup.inputs.require_used(batch.inputs(prompt for _, prompt in specs))

@@ -1,5 +1,6 @@
 """Loads the models and parses the method that a command line names."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from foretell.api import Model, named_inputs
 from foretell.catalogue import DEFAULT_METHOD, find
 from foretell.catalogue.config import SpeculativeConfig
 from foretell.catalogue.inputs import NamedInputs
-from foretell.cli.expected_pass import expected_pass
+from foretell.cli.pass_times import kept_pass_times
 from foretell.engine.method import AnyMethod
 from foretell.load import PLAIN_TARGET, TargetOptions, load_draft
 
@@ -137,9 +138,19 @@ def load_models(
     texts = tuple(read_text(path) for path in references or ())
     with spinner(f"loading {model}"):
         target = target_options.load(model, dtype, device, None if memory_limit is None else memory_limit << 20)
-        target.expected_pass = expected_pass(target) if device == "cpu" else None
+        target.pass_times = kept_pass_times(target, device)
         drafts = tuple(load_draft(d, dtype, device) for d in selection.drafts)
+    freeze_garbage_collector()
     return ModelSetup(target, selection.config, drafts, texts)
+
+
+def freeze_garbage_collector() -> None:
+    """Let the collector pass over the objects that are alive now, those of modules and models, which stay: it visits
+    all of them again and again while tokens are decoded. Only the first call of a process does this.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def read_text(path: Path) -> str:

@@ -20,6 +20,7 @@ API_KEY_VARIABLE = "FORETELL_API_KEY"
 BARS, HISTORY = "▁▂▃▄▅▆▇█", 60
 MILLISECONDS = 1000.0
 PERCENTILES = (0.5, 0.95)
+EXPECTED = "spec_expected_tokens_total"
 PHASES = ("draft", "verify", "sample", "host")
 
 
@@ -66,6 +67,13 @@ class View:
         gain = interval.ratio("spec_plain_seconds_total", "spec_decode_seconds_total")
         predicted = after.total("spec_predicted_speedup")
         yield "speed-up", f"{_number(gain)} over plain decoding, {_number(predicted)} predicted lately"
+        budget, obtained = (
+            after.total("spec_drafts_per_request"),
+            interval.ratio("spec_obtained_tokens_total", EXPECTED),
+        )
+        yield "budget", f"{budget:.1f} drafts per request and step, {_percent(obtained)} of the tokens expected"
+        undrafted = after.by_label("spec_undrafted_steps_total", "reason").items()
+        yield "not drafted", ", ".join(f"{count:.0f} {reason}" for reason, count in undrafted if count) or "none yet"
         means = [f"{phase} {_ms(interval.mean('step_seconds', phase=phase))}" for phase in PHASES]
         yield "step", ", ".join(means)
         checks = after.by_label("shadow_checks_total", "result")

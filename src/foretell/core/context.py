@@ -84,8 +84,10 @@ class Context:
     """Which tokens may follow, per request; empty: no request has rules."""
     max_drafts: tuple[int | None, ...] = ()
     """Greatest number of drafted tokens per request; None: no limit. Empty: no limit for any."""
-    other_rows: int = 0
-    """Requests of other methods that decode in the same pass."""
+    least_score: float = 0.0
+    """Least score of a draft that is worth its place in the pass."""
+    least_expanded: float = 0.0
+    """Least score of a draft below which further ones are worth drafting."""
     origins: DraftOrigins | None = None
     """Where the parts of a method record what they draft; None: no request asks."""
     cache_salts: tuple[str, ...] = ()
@@ -97,11 +99,6 @@ class Context:
     def last_tokens(self) -> list[int]:
         """The last token of every sequence: the roots of the drafts."""
         return [t.last_token for t in self.sequences]
-
-    @property
-    def pass_rows(self) -> int:
-        """Requests that decode in the same pass, those of other methods included: its tokens without any drafts."""
-        return len(self.rows) + self.other_rows
 
     def limited(self, max_depth: Int[np.ndarray, " b"], coupled: bool) -> "Context":
         """The same requests with other greatest depths, for an acceptor that is `coupled` or not; no drafts lie deeper
@@ -125,7 +122,8 @@ class Context:
             coupled=self.coupled,
             rules=tuple(self.rules[i] for i in indices) if self.rules else (),
             max_drafts=tuple(self.max_drafts[i] for i in indices) if self.max_drafts else (),
-            other_rows=self.other_rows,
+            least_score=self.least_score,
+            least_expanded=self.least_expanded,
             origins=self.origins,
             cache_salts=tuple(self.cache_salts[i] for i in indices) if self.cache_salts else (),
             kept=self.kept,
@@ -192,10 +190,6 @@ class StepResult:
     new_tokens: tuple[tuple[int, ...], ...]
     start_positions: tuple[int, ...]
     """Tokens of each sequence that were in the target's cache before the step: the position of node 0."""
-    draft_seconds: float = 0.0
-    """Time spent on drafting."""
-    pass_seconds: float = 0.0
-    """Time spent on the target's pass, acceptance and the cache update, for the requests of all methods together."""
     drafting: bool = True
     """False: the method is not asked for drafts for now, so what only its next drafts need may be left out."""
     all_methods: "StepResult | None" = None
@@ -203,11 +197,11 @@ class StepResult:
 
     @property
     def whole(self) -> "StepResult":
-        """The step of the requests of all methods: what `pass_seconds` were spent on."""
+        """The step of the requests of all methods."""
         return self if self.all_methods is None else self.all_methods
 
-    def select(self, indices: Sequence[int], draft_seconds: float) -> "StepResult":
-        """The part of these requests, in this order, for which drafting took `draft_seconds`."""
+    def select(self, indices: Sequence[int]) -> "StepResult":
+        """The part of these requests, in this order."""
         if tuple(indices) == tuple(range(len(self.paths))):
             return self
         rows = np.array(indices, np.int64)
@@ -224,7 +218,6 @@ class StepResult:
             paths=tuple(self.paths[i] for i in indices),
             new_tokens=tuple(self.new_tokens[i] for i in indices),
             start_positions=tuple(self.start_positions[i] for i in indices),
-            draft_seconds=draft_seconds,
             all_methods=self.whole,
         )
 

@@ -12,6 +12,7 @@ from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees
+from foretell.speculator.network.corrections import Blocks, Nodes
 from foretell.speculator.network.dflash import DFlash
 
 
@@ -44,24 +45,22 @@ class DFlashDrafter(BlockPredictor):
         self.network.native.grow_dynamic_trees(root, *states, counts, trees, self._cache)
 
     @torch.inference_mode()
-    def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
+    def _read_pending(
+        self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
+    ) -> Float[torch.Tensor, "t d"]:
+        """Read the next positions of some rows; returns their features."""
         layout = self._reserve_pending(rows, counts)
         _, states = self._pending(rows, texts, counts)
-        self.network.read_target_states(*states, layout, self._cache)
+        return self.network.read_target_states(*states, layout, self._cache)
 
-    def _draft(
-        self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]
-    ) -> Float[torch.Tensor, "n p d"]:
+    def _draft(self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]) -> Blocks:
         counts = [self._prefixes[row].pending_count for row in rows]
-        if sum(counts):
-            self._read_pending(rows, texts, counts)
-        return self.network.draft_block(anchor, self._block_layout(rows), self._cache)
+        feature = self._read_pending(rows, texts, counts)[np.cumsum(counts) - 1]
+        return self.network.predict(self.network.draft_block(anchor, self._block_layout(rows), self._cache), feature)
 
-    def _scores_after(
-        self, block: Int[torch.Tensor, " k"], slot: Int[torch.Tensor, " k"], before: Int[torch.Tensor, " k"]
-    ) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, " k"] | None]:
-        logits = self.network.add_markov_bias(self._logits[block, slot], before)
-        return logits, self.network.confidence_logits(self._states[block, slot], before)
+    def _scores_after(self, nodes: Nodes) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, " k"] | None]:
+        confidence = self.network.confidence_logits(self._blocks.state_at(nodes), nodes.token)
+        return self.network.logits_after(self._blocks, nodes), confidence
 
     def _block_layout(self, rows: Sequence[int]) -> Layout:
         """The layout of a block after the positions of every row: its slots see these and each other."""

@@ -4,7 +4,7 @@ from foretell.draft.base import CompositeDrafter, Predictor, Retriever
 
 
 class HybridDrafter(CompositeDrafter):
-    """A retriever and a predictor; a shape such as `RetrievalOrModel` decides per request and step which one drafts.
+    """A retriever and a predictor; `HybridTree` offers the drafts of both.
 
     The predictor reads the tokens of steps in which it did not draft before its next draft.
     """

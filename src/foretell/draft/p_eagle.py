@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from foretell.core.context import TokenBuffer
 from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
+from foretell.speculator.network.corrections import Blocks
 from foretell.speculator.network.p_eagle import PEagle
 
 
@@ -43,9 +44,7 @@ class PEagleDrafter(BlockPredictor):
         token, states = self._pending(rows, texts, counts)
         self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
-    def _draft(
-        self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]
-    ) -> Float[torch.Tensor, "n p d"]:
+    def _draft(self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]) -> Blocks:
         counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.slots
         layout = self._reserve_pending(rows, [count + masks for count in counts])
         token, states = self._pending(rows, texts, counts)
@@ -53,7 +52,8 @@ class PEagleDrafter(BlockPredictor):
         index = torch.from_numpy(states.place).to(states.hidden_states[0].device)
         features = torch.cat([state[index] for state in states.hidden_states], -1)
         out = self.network.draft(torch.from_numpy(token), features, len(rows), order, layout, self._cache)
-        return self.network.head_input(out[last])
+        states = self.network.head_input(out[last])
+        return Blocks(states, self.network.compute_logits(states), states[:, 0])
 
 
 def _order(counts: Sequence[int], masks: int) -> tuple[Int[torch.Tensor, " u"], Int[torch.Tensor, "n p"]]:

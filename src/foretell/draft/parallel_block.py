@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,30 +12,12 @@ from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import TopTokens, top_tokens
-from foretell.draft.cached_states import CachedStatesNetwork, CachedStatesPredictor
+from foretell.draft.cached_states import CachedStatesPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
-
-
-class BlockNetwork(CachedStatesNetwork, Protocol):
-    """What such a drafter needs of its network."""
-
-    token_of: torch.Tensor | None
-
-    @property
-    def native(self) -> object | None: ...  # noqa: D102
-    @property
-    def slots(self) -> int: ...  # noqa: D102
-    @property
-    def depth(self) -> int: ...  # noqa: D102
-    @property
-    def hidden(self) -> int: ...  # noqa: D102
-    @property
-    def outputs(self) -> int: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-    def compute_logits(self, x: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
-    def to_target_vocab(self, logits: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+from foretell.speculator.network.corrections import Blocks, Nodes
+from foretell.speculator.network.dflash import DFlash
+from foretell.speculator.network.p_eagle import PEagle
 
 
 class BlockPredictor(CachedStatesPredictor):
@@ -44,24 +25,18 @@ class BlockPredictor(CachedStatesPredictor):
     share the distribution of their place (trees from such distributions: arXiv 2604.12989).
     """
 
-    def __init__(self, network: BlockNetwork, max_pending: int = 32) -> None:
+    def __init__(self, network: DFlash | PEagle, max_pending: int = 32) -> None:
         super().__init__(network, max_pending)
         self._network = network
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._block: Int[np.ndarray, " b"] = np.zeros(0, np.int64)
         """The block of every request, -1: none."""
-        self._states = torch.zeros(0, 0, 0)
-        """Inputs of the output head at the predicting slots of every block, [n p d]."""
-        self._logits = torch.zeros(0, 0, 0)
-        """Their logits over the draft vocabulary."""
+        self._blocks = Blocks(torch.zeros(0, 0, 0), torch.zeros(0, 0, 0), torch.zeros(0, 0))
+        """What the last pass predicted, over the draft vocabulary."""
 
     @abstractmethod
-    def _draft(
-        self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]
-    ) -> Float[torch.Tensor, "n p d"]:
-        """Read the pending positions of some rows, and draft a block for each from its last token `anchor`: the inputs
-        of the output head.
-        """
+    def _draft(self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]) -> Blocks:
+        """Read the pending positions of some rows, and draft a block for each from its last token `anchor`."""
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """At most the number of tokens that a block predicts."""
@@ -139,20 +114,14 @@ class BlockPredictor(CachedStatesPredictor):
         batch_row, node = np.nonzero(wanted)[0], frontier[wanted]
         logit_index = np.full(tree.token.shape, -1, np.int64)
         logit_index[batch_row, node] = np.arange(len(node))
-        device = self._logits.device
-        block, slot, before = (
-            torch.from_numpy(part).to(device)
-            for part in (self._block[batch_row], depth[wanted], tree.token[batch_row, node])
-        )
-        return *self._scores_after(block, slot, before), logit_index
+        path = _paths(tree, batch_row, node, depth[wanted], context)
+        device, slot = self._blocks.logits.device, torch.from_numpy(depth[wanted])
+        block, text = torch.from_numpy(self._block[batch_row]), torch.from_numpy(path)
+        return *self._scores_after(Nodes(block.to(device), slot.to(device), text.to(device))), logit_index
 
-    def _scores_after(
-        self, block: Int[torch.Tensor, " k"], slot: Int[torch.Tensor, " k"], before: Int[torch.Tensor, " k"]
-    ) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, " k"] | None]:
-        """Logits at some slots of the blocks after the tokens `before`, and those of the confidence, if there is
-        one.
-        """
-        return self._logits[block, slot], None
+    def _scores_after(self, nodes: Nodes) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, " k"] | None]:
+        """Logits after some nodes, and those of the confidence, if there is one."""
+        return self._blocks.logits_at(nodes), None
 
     def _draft_blocks(self, context: Context) -> None:
         """Draft a block for every request that may have drafts."""
@@ -161,10 +130,28 @@ class BlockPredictor(CachedStatesPredictor):
         self._block[which] = np.arange(len(which))
         rows = [context.rows[i] for i in which.tolist()]
         if not rows:
-            self._states = self._cache.k.new_zeros(0, network.depth, network.hidden, dtype=network.dtype)
-            self._logits = self._cache.k.new_zeros(0, network.depth, network.outputs)
+            empty = torch.zeros(0, network.depth, network.hidden)
+            self._blocks = Blocks(empty, torch.zeros(0, network.depth, network.outputs), empty[:, 0])
             return
         self._count_pending(rows, context)
         anchor = torch.tensor([context.last_tokens[i] for i in which.tolist()])
-        self._states = self._draft(rows, [context.sequences[i] for i in which.tolist()], anchor)
-        self._logits = network.compute_logits(self._states)
+        self._blocks = self._draft(rows, [context.sequences[i] for i in which.tolist()], anchor)
+
+
+def _paths(
+    tree: TokenTree,
+    batch_row: Int[np.ndarray, " k"],
+    node: Int[np.ndarray, " k"],
+    depth: Int[np.ndarray, " k"],
+    context: Context,
+) -> Int[np.ndarray, "k t"]:
+    """For every node the token before the root, and those from the root to the node, then zeros."""
+    path = np.zeros((len(node), int(depth.max(initial=0)) + 2), np.int64)
+    if len(node):
+        path[:, 0] = np.array([text.tokens[-2:][0] for text in context.sequences])[batch_row]
+    at = node.copy()
+    for level in range(path.shape[1] - 2, -1, -1):
+        here = depth >= level
+        path[here, level + 1] = tree.token[batch_row[here], at[here]]
+        at[here] = tree.parent[batch_row[here], at[here]]
+    return path

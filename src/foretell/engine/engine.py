@@ -8,14 +8,11 @@ from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from foretell.accept import Match
 from foretell.core.context import StepResult
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
-from foretell.engine.controller import LATE_WEIGHT, Controller, StepLoad
-from foretell.engine.draft_switch import DraftSwitch
+from foretell.engine.budget import Budget, StepLoad
 from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.live_request import LiveRequest
 from foretell.engine.method import AnyMethod, BoundMethod, Method
@@ -25,6 +22,7 @@ from foretell.engine.rows import RowPool
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
+from foretell.engine.tuning import NEAR_STEPS
 from foretell.model.cache.block_table import OutOfBlocksError
 from foretell.model.run.runner import LimitsCache, Runner, free_tokens, offered, required
 from foretell.shape.base import RootOnly
@@ -32,12 +30,8 @@ from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode
 
 _log = logging.getLogger(__name__)
-_NEAR_STEPS = 32
-"""Steps before its deadline from which on a request counts as late for the controller."""
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 """Decodes the requests that allow no drafts."""
-_FORCED: AnyMethod = Method(NoDrafter(drafts_forced=True), RootOnly(), Match())
-"""Decodes the requests with a constraint while others are decoded plainly: what is forced is accepted nearly always."""
 
 
 class Engine:
@@ -49,13 +43,9 @@ class Engine:
     the longest prefix of its prompt that the cache holds of a finished or running request; a prompt that begins as one
     that is being read waits for it. `cache_bytes`: greatest size of the target's key-value cache (None: any); where it
     is full, the oldest ended requests are forgotten, then the least urgent running request waits and reads its tokens
-    again later. `controller` chooses the drafts of every step by expected tokens per second; None: each method by
-    itself. `disable_by_batch_size`: a request of the engine's own method that finds so many others waiting or running
-    is decoded plainly, if the method keeps the text of a seed (None: never). `switch` decides in every step whether the
-    engine's own method drafts, under the same condition (None: it always does). `itl_target`: seconds between two
-    tokens of an answer that chunks of prompts leave room for (None: chunks are always as large as `chunk`). `clock`
-    gives seconds. `expected_pass`: seconds of a pass by its number of tokens, with which methods and controller begin;
-    what is measured corrects them (None: nothing is known).
+    again later. `budget` chooses the drafts of every step by expected tokens per second (None: of methods with an
+    elastic shape alone; others draft in full). `itl_target`: seconds between two tokens of an answer that chunks of
+    prompts leave room for (None: chunks are always as large as `chunk`). `clock` gives seconds.
 
     A request whose step raises an exception ends with `finish_reason` `error`; the others go on.
 
@@ -74,22 +64,14 @@ class Engine:
         prefix_caching: bool = False,
         cache_bytes: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        controller: Controller | None = None,
+        budget: Budget | None = None,
         itl_target: float | None = None,
-        disable_by_batch_size: int | None = None,
-        switch: DraftSwitch | None = None,
-        expected_pass: Mapping[int, float] | None = None,
     ) -> None:
         if rows < 1 or chunk < 1:
             raise ValueError(f"an engine needs rows and chunk of at least 1, found {rows} and {chunk}")
         self.runner, self.method = runner, method
         self._detokenizer, self._clock = detokenizer, clock
-        self.controller = controller
-        self._disable_by_batch_size, self._expected_pass = disable_by_batch_size, expected_pass
-        if controller is not None and expected_pass is not None:
-            controller.cost.expect(expected_pass)
-        can_switch = method.accept.same_seed and not isinstance(method.draft, NoDrafter)
-        self.switch = switch if can_switch else None
+        self.budget = Budget(every_method=False) if budget is None else budget
         if cache_bytes is not None:
             required(runner, LimitsCache, "cache_bytes limits the key-value cache").limit_cache(cache_bytes)
         self._cache_tokens = free_tokens(runner) or rows * runner.context
@@ -104,7 +86,7 @@ class Engine:
         """Times of the last step that ran."""
         self._methods: WeakValueDictionary[int, BoundMethod] = WeakValueDictionary()
         """The methods of requests and of rows that keep their tokens, by id of the method."""
-        self._own_method = self._bind(method)
+        self._bind(method)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number.
@@ -117,28 +99,14 @@ class Engine:
         validate_request(request, self.runner.vocab, self.runner.context)
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
-        crowded = request.method is None and self._is_crowded
-        method = self._bind(self._method_of(request, crowded))
+        method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
         detokenizer = self._new_detokenizer(request)
         live = LiveRequest(self._last_number + 1, request, method, detokenizer, self.runner.context)
         method.requests += 1
         self._last_number += 1
-        live.submitted_at, live.statistics.crowded = self._clock(), crowded
+        live.submitted_at = self._clock()
         self._scheduler.add(live)
         return self._last_number
-
-    def _method_of(self, request: Request, crowded: bool) -> AnyMethod:
-        if request.max_drafts == 0:
-            return _PLAIN
-        if crowded:
-            return _PLAIN if request.constraint is None else _FORCED
-        return request.method or self.method
-
-    @property
-    def _is_crowded(self) -> bool:
-        """Whether further requests are decoded plainly; only where that leaves the text of a seed as it is."""
-        limit = self._disable_by_batch_size
-        return limit is not None and sum(self.load) >= limit and self.method.accept.same_seed
 
     def fork(self, number: int, requests: Sequence[Request]) -> list[int]:
         """Submit requests that continue what request `number` has so far: its prompt and its new tokens come before
@@ -169,9 +137,6 @@ class Engine:
         changed = bound.bind()
         if changed or is_new:
             method.attach(self.runner)
-            if self._expected_pass is not None:
-                method.tree.expect_cost(self._expected_pass)
-            method.tree.share_cost(None if self.controller is None else self.controller.cost)
         if changed:
             for row in self._scheduler.rows.free:
                 bound.release(row)
@@ -366,14 +331,11 @@ class Engine:
         groups = MethodGroups(
             [r.method for r in scheduled],
             self.runner.vocab,
-            clock=self._clock,
-            controller=self.controller,
+            budget=self.budget,
             predictions=[r.prediction for r in scheduled],
-            paused=self._paused_method(scheduled),
         )
         ready = [n + len(t) == r.sequence.length for n, (r, t) in zip(starts, scheduled.items(), strict=True)]
-        if self.controller is not None:
-            self.controller.begin(self._load(scheduled, ready))
+        self.budget.begin(self._load(scheduled, ready))
         tree = groups.propose(context, list(scheduled.values()), ready)
         drafted = self._clock()
         whole = [r.reads_prompt_logprobs for r in scheduled]
@@ -394,9 +356,7 @@ class Engine:
         results, started = verified.results, verified.started
         paths, new_tokens = commit(self.runner, scheduled, verified.tree, results)
         committed = self._clock()
-        step = verified.step_result(paths, new_tokens, committed)
-        if self.controller is not None:
-            self.controller.observe(step)
+        step = verified.step_result(paths, new_tokens)
         failures = self._observe(verified.groups, step)
         ended = self._clock()
         self.last_step = step_time = StepTime(
@@ -407,8 +367,7 @@ class Engine:
             StepCounts.of(step),
         )
         self._scheduler.observe(scheduled, step_time)
-        if self.switch is not None:
-            self.switch.observe(len(scheduled), sum(map(len, new_tokens)), step_time.total)
+        self.budget.observe(step, step_time, shared=len(verified.groups.groups) > 1)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
             try:
@@ -433,20 +392,17 @@ class Engine:
 
     def _load(self, scheduled: Mapping[LiveRequest, list[int]], ready: Sequence[bool]) -> StepLoad:
         """What the step reads before any draft."""
-        soon = self._clock() + _NEAR_STEPS * self.last_step.total
-        near = [r.request.deadline is not None and r.request.deadline <= soon for r in scheduled]
-        sizes = [len(tokens) for tokens in scheduled.values()]
-        return StepLoad(sum(sizes), max(sizes) == 1, np.where(ready, np.where(near, LATE_WEIGHT, 1.0), 0.0))
-
-    def _paused_method(self, scheduled: Mapping[LiveRequest, list[int]]) -> BoundMethod | None:
-        """The engine's own method if it does not draft in this step."""
-        if self.switch is None:
-            return None
-        if all(r.method is not self._own_method for r in scheduled):
-            self.switch.skip()
-            return None
-        decoding = sum(len(tokens) == 1 for tokens in scheduled.values())
-        return None if self.switch.begin(decoding, decoding == len(scheduled)) else self._own_method
+        soon, sizes = self._clock() + NEAR_STEPS * self.last_step.total, [len(t) for t in scheduled.values()]
+        return StepLoad(
+            tokens=sum(sizes),
+            is_decode=max(sizes) == 1,
+            weights=[r.weight(soon) if yes else 0.0 for r, yes in zip(scheduled, ready, strict=True)],
+            room=[r.room for r in scheduled],
+            sampled=[r.request.sampling_params.temperature > 0 for r in scheduled],
+            accounts=[r.account for r in scheduled],
+            context=sum(r.sequence.length for r in scheduled) / len(sizes),
+            crowd=sum(self.load) - 1,
+        )
 
     def _observe(self, groups: MethodGroups, step: StepResult) -> dict[int, Exception]:
         """Update the drafters and shapes of all methods; the exceptions of those that fail for a single request, by the

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from foretell.core.context import Context, StepResult
 from foretell.core.draft_origins import draft_paths
-from foretell.core.tree import TokenTree, concatenate_trees, join_probe_embeddings, root_tree
-from foretell.draft.base import Continuation, with_hidden_layers
+from foretell.core.tree import TokenTree, concatenate_trees, join_probe_embeddings, merge_trees, root_tree
+from foretell.draft.base import Continuation, NoDrafter, with_hidden_layers
 from foretell.draft.prediction import Prediction
-from foretell.engine.controller import Controller
-from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
+from foretell.engine.budget import Budget, Plan
+from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.method import AnyMethod, BoundMethod
 
+T = TypeVar("T")
 PREDICTION = "prediction"
 """Origin of the drafts of a predicted output."""
 _MOST_PREDICTED = 16
@@ -35,8 +38,8 @@ class MethodGroup:
     bound: BoundMethod
     indices: list[int]
     """Their indices in the step."""
-    draft_seconds: float = 0.0
-    """Time that it took to draft."""
+    drafts: bool = False
+    """Whether it drafted in this step."""
     probe_offset: int = 0
     """What was added to the ids of its probe embeddings."""
 
@@ -47,23 +50,21 @@ class MethodGroup:
 
 
 class MethodGroups:
-    """The groups of a step, from drafting to its result. `vocab`: of the target; `clock` gives seconds.
+    """The groups of a step, from drafting to its result. `vocab`: of the target.
 
-    `controller` decides which methods draft and which drafts are verified; None: all. `predictions`: the predicted
-    outputs of the requests. `paused`: a method that does not draft in this step.
+    `budget` decides which of the methods that it governs draft and which of their drafts are verified; others draft in
+    full. `predictions`: the predicted outputs of the requests.
     """
 
     def __init__(
         self,
         methods: Sequence[BoundMethod],
         vocab: int,
-        clock: Callable[[], float],
-        controller: Controller | None = None,
+        budget: Budget,
         predictions: Sequence[Prediction | None] = (),
-        paused: BoundMethod | None = None,
     ) -> None:
-        self._vocab, self._clock, self._controller = vocab, clock, controller
-        self._methods, self._predictions, self._paused = methods, predictions, paused
+        self._vocab, self._budget = vocab, budget
+        self._methods, self._predictions = methods, predictions
         self._predicts = any(p is not None for p in predictions)
         if len(set(methods)) == 1:
             self.groups = [MethodGroup(methods[0], list(range(len(methods))))]
@@ -83,18 +84,11 @@ class MethodGroups:
         Raises:
             DraftError: one of several methods failed. Exception: the only method failed.
         """
-        plain = self._paused is not None and all(group.bound is self._paused for group in self.groups)
-        if not self._predicts and all(ready):
-            if plain and not context.rules:
-                return root_tree(context.last_tokens).with_prefix(unread)
-            if not plain and len(self.groups) == 1 and self._controller is None:
-                return self.groups[0].method.propose(context).with_prefix(unread)
         parts = self._grow(context, ready)
         if self._predicts:
             for part in parts:
                 self._add_predicted(part, context)
-        if self._controller is not None:
-            self._controller.prune(parts)
+        self._budget.choose(parts)
         trees, offsets = join_probe_embeddings([self._add_probes(part, context) for part in parts], self._vocab)
         for part, offset in zip(parts, offsets, strict=True):
             for group in self.groups:
@@ -108,43 +102,80 @@ class MethodGroups:
 
     def _grow(self, context: Context, ready: Sequence[bool]) -> list[DraftedTrees]:
         """The drafts of all requests that are `ready`: those of each method, and roots where none is asked."""
-        count, parts = sum(ready), list[DraftedTrees]()
+        parts = list[DraftedTrees]()
         for group in self.groups:
             which = [i for i in group.indices if ready[i]]
-            if not which:
-                continue
-            depths = [NO_LIMIT] * len(which)
-            if group.bound is self._paused:
-                depths = [0] * len(which)
-            elif self._controller is not None:
-                depths = self._controller.depths(group.bound, len(which))
-            asked = {i: depth for i, depth in zip(which, depths, strict=True) if depth}
-            roots = [i for i in which if i not in asked]
-            if roots:
-                parts.append(self._roots(group, roots, context.select(roots)))
-            if asked:
-                part = context.select(list(asked))
-                depths = list(asked.values())
-                limited = replace(part, max_depth=np.minimum(part.max_depth, depths), other_rows=count - len(asked))
-                parts.append(self._draft(group, list(asked), depths, limited))
+            if which:
+                parts += self._parts_of(group, which, context)
         return parts
+
+    def _parts_of(self, group: MethodGroup, which: list[int], context: Context) -> list[DraftedTrees]:
+        if isinstance(group.method.draft, NoDrafter):
+            return [self._roots(group, which, context.select(which))]
+        if self._budget.governs(group.bound):
+            return self._drafts(group, which, context)
+        return [self._in_full(group, which, context)]
 
     def _roots(self, group: MethodGroup, indices: list[int], context: Context) -> DraftedTrees:
         """Roots, and the tokens that constraints force."""
         tree = group.method.fit(root_tree(context.last_tokens), context).limit_drafts(context.max_drafts)
         forced = tree.valid.astype(np.float64) if tree.nodes > 1 else None
-        return DraftedTrees(None, indices, list(context.rows), tree, predicted=forced)
+        return DraftedTrees(None, indices, tree, self._budget.prunes(group.bound), forced)
 
-    def _draft(self, group: MethodGroup, indices: list[int], depths: list[int], context: Context) -> DraftedTrees:
-        started = self._clock()
+    def _in_full(self, group: MethodGroup, indices: list[int], context: Context) -> DraftedTrees:
+        """All that a method drafts by itself."""
+        part, depths = context.select(indices), self._budget.depths(group.bound, indices)
+        part = replace(part, max_depth=np.minimum(part.max_depth, depths))
+        group.drafts = True
+        return DraftedTrees(group.bound, indices, self._tried(group, partial(group.method.grow, part)))
+
+    def _drafts(self, group: MethodGroup, indices: list[int], context: Context) -> list[DraftedTrees]:
+        """What the budget asks the drafters of a method for."""
+        offers = list[tuple[list[int], TokenTree]]()
+        for number in range(len(group.method.sources)):
+            plan = self._budget.plan(group.bound, number, indices)
+            if plan is not None:
+                offers += self._tried(group, partial(self._offer, group, number, plan, context))
+        asked = [i for i in indices if any(i in which for which, _ in offers)]
+        roots, parts = [i for i in indices if i not in asked], list[DraftedTrees]()
+        if roots:
+            parts.append(self._roots(group, roots, context.select(roots)))
+        if asked:
+            group.drafts = True
+            part = context.select(asked)
+            place, tree = {i: n for n, i in enumerate(asked)}, None
+            for which, offered in offers:
+                whole = offered.spread(part.last_tokens, [place[i] for i in which])
+                tree = whole if tree is None else merge_trees(whole, tree)
+            assert tree is not None
+            parts.append(DraftedTrees(group.bound, asked, group.method.finish(tree, part), removable=True))
+        return parts
+
+    def _offer(
+        self, group: MethodGroup, number: int, plan: Plan, context: Context
+    ) -> list[tuple[list[int], TokenTree]]:
+        """The trees of one drafter, and the requests that it drafts for."""
+        source = drafter, _ = group.method.sources[number]
+        part = context.select(plan.asked)
+        depths = np.minimum(drafter.max_depths(part), self._budget.depths(group.bound, plan.asked))
+        able = np.flatnonzero(depths).tolist()
+        if not able:
+            return []
+        limits = replace(part, max_depth=depths, least_score=plan.least_score, least_expanded=plan.least_expanded)
+        which, limits = [plan.asked[n] for n in able], limits.select(able)
+        tree = group.method.draft_from(source, limits)
+        if number and context.origins is not None:
+            context.origins.record_tree(limits.rows, tree, drafter.origin)
+        return [(which, self._budget.offer(group.bound, number, which, tree))]
+
+    def _tried(self, group: MethodGroup, call: Callable[[], T]) -> T:
+        """The result of a drafter's call; of several methods, the one that failed is named."""
         try:
-            tree = group.method.grow(context)
+            return call()
         except Exception as error:
             if len(self.groups) == 1:
                 raise
             raise DraftError(group.bound) from error
-        group.draft_seconds = self._clock() - started
-        return DraftedTrees(group.bound, indices, list(context.rows), tree, depths, group.draft_seconds)
 
     def _add_predicted(self, part: DraftedTrees, context: Context) -> None:
         """Draft what follows in the predicted outputs of some requests."""
@@ -161,11 +192,11 @@ class MethodGroups:
     def _predict(self, i: int, part: DraftedTrees, context: Context) -> Continuation:
         """What follows in the predicted output of request `i`, as far as its acceptor takes such drafts."""
         prediction, accept = self._predictions[i], self._methods[i].method.accept
-        if prediction is None or not accept.lossless or not (accept.takes_added or part.bound is None):
+        if prediction is None or not accept.lossless or not accept.takes_added:
             return Continuation((), ())
         most = min(_MOST_PREDICTED, int(context.max_depth[i]))
         if context.max_drafts and (limit := context.max_drafts[i]) is not None:
-            drafted = np.count_nonzero(part.tree.valid[part.indices.index(i)]) - 1
+            drafted = part.tree.drafted_counts[part.indices.index(i)]
             most = min(most, limit - int(drafted))
         continuation = prediction.propose(most)
         rules = context.rules[i] if context.rules else None
@@ -177,22 +208,19 @@ class MethodGroups:
     def _add_probes(self, part: DraftedTrees, context: Context) -> TokenTree:
         if part.bound is None:
             return part.tree
-        try:
-            tree: TokenTree = part.bound.method.draft.add_probes(part.tree, context.select(part.indices))
-            return tree
-        except Exception as error:
-            if len(self.groups) == 1:
-                raise
-            raise DraftError(part.bound) from error
+        group = next(group for group in self.groups if group.bound is part.bound)
+        tree: TokenTree = self._tried(
+            group, lambda: group.method.draft.add_probes(part.tree, context.select(part.indices))
+        )
+        return tree
 
     def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
         """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
-        waits = self._controller is not None and not self._controller.asks(group.bound)
-        if waits or group.bound is self._paused:
+        if not group.drafts and self._budget.governs(group.bound):
             step = replace(step, drafting=False)
         if len(self.groups) == 1:
             return step
-        part = step.select(group.indices, group.draft_seconds)
+        part = step.select(group.indices)
         if group.probe_offset:
             part = replace(part, tree=part.tree.shift_probe_ids(self._vocab, -group.probe_offset))
         return with_hidden_layers(part, self.hidden_layers, group.method.hidden_layers)

@@ -7,11 +7,13 @@ from foretell.core.sampling import CounterRNG
 from foretell.core.token_rules import TokenRules
 from foretell.draft.prediction import Prediction
 from foretell.engine.answer_text import AnswerText
+from foretell.engine.budget import DraftAccount
 from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.method import BoundMethod
 from foretell.engine.repetition import REPETITION, RepetitionWatch
 from foretell.engine.request import Request
 from foretell.engine.statistics import RequestStatistics
+from foretell.engine.tuning import LATE_WEIGHT, MOST_PRIORITY
 from foretell.tokenizer.stream import Detokenizer, StopStrings
 
 
@@ -37,6 +39,19 @@ class LiveRequest:
         self.repetition = None if detection is None else RepetitionWatch(detection, min_tokens, self.max_new_tokens)
         self.prediction = Prediction(request.prediction) if request.prediction else None
         self.count_prediction()
+        self.account = DraftAccount()
+
+    def weight(self, soon: float) -> float:
+        """What one of its tokens is worth; `soon`: time by the engine's clock up to which a deadline is near."""
+        deadline, priority = self.request.deadline, self.request.priority
+        late = deadline is not None and deadline <= soon
+        return (LATE_WEIGHT if late else 1.0) * 2.0 ** -max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
+
+    @property
+    def room(self) -> int:
+        """How deep its drafts may be; 0: it may have none."""
+        deepest, most = self.remaining_tokens - 1, self.request.max_drafts
+        return deepest if most is None else min(deepest, most)
 
     @property
     def remaining_tokens(self) -> int:

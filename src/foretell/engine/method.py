@@ -1,6 +1,6 @@
 """A decoding method: a drafter, a shape that arranges its tokens into a tree, and an acceptor."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, Predictor, Retriever
 from foretell.engine.drafter_check import DrafterCheck
 from foretell.model.run.runner import Runner
-from foretell.shape.base import Shape
+from foretell.shape.base import Shape, Source
 from foretell.shape.constrained import TreeLimits, fit_to_rules
 
 D = TypeVar("D", bound=Drafter)
@@ -81,12 +81,25 @@ class Method(Generic[D]):
         """Drafts for the requests of `context`, no deeper than their maximum depth and the drafter's, and at most as
         many as they allow.
         """
-        depths, same_seed = self.draft.max_depths(context), self.accept.same_seed
+        limited = replace(context, max_depth=self.draft.max_depths(context))
+        return self.finish(self.draft_from((self.draft, self.tree), limited), context)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The drafters that offer drafts, with their shapes."""
+        return self.tree.sources(self.draft)
+
+    def draft_from(self, source: Source, context: Context) -> TokenTree:
+        """What one of its drafters offers, within the greatest depths of `context`."""
+        (drafter, shape), depths, same_seed = source, context.max_depth, self.accept.same_seed
         if self.check is not None and self.check.stops(context, same_seed):
             depths = np.zeros_like(depths)
         limited = context.limited(depths, same_seed)
-        tree = self.tree.grow(self.draft, limited).limit_depth(limited.max_depth)
-        return self.fit(tree.limit_drafts(limited.max_drafts), context).limit_drafts(limited.max_drafts)
+        return shape.grow(drafter, limited).limit_depth(limited.max_depth)
+
+    def finish(self, tree: TokenTree, context: Context) -> TokenTree:
+        """Drafted trees that obey the limits and rules of their requests."""
+        return self.fit(tree.limit_drafts(context.max_drafts), context).limit_drafts(context.max_drafts)
 
     def fit(self, tree: TokenTree, context: Context) -> TokenTree:
         """The tree without drafts that the rules of its requests forbid, and with the tokens that they force."""

@@ -57,7 +57,7 @@ class Request:
     """Requests with a lower number are served first."""
     deadline: float | None = None
     """Time by the engine's clock, in seconds, after which the request is served before all others that are not late;
-    with a controller its drafts come first from some steps before it on.
+    its drafts come first from some steps before it on.
     """
     cache_salt: str = ""
     """Requests share cached prefixes, and what token recycling learns, only with those of the same salt (vLLM)."""

@@ -18,8 +18,6 @@ class StepCounts:
     drafted: int = 0
     accepted: int = 0
     new: int = 0
-    expected: float | None = None
-    """New tokens that the drafters expected, of a step that read no prompt; None: they gave no estimate."""
 
     @staticmethod
     def of(step: StepResult) -> "StepCounts":
@@ -27,22 +25,13 @@ class StepCounts:
         tree, requests = step.tree, len(step.paths)
         decodes = tree.is_decode
         before = requests if decodes else sum(tree.prefix_length.tolist())
-        drafted, expected = sum(tree.drafted_counts), None
-        if decodes and (tree.score is not None or not drafted):
-            expected = float(requests)
-            if drafted and tree.score is not None:
-                rows = zip(tree.score.tolist(), tree.valid.tolist(), strict=True)
-                expected += sum(
-                    s for scores, valid in rows for s, yes in zip(scores[1:], valid[1:], strict=True) if yes
-                )
         return StepCounts(
             requests,
             tree.active_count,
             not decodes,
-            drafted,
+            sum(tree.drafted_counts),
             sum(map(len, step.paths)) - before,
             sum(map(len, step.new_tokens)),
-            expected,
         )
 
 
@@ -94,8 +83,6 @@ class RequestStatistics:
     """Distinct experts read by passes after the prompt, summed over their mixture-of-experts layers."""
     moe_layers_read: int = 0
     """Mixture-of-experts layers of those passes, summed over the passes."""
-    crowded: bool = False
-    """Whether it was decoded plainly because so many others were waiting or running (`disable_by_batch_size`)."""
 
     @property
     def experts_per_pass(self) -> float:

@@ -36,12 +36,9 @@ class VerifiedPass:
     drafted: float
     verified: float
 
-    def step_result(
-        self, paths: tuple[tuple[int, ...], ...], new_tokens: tuple[tuple[int, ...], ...], committed: float
-    ) -> StepResult:
+    def step_result(self, paths: tuple[tuple[int, ...], ...], new_tokens: tuple[tuple[int, ...], ...]) -> StepResult:
         """The step, once the kept `paths` and `new_tokens` of the requests have been committed."""
-        draft, verify = self.drafted - self.started, committed - self.drafted
-        return StepResult(self.context, self.tree, self.output, paths, new_tokens, self.starts, draft, verify)
+        return StepResult(self.context, self.tree, self.output, paths, new_tokens, self.starts)
 
 
 def context_of(running: Collection[LiveRequest]) -> Context:

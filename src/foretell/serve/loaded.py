@@ -8,8 +8,6 @@ from typing import Any
 
 from foretell.api import Model
 from foretell.catalogue import find
-from foretell.engine.controller import Controller
-from foretell.engine.draft_switch import DraftSwitch
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.request import Request
@@ -99,10 +97,8 @@ class EngineSettings:
     """Seconds between two tokens of an answer that chunks of prompts leave room for; None: any."""
     cache_bytes: int | None = None
     """Greatest size of the target's key-value cache; None: any."""
-    controls_drafts: bool = False
-    """Whether a `Controller` chooses the drafts of every step over all requests."""
     disable_by_batch_size: int | None = None
-    """Requests beside which a further one is decoded plainly; None: a `DraftSwitch` decides in every step."""
+    """Other requests beside which a request gets no drafts; None: any number, the budget alone decides."""
 
     def engine(self, model: Model, method: AnyMethod) -> Engine:
         """A new engine of the model that decodes by `method`."""
@@ -110,11 +106,10 @@ class EngineSettings:
             method,
             self.rows,
             self.prefix_caching,
-            controller=Controller() if self.controls_drafts else None,
+            every_method=True,
+            disable_by_batch_size=self.disable_by_batch_size,
             itl_target=self.itl_target,
             cache_bytes=self.cache_bytes,
-            disable_by_batch_size=self.disable_by_batch_size,
-            switch=None if self.controls_drafts or self.disable_by_batch_size is not None else DraftSwitch(),
         )
 
 

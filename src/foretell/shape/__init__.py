@@ -1,39 +1,29 @@
 """Shapes: how a drafter's tokens are arranged into a token tree. One file per shape."""
 
-from foretell.shape.adaptive import AdaptiveChain, ConfidenceRule, HeuristicSchedule
 from foretell.shape.base import RootOnly, Shape, TreeBuilder
 from foretell.shape.beam_search import BeamSearch
 from foretell.shape.branching_tree import BranchingTree
 from foretell.shape.chain import Chain
-from foretell.shape.cost_aware_tree import CostAwareTree
-from foretell.shape.cost_aware_trie import CostAwareTrie
 from foretell.shape.dynamic_tree import DynamicTree
 from foretell.shape.expert_aware import ExpertAwareTree, ExpertSizes
 from foretell.shape.fixed_tree import FixedTree
+from foretell.shape.hybrid_tree import HybridTree
 from foretell.shape.llmcad import LLMCadTree
 from foretell.shape.optimal_tree import optimal_tree
-from foretell.shape.pass_cost import PassCost
 from foretell.shape.path_counts import PathCounts
-from foretell.shape.retrieval_or_model import RetrievalOrModel
 from foretell.shape.trie import Trie
 
 __all__ = [
-    "AdaptiveChain",
     "BeamSearch",
     "BranchingTree",
     "Chain",
-    "ConfidenceRule",
-    "CostAwareTree",
-    "CostAwareTrie",
     "DynamicTree",
     "ExpertAwareTree",
     "ExpertSizes",
     "FixedTree",
-    "HeuristicSchedule",
+    "HybridTree",
     "LLMCadTree",
-    "PassCost",
     "PathCounts",
-    "RetrievalOrModel",
     "RootOnly",
     "Shape",
     "TreeBuilder",

@@ -1,9 +1,9 @@
 """The interface of shapes, which build token trees from a drafter, and functions that shapes over predictors share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.distributions.sampler import NoTokenError
 from foretell.draft.base import Drafter, Predictor, TopTokens
-from foretell.shape.pass_cost import PassCost
 
 D = TypeVar("D", bound=Drafter, contravariant=True)
 
@@ -29,6 +28,8 @@ class Shape(ABC, Generic[D]):
     """Short description of the tree for the table of methods."""
     drafter_type: ClassVar[type[Drafter]]
     """The kind of drafter that it needs."""
+    elastic: bool = False
+    """Whether its size is a bound: the engine's budget always chooses how many of its nodes are verified."""
 
     @abstractmethod
     def grow(self, draft: D, context: Context) -> TokenTree:
@@ -42,17 +43,16 @@ class Shape(ABC, Generic[D]):
         """Forget a row: its request is over."""
         return
 
-    def share_cost(self, cost: PassCost | None) -> None:
-        """Use the seconds of a pass that something else learns; None: learn them here. For shapes that need them."""
-        return
-
-    def expect_cost(self, table: Mapping[int, float]) -> None:
-        """Begin with these seconds of a pass by its number of tokens; see `PassCost.expect`."""
-        return
+    def sources(self, draft: D) -> "tuple[Source, ...]":
+        """The drafters that offer drafts, each with its shape; the engine's budget asks them in this order."""
+        return ((draft, self),)
 
     def bind(self, engine: BindingEngine) -> bool:
         """Bind this to `engine` (see `EngineBound`); a shape without state may be shared by any number of engines."""
         return False
+
+
+Source = tuple[Drafter, Shape[Any]]
 
 
 class RootOnly(Shape[Drafter]):

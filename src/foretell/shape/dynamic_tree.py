@@ -19,7 +19,7 @@ class DynamicTree(Shape[Predictor]):
     kept (EAGLE-2, arXiv 2406.16858).
 
     A node's score is the product of the drafter's own probabilities along its path, so the ancestors of kept nodes are
-    kept. Nodes with a score below `min_score` are pruned.
+    kept. Nodes with a score below `min_score` are pruned. `elastic`: see `Shape`.
 
     Raises:
         ValueError: a depth, width or budget below 1.
@@ -33,6 +33,7 @@ class DynamicTree(Shape[Predictor]):
     min_score: float = 0.0
     min_expand_score: float | None = None
     """Least score of a node that is expanded; None: `_EXPAND_FACTOR` times `min_score`."""
+    elastic: bool = False
 
     drafter_type = Predictor
 
@@ -48,10 +49,7 @@ class DynamicTree(Shape[Predictor]):
         min_expand_score = self.min_expand_score
         if min_expand_score is None:
             min_expand_score = min(1.0, _EXPAND_FACTOR * self.min_score)
-        return self.grow_within(draft, context, (self.min_score, min_expand_score))
-
-    def grow_within(self, draft: Predictor, context: Context, bounds: tuple[float, float]) -> TokenTree:
-        """The same with other `bounds`: the least score of a node, and of a node that is expanded."""
+        bounds = max(self.min_score, context.least_score), max(min_expand_score, context.least_expanded)
         tree = draft.grow_dynamic_tree(context, (self.depth, self.width, self.budget), bounds)
         if tree is not None:
             return tree

@@ -17,7 +17,7 @@ class Trie(Shape[Retriever]):
     continuation.
 
     `min_probability`: least estimated probability of acceptance of a token. Where a further node costs a share `c` of a
-    pass, a node pays if its probability exceeds about `c` times the tokens per pass.
+    pass, a node pays if its probability exceeds about `c` times the tokens per pass. `elastic`: see `Shape`.
 
     Raises:
         ValueError: a negative budget.
@@ -27,6 +27,7 @@ class Trie(Shape[Retriever]):
 
     budget: int
     min_probability: float = 0.0
+    elastic: bool = False
 
     drafter_type = Retriever
 
@@ -36,9 +37,9 @@ class Trie(Shape[Retriever]):
 
     def grow(self, draft: Retriever, context: Context) -> TokenTree:
         """A trie for each request, padded to the largest."""
-        retrieved = draft.retrieve(context, self.budget)
+        retrieved, least = draft.retrieve(context, self.budget), max(self.min_probability, context.least_score)
         chosen = [
-            rank_prefixes(continuations, max_depth, self.min_probability)[: self.budget]
+            rank_prefixes(continuations, max_depth, least)[: self.budget]
             for max_depth, continuations in zip(context.max_depth.tolist(), retrieved, strict=True)
         ]
         return trie_from_prefixes(context.last_tokens, chosen)

@@ -20,7 +20,7 @@ def load_speculator(folder: Path, target: TargetInfo, embedding_and_head: Embedd
     Raises:
         ValueError: a damaged or incomplete checkpoint, one of no known format, or one for another target.
     """
-    values = read_config(folder)
+    values = {} if folder.is_file() else read_config(folder)
     if "kind" in values:
         check_target(folder, values.get("target"), target)
         return _match_target(load_own(folder, embedding_and_head), embedding_and_head)

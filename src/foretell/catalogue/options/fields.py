@@ -82,12 +82,11 @@ NodeConfidence = Annotated[
     ),
 ]
 Schedule = Annotated[
-    Literal["constant", "heuristic", "threshold"],
+    Literal["constant", "adaptive"],
     Field(
         description=(
-            "How the chain adapts per request. heuristic: 2 tokens more after a fully accepted chain, 1 fewer after "
-            "any other (Hugging Face). threshold: confidence_threshold is adjusted towards an acceptance rate of 0.9 "
-            "(Draft & Verify)."
+            "adaptive: the chain of a request is as long as the acceptance of its earlier ones makes worth while, at "
+            "most num_speculative_tokens."
         )
     ),
 ]
@@ -106,12 +105,6 @@ OptionalRates = Annotated[list[Annotated[float, Field(ge=0, le=1)]] | None, Fiel
 TypicalEpsilon = Annotated[float, Field(gt=0, le=1, description="Epsilon of typical acceptance.")]
 TypicalDelta = Annotated[
     float | None, Field(gt=0, description="Delta of typical acceptance. Unset: the square root of epsilon.")
-]
-
-
-PassTimes = Annotated[
-    dict[int, Annotated[float, Field(gt=0)]] | None,
-    Field(description="Seconds of a target pass by its number of tokens. Unset: measured while decoding."),
 ]
 
 

@@ -12,7 +12,6 @@ from foretell.catalogue.options.fields import (
     DraftSampling,
     NodeConfidence,
     OptionalRates,
-    PassTimes,
     Schedule,
     Tree,
     TreeNodes,
@@ -90,7 +89,6 @@ class HybridOptions(MethodOptions):
     """A trie of retrieved continuations of the most profitable size."""
 
     num_draft_tokens: TreeNodes = 24
-    pass_cost: PassTimes = None
 
 
 class BeamOptions(MethodOptions):

@@ -21,7 +21,7 @@ from foretell.bench.random_model import random_models
 from foretell.cli.bench.inputs import Device, Folder, ModelName, Threads, check_peer_device, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import split_commas
-from foretell.cli.setup import set_threads
+from foretell.cli.setup import freeze_garbage_collector, set_threads
 from foretell.load import load
 from foretell.model.load.native import finish_writing
 from foretell.model.load.network import parse_device
@@ -91,6 +91,7 @@ def step(
         threads=count,
         folder=gguf_cache or default_folder(),
     )
+    freeze_garbage_collector()
     backends = step_bench.own_backends(models) + registry.load_forward_backends(peer_names, peer_settings)
     prefix = _prefix_tokens(models[0], context, random=shape is not None)
     bandwidth = measure_bandwidth(torch_device)

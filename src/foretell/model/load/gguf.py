@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo, block_size
 from foretell.model.matrices.kinds import Kind
@@ -86,6 +86,12 @@ class GGUF(GGUFHeader):
         except NotImplementedError as error:
             raise self._unsupported(name, e) from error
         return torch.from_numpy(wide.reshape(e.shape))
+
+    def integers(self, name: str) -> Int[torch.Tensor, " n"]:
+        """Load a tensor of 64-bit integers."""
+        e = self.tensors[name]
+        raw = np.frombuffer(self._data[e.part], np.uint8, self.byte_count(e), e.offset)
+        return torch.from_numpy(raw.view(np.int64).reshape(e.shape).copy())
 
     def _part(self, name: str, expert: int | None) -> TensorInfo:
         """Where a tensor is, or one expert's part of it.

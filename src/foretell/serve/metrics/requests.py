@@ -101,10 +101,7 @@ class RequestMetrics:
         self._verified = self._counter("spec_nodes_verified", "Drafts verified.", own=True).labels(*self._labels)
         self._wasted = self._counter("spec_nodes_wasted", "Drafts refused.", own=True).labels(*self._labels)
         undrafted = self._counter("spec_undrafted_requests", "Requests decoded without drafts.", "reason", own=True)
-        self._undrafted = {reason: undrafted.labels(*self._labels, reason) for reason in ("asked", "load")}
-        switches = self._counter("spec_switches", "Changes of drafting by load (on, off).", "to", own=True)
-        self._switches = {True: switches.labels(*self._labels, "off"), False: switches.labels(*self._labels, "on")}
-        self._crowded = False
+        self._undrafted = undrafted.labels(*self._labels, "asked")
 
     def show_engine(
         self, engine: Callable[[], Engine | None], live: Callable[[], int], paused: Callable[[], int]
@@ -183,16 +180,6 @@ class RequestMetrics:
         self._verified.inc(update.drafted)
         self._wasted.inc(update.drafted - update.accepted)
 
-    def _count_undrafted(self, request: Request, crowded: bool) -> None:
-        if request.max_drafts == 0:
-            self._undrafted["asked"].inc()
-            return
-        if crowded:
-            self._undrafted["load"].inc()
-        if crowded is not self._crowded:
-            self._crowded = crowded
-            self._switches[crowded].inc()
-
     def _finish(self, live: _Live, at: float, update: Update) -> None:
         self._finished.labels(*self._labels, FINISH_REASONS[update.finish_reason or "error"]).inc()
         statistics = update.statistics
@@ -204,7 +191,8 @@ class RequestMetrics:
         self._cached.inc(statistics.cached_tokens)
         self._preemptions.inc(statistics.preemptions)
         self._request_preemptions.observe(statistics.preemptions)
-        self._count_undrafted(live.request, statistics.crowded)
+        if live.request.max_drafts == 0:
+            self._undrafted.inc()
         self._e2e.observe(at - live.opened)
         self._queue.observe(queued)
         self._prefill.observe(max(live.first - live.opened - queued, 0.0))

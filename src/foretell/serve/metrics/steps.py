@@ -1,15 +1,16 @@
 """Metrics of the engine's steps: their parts, what drafting was expected to gain, and what it gained."""
 
+from collections import Counter as Counts
 from collections import deque
 from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 
+from foretell.engine.budget import REASONS, BudgetStatistics, Forecast
 from foretell.engine.engine import Engine
-from foretell.engine.statistics import StepCounts, StepTime
+from foretell.engine.statistics import StepTime
 from foretell.serve.metrics.histogram import FastHistogram
 from foretell.serve.metrics.registry import MetricTables
-from foretell.shape.pass_cost import PassCost
 
 STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 TOKENS_READ_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -29,13 +30,14 @@ class _StepGain:
     """For the tokens that were expected."""
     expected: float
     """Seconds that were expected of the step."""
+    drafted: int
+    requests: int
 
 
 class StepMetrics:
     """Observes the steps of an engine, in its thread.
 
-    The seconds of plain decoding are estimated from the times of passes by their tokens (`PassCost`), which are learned
-    from all decoding steps.
+    The seconds of plain decoding are those that the engine's budget expects.
     """
 
     def __init__(self, tables: MetricTables, labels: tuple[str, str]) -> None:
@@ -57,13 +59,18 @@ class StepMetrics:
         ).labels(*labels)
         self._expected = counter("spec_expected_tokens", "New tokens expected by the drafters.").labels(*labels)
         self._obtained = counter("spec_obtained_tokens", "New tokens of the steps with an expectation.").labels(*labels)
+        self._undrafted = counter("spec_undrafted_steps", "Steps of requests without drafts, by reason.", "reason")
+        for reason in REASONS:
+            self._undrafted.labels(*labels, reason)
         self._switched = counter("spec_controller_switches", "Drafting switched on or off by measured times.", "to")
-        self._labels, self._switches_seen = labels, (0, 0)
-        self._cost, self._learned, self._draft_seconds = PassCost(), 0, 0.0
+        for to in ("on", "off"):
+            self._switched.labels(*labels, to)
+        self._labels, self._seen, self._steps_seen = labels, Counts[str](), 0
         self._recent = deque[_StepGain](maxlen=RECENT)
         for name, text, value in (
             ("spec_realised_speedup", "Speed over plain decoding in the last steps.", self.realised_speedup),
             ("spec_predicted_speedup", "The speed-up that was expected of them.", self.predicted_speedup),
+            ("spec_drafts_per_request", "Drafts verified per request and step of them.", self.drafts_per_request),
         ):
             Gauge(name, text, names, registry=own).labels(*labels).set_function(value)
 
@@ -78,8 +85,8 @@ class StepMetrics:
         self._read.observe(time.counts.read)
         if not time.counts.reads_prompt:
             self._steps[time.counts.drafted > 0].inc()
-            self._count_gain(time, time.counts)
-        self._count_switches(engine)
+            self._count_gain(time, engine.budget.last)
+        self._count_decisions(engine.budget.statistics)
 
     def realised_speedup(self) -> float:
         """Tokens per second of the last steps over those of plain decoding; 1 before there are any."""
@@ -93,34 +100,40 @@ class StepMetrics:
         expected = sum(g.expected for g in gains)
         return sum(g.expected_plain for g in gains) / expected if expected else 1.0
 
-    def _count_gain(self, time: StepTime, counts: StepCounts) -> None:
-        passed, cost = time.verify + time.sample, self._cost
-        if self._learned >= _MIN_STEPS and counts.requests:
-            per_token = cost.seconds_of([counts.requests])[0] / counts.requests
-            expected = counts.new if counts.expected is None else counts.expected
-            pass_seconds = cost.seconds_of([counts.read])[0]
-            drafting = self._draft_seconds if counts.drafted else 0.0
-            gain = _StepGain(counts.new * per_token, time.draft + passed, expected * per_token, drafting + pass_seconds)
-            self._recent.append(gain)
-            self._seconds.inc(gain.spent)
-            self._plain_seconds.inc(gain.plain)
-            if counts.expected is not None:
-                self._expected.inc(counts.expected)
-                self._obtained.inc(counts.new)
-        if counts.drafted:
-            known = self._draft_seconds or time.draft
-            self._draft_seconds += (time.draft - known) / _MIN_STEPS if self._draft_seconds else known
-        cost.update(counts.read, passed)
-        self._learned += 1
+    def drafts_per_request(self) -> float:
+        """Drafts verified per request and step of the same steps."""
+        gains = list(self._recent)
+        return sum(g.drafted for g in gains) / max(1, sum(g.requests for g in gains))
 
-    def _count_switches(self, engine: Engine) -> None:
-        statistics = engine.switch if engine.controller is None else engine.controller.statistics
-        if statistics is None:
+    def _count_gain(self, time: StepTime, forecast: Forecast) -> None:
+        counts = time.counts
+        self._steps_seen += 1
+        if self._steps_seen <= _MIN_STEPS or not counts.requests:
             return
-        switches = statistics.switched_on, statistics.switched_off
-        if switches == self._switches_seen:
+        per_token = forecast.plain_seconds / counts.requests
+        expected = counts.new if forecast.tokens is None else forecast.tokens
+        spent = time.draft + time.verify + time.sample
+        gain = _StepGain(
+            plain=counts.new * per_token,
+            spent=spent,
+            expected_plain=expected * per_token,
+            expected=spent if forecast.tokens is None else forecast.seconds,
+            drafted=counts.drafted,
+            requests=counts.requests,
+        )
+        self._recent.append(gain)
+        self._seconds.inc(spent)
+        self._plain_seconds.inc(gain.plain)
+        if forecast.tokens is not None:
+            self._expected.inc(forecast.tokens)
+            self._obtained.inc(counts.new)
+
+    def _count_decisions(self, statistics: BudgetStatistics) -> None:
+        now = Counts({"on": statistics.switched_on, "off": statistics.switched_off} | statistics.undrafted)
+        if now == self._seen:
             return
-        for to, now, before in zip(("on", "off"), switches, self._switches_seen, strict=True):
-            # What switches in a new engine begins at 0.
-            self._switched.labels(*self._labels, to).inc(now - before if now >= before else now)
-        self._switches_seen = switches
+        for name, count in now.items():
+            # What a new engine counts begins at 0.
+            more, before = self._switched if name in ("on", "off") else self._undrafted, self._seen[name]
+            more.labels(*self._labels, name).inc(count - before if count >= before else count)
+        self._seen = now

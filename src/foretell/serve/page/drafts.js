@@ -17,23 +17,33 @@ class Origins {
     this.parts = { reasoning: [], content: [] };
     this.at = { reasoning: 0, content: 0 };
     this.passes = 0;
+    this.queue = [];
     this.decoder = new TextDecoder();
   }
-  /** Take the passes that came since the last call. */
-  update(message) {
+  /** Take the passes that came since the last call; `ended`: no text follows. */
+  update(message, ended) {
     for (; this.passes < message.passes.length; this.passes++)
-      for (const token of message.passes[this.passes].tokens) this.take(message, token, this.passes);
+      for (const { token, bytes, origin } of message.passes[this.passes].tokens) {
+        // A token that is a part of a character has bytes; what a whole one finds unfinished is no character.
+        const { decoder } = this;
+        const part = bytes ? decoder.decode(new Uint8Array(bytes), { stream: true }) : decoder.decode() + token;
+        if (part) this.queue.push({ text: part, origin, pass: this.passes });
+      }
+    while (this.queue.length && this.place(message, this.queue[0], ended)) this.queue.shift();
   }
-  take(message, { token, bytes, origin }, pass) {
-    const text = bytes ? this.decoder.decode(new Uint8Array(bytes), { stream: true }) : token;
+  /** Find a token in the text; false: its text may still come. Tokens that are no text, such as marks, are passed. */
+  place(message, { text, origin, pass }, ended) {
+    let waits = false;
     for (const name of ["reasoning", "content"]) {
-      const whole = message[name] ?? "", at = this.at[name];
-      const fitting = [text, text.trimStart()].find((t) => t && whole.startsWith(t, at));
-      const isLonger = at < whole.length && text.startsWith(whole.slice(at));
-      if (!fitting && !isLonger) continue;
-      this.push(name, at, fitting ? at + fitting.length : whole.length, origin, pass);
-      return;
+      const whole = message[name] ?? "", at = this.at[name], rest = whole.slice(at, at + text.length);
+      const fitting = [text, text.trimStart()].find((t) => t && rest.startsWith(t));
+      if (fitting || (ended && rest && text.startsWith(rest))) {
+        this.push(name, at, at + (fitting ?? rest).length, origin, pass);
+        return true;
+      }
+      waits ||= text.startsWith(rest) && (name === "content" || !message.content);
     }
+    return !waits || ended;
   }
   push(name, from, to, origin, pass) {
     this.parts[name].push({ from, to, origin, pass });

@@ -5,9 +5,10 @@ const EXAMPLES = [
   ["A list", "List the planets of the solar system, and then the same list again in reverse order."],
   ["A rewrite", "Repeat this text and correct its spelling: The quick brown fox jumps ofer the lasy dog, who sleeps."],
 ];
-const WELCOME = "Foretell drafts several tokens at a time and lets the model verify them in one pass: the text is the " +
-  "model's own, and comes sooner. Coloured words were drafted; a thin rule begins each pass.";
-const COMPARE = "“compare” above answers twice with one seed, without drafts and with them, and sets both side by side.";
+const WELCOME = "Foretell drafts several tokens at a time and lets the model verify them in one pass: the text is " +
+  "the model's own, and comes sooner. Coloured words were drafted; a thin rule begins each pass.";
+const COMPARE = "“compare” above answers twice with one seed, without drafts and with them, and sets both side by " +
+  "side.";
 const running = new Map();  // conversation's id -> AbortController
 let editing = -1, files = [], model = null;
 
@@ -72,6 +73,7 @@ async function answer(messages, seed, speculates, into, update, signal) {
     if (error.name === "AbortError") into.note = "Stopped.";
     else into.error = error.message === "Failed to fetch" ? "The server does not answer." : error.message;
   }
+  into.shown.update(into, true);
   into.spans = { content: into.shown.kept("content"), reasoning: into.shown.kept("reasoning") };
   if (into.stats) into.stats.times = gain(into)?.times;
   update();
@@ -133,7 +135,8 @@ function copy(event, text) {
 function item(message, index) {
   const isUser = message.role === "user", last = index === talk().messages.length - 1;
   const button = (textContent, onclick) => make("button", { textContent, onclick });
-  const buttons = isUser ? [button("Edit", () => edit(index))] : [button("Copy", (event) => copy(event, message.content))];
+  const own = isUser ? button("Edit", () => edit(index)) : button("Copy", (event) => copy(event, message.content));
+  const buttons = [own];
   if (!isUser && last) buttons.push(button("Regenerate", () => regenerate(index)));
   const method = message.stats?.method ? ` (${message.stats.method})` : "";
   const head = make("div", { className: "who" }, isUser ? "You" : `Foretell${method}`, ...buttons);

@@ -8,6 +8,7 @@ from foretell.speculator.formats import (
     draft_model,
     eagle,
     eagle_export,
+    gguf,
     masked_diffusion,
     medusa,
     mlp,
@@ -39,9 +40,12 @@ EXPORTS: Sequence[ExportFormat] = (
     eagle_export.TO_EAGLE1,
     p_eagle.TO_SPECULATORS,
     dflash.TO_AUTHORS,
+    dflash.TO_SPECULATORS,
     medusa.TO_VLLM,
     mlp.TO_VLLM,
     redrafter.TO_AUTHORS,
+    gguf.TO_EAGLE3,
+    gguf.TO_DFLASH,
     draft_model.HF,
     draft_model.HF_PARD,
 )
@@ -49,14 +53,15 @@ EXPORTS: Sequence[ExportFormat] = (
 
 
 def find_format(folder: Path) -> tuple[CheckpointFormat, PublishedCheckpoint] | None:
-    """The format of the checkpoint in a directory, and the checkpoint; None: no known format.
+    """The format of the checkpoint in a directory or a GGUF file, and the checkpoint; None: no known format.
 
     Raises:
         ValueError: there is no configuration, a file is damaged, or a checkpoint of a known format is quantised.
     """
-    found = open_checkpoint(folder)
-    format_ = next((f for f in FORMATS if f.matches(found)), None)
+    files = gguf.open_gguf(folder) if folder.is_file() else open_checkpoint(folder)
+    format_ = next((f for f in FORMATS if f.matches(files)), None)
     if format_ is None:
         return None
-    refuse_quantized_checkpoint(found)
-    return format_, found
+    if not folder.is_file():
+        refuse_quantized_checkpoint(files)
+    return format_, files

@@ -1,7 +1,7 @@
 """The base of checkpoint formats: how a format is detected, converted from, and converted to."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ class Verifier:
     config: ModelConfig
     codec: TextCodec | None = None
     """Its tokenizer, which is exported with draft models."""
+    states: Callable[[Sequence[int]], Sequence[torch.Tensor]] | None = None
+    """The hidden states of these layers along texts, [t d] each; None: the target is not at hand."""
+    gguf: Path | None = None
+    """Its GGUF file, whose tokenizer is exported with drafters in GGUF; None: it is no GGUF file."""
 
     @property
     def architectures(self) -> list[str]:
@@ -89,15 +93,15 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def refuse_other_tensors(found: PublishedCheckpoint, known: Collection[str], is_unused: Callable[[str], bool]) -> None:
+def refuse_other_tensors(files: PublishedCheckpoint, known: Collection[str], is_unused: Callable[[str], bool]) -> None:
     """Refuse tensors that a checkpoint of its configuration does not have.
 
     Raises:
         ValueError: there is one that is neither known nor unused.
     """
-    other = next((name for name in found.names if name not in known and not is_unused(name)), None)
+    other = next((name for name in files.names if name not in known and not is_unused(name)), None)
     if other is not None:
-        raise ValueError(f"{found.folder}: it holds {other}, which a checkpoint of this configuration does not have")
+        raise ValueError(f"{files.folder}: it holds {other}, which a checkpoint of this configuration does not have")
 
 
 def refuse_softcap(network: Speculator, format_name: str) -> None:
@@ -134,16 +138,16 @@ def dtype_name(network: Speculator) -> str:
     return str(network.dtype).removeprefix("torch.")
 
 
-def target_info(found: PublishedCheckpoint, target: TargetInfo, hidden: int, vocab: int, name: str = "") -> TargetInfo:
+def target_info(files: PublishedCheckpoint, target: TargetInfo, hidden: int, vocab: int, name: str = "") -> TargetInfo:
     """The target that a checkpoint names; what it does not state is taken from the given target.
 
     Raises:
         ValueError: its sizes are not those of the target.
     """
-    trained_for = name or str(found.config.get("base_model_name_or_path") or found.folder.name)
+    trained_for = name or str(files.config.get("base_model_name_or_path") or files.folder.name)
     if (hidden, vocab) != (target.hidden, target.vocab):
         raise ValueError(
-            f"{found.folder}: this speculator was trained for another model ({trained_for}: width {hidden}, {vocab} "
+            f"{files.folder}: this speculator was trained for another model ({trained_for}: width {hidden}, {vocab} "
             f"tokens); the target has width {target.hidden} and {target.vocab} tokens"
         )
     return target.model_copy(update={"name": trained_for, "fingerprint": ""})

@@ -1,8 +1,9 @@
-"""Reads and writes DFlash checkpoints: those of its authors (and DSpark's, which add heads), and the `speculators`
-library's.
+"""Reads and writes DFlash checkpoints, and those of DSpark, DFlash 2, Domino, XPress and LiLiCorr, which add heads: in
+their authors' format and in that of the `speculators` library.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from foretell.speculator.formats.base import (
     target_info,
     write_checkpoint,
 )
-from foretell.speculator.formats.eagle_export import layer_config, vocabulary
+from foretell.speculator.formats.eagle_export import layer_config, library_frame, mask_token, vocabulary
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import (
@@ -34,24 +35,46 @@ from foretell.speculator.formats.layers import (
     library_layer,
 )
 from foretell.speculator.network.base import Speculator, TargetInfo
+from foretell.speculator.network.corrections import (
+    DominoConfig,
+    LatticeConfig,
+    RefinerConfig,
+    SelectorConfig,
+    make_correction,
+)
 from foretell.speculator.network.dflash import DFlash, DFlashConfig
 from foretell.utils.validation import Fields
 
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
-_TYPES = ("dflash", "dspark")
+ARCHITECTURES = (
+    "DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel",
+    "MiniMaxDFlash2DraftModel", "LiLiCorrDraftModel",
+)  # fmt: skip
+_TYPES = ("dflash", "dspark", "dflash2", "xpress")
 _MARKOV_IN, _MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _CONFIDENCE = "confidence_head.proj"
 _SLIDING = "sliding_attention"
 _LIBRARY_KEYS = (
     "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal", "mask_token_id", "block_size",
 )  # fmt: skip
-_HEAD_KEYS = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
+_HEAD_KEYS = (
+    "markov_rank", "markov_head_type", "confidence_head_with_markov", "conv_group_size", "selector_top_k",
+    "xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes", "gru_hidden_dim", "emb_dim", "lilicorr_enabled",
+    "lilicorr_candidate_topk", "lilicorr_hidden_size", "lilicorr_num_layers", "lilicorr_num_heads",
+    "lilicorr_mlp_ratio", "lilicorr_factor_dim", "lilicorr_vector_eps", "lilicorr_logit_scale",
+)  # fmt: skip
+"""Keys of heads; the tensors say most of what they say."""
 _OPTIONS = (
     "is_causal", "causal", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "is_neox_style",
     "projector_type", "shift_label", "pure_draft_prefix_len", "selector_rank", "conv_kernel_size", "output_multiplier",
     "input_embedding_scale", "final_logit_softcapping",
 )  # fmt: skip
 """Options that are checked; see `_check_options`."""
+_HEADS = {"selector": "candidate_selector.", "domino": "", "refiner": "refiner_head.", "lattice": "lilicorr."}
+"""What the names of a correction's tensors begin with."""
+_BESIDE = ("selector", "lattice")
+"""Corrections beside which other engines read convolutions."""
+_DOMINO = "prefix_gru.weight_hh_l0"
+_CONVOLUTION = "layers.{}.{}_conv.{}"
 
 
 def tensor_sources(c: DFlashConfig) -> dict[str, TensorSource]:
@@ -68,93 +91,150 @@ def tensor_sources(c: DFlashConfig) -> dict[str, TensorSource]:
     if c.confidence:
         out["confidence.weight"] = TensorSource((f"{_CONFIDENCE}.weight",), (1,), (d + c.markov_rank,))
         out["confidence.bias"] = TensorSource((f"{_CONFIDENCE}.bias",), (1,))
+    for i in range(c.layers if c.convolution else 0):
+        for part in ("attention", "mlp"):
+            names = [_CONVOLUTION.format(i, part, n) for n in ("base_kernel", "kernel_projection.weight")]
+            at, groups = f"layers.{i}.{part}_convolution", -(-d // c.convolution_group)
+            out[f"{at}.base"] = TensorSource((names[0],), (2,), (2, d))
+            out[f"{at}.dynamic.weight"] = TensorSource((names[1],), (4 * groups,), (d,))
+    if c.correction is not None:
+        with torch.device("meta"):
+            head = make_correction(c.correction, d, c.target.vocab, outputs, c.block_size, c.norm_eps)
+        for name, (rows, *rest) in ((name, p.shape) for name, p in head.named_parameters()):
+            published = (_HEADS[c.correction.kind] + name,)
+            out[f"correction.{name}"] = TensorSource(published, (rows,), tuple(rest))
     return out
 
 
-def _fits_speculators(found: PublishedCheckpoint) -> bool:
-    return found.config.get("speculators_model_type") in _TYPES
+def _correction(files: PublishedCheckpoint, own: Fields) -> dict[str, Any] | None:
+    """The configuration of the head that the tensors show; `own`: the keys that describe it.
+
+    Raises:
+        ValueError: a key is missing that the shapes do not say.
+    """
+
+    def shape(name: str) -> torch.Size:
+        return files.require(name).shape
+
+    if files.has("candidate_selector.predecessor_codebook"):
+        rank = shape("candidate_selector.predecessor_codebook")[1]
+        return {"kind": "selector", "rank": rank, "candidates": own.integer("selector_top_k", least=1)}
+    if files.has(_DOMINO):
+        inner, rank = shape(_DOMINO)[1], shape("embed_proj.0.weight")[0]
+        return {"kind": "domino", "inner": inner, "rank": rank, "uncorrected": own.integer("pure_draft_prefix_len")}
+    if files.has("refiner_head.token_embed.weight"):
+        inner, rank = shape("refiner_head.mlp_gate.weight")
+        passes = own.integer("num_jacobi_passes", default=6, least=1)
+        return {"kind": "refiner", "rank": rank, "ratio": inner // rank, "passes": passes}
+    if files.has("lilicorr.rank_embedding"):
+        *_, candidates, width = shape("lilicorr.rank_embedding")
+        values = {name: own.number(f"lilicorr_{name}") for name in ("mlp_ratio", "vector_eps", "logit_scale")}
+        heads, factors = shape("lilicorr.relative_slot_bias")[0], shape("lilicorr.out_head.weight")[0]
+        layers = sum(
+            name.startswith("lilicorr.layers.") and name.endswith(".attn.in_proj_bias") for name in files.names
+        )
+        sizes = {"candidates": candidates, "width": width, "layers": layers, "heads": heads, "factors": factors}
+        return {"kind": "lattice", **sizes, **values}
+    return None
 
 
-def _fits_authors(found: PublishedCheckpoint) -> bool:
-    return any(a in ARCHITECTURES for a in found.architectures) or "dflash_config" in found.config
+def _fits_speculators(files: PublishedCheckpoint) -> bool:
+    return files.config.get("speculators_model_type") in _TYPES
+
+
+def _fits_authors(files: PublishedCheckpoint) -> bool:
+    return any(a in ARCHITECTURES for a in files.architectures) or "dflash_config" in files.config
 
 
 def _read_authors(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    found = found.strip_prefixes("model.")
-    own = found.fields.fields("dflash_config")
+    files = files.strip_prefixes("model.")
+    # LiLiCorr's feed-forward networks, whose parts PyTorch numbers.
+    parts = {n.replace("mlp.0.", "mlp.up_proj.").replace("mlp.2.", "mlp.down_proj."): p for n, p in files.names.items()}
+    files = replace(files, names=parts)
+    own = files.fields.fields("dflash_config")
     # The configuration counts a block's output; Foretell counts the input of the next block.
-    layers = tuple(i + 1 for i in own.integers("target_layer_ids") or found.fields.integers("target_layer_ids"))
+    layers = tuple(i + 1 for i in own.integers("target_layer_ids") or files.fields.integers("target_layer_ids"))
     mask = own.integer("mask_token_id", default=-1, least=-1)
-    size = own.integer("block_size", default=found.fields.integer("block_size", default=16))
-    known = found.fields.integer("num_target_layers", default=target.layers)
+    size = own.integer("block_size", default=files.fields.integer("block_size", default=16))
+    known = files.fields.integer("num_target_layers", default=target.layers)
     if known != target.layers:
         raise ValueError(
-            f"{found.folder}: it reads a target of {known} layers (num_target_layers), and this one has {target.layers}"
+            f"{files.folder}: it reads a target of {known} layers (num_target_layers), and this one has {target.layers}"
         )
     values = {
         "hidden_layers": layers,
-        "mask_token": found.fields.integer("mask_token_id", least=0) if mask < 0 else mask,
+        "mask_token": files.fields.integer("mask_token_id", least=0) if mask < 0 else mask,
         "block_size": size,
-        "predicts_from_anchor": any("DSpark" in a for a in found.architectures),
+        "predicts_from_anchor": any("DSpark" in a for a in files.architectures),
     }
-    if found.fields.texts("layer_types"):
+    if files.has(_DOMINO):
+        values["predicts_from_anchor"] = Fields({**files.config, **own.raw}, own.source).flag("shift_label")
+    if files.fields.texts("layer_types"):
         # In vLLM and SpecForge the type of a layer decides, unless a flag does.
-        flag = found.fields.flag("is_causal", default=own.flag("causal", default=True))
-        values["window_causal"] = flag and _SLIDING in found.fields.texts("layer_types")
-    read = _read(found, found.config, values, target, embedding_and_head)
+        flag = files.fields.flag("is_causal", default=own.flag("causal", default=True))
+        values["window_causal"] = flag and _SLIDING in files.fields.texts("layer_types")
+    read = _read(files, files.config, values, target, embedding_and_head)
     keys = (*_HEAD_KEYS, *_OPTIONS, "target_layer_ids", "mask_token_id", "block_size")
-    refuse_other_keys(found.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
+    refuse_other_keys(files.fields, LAYER, ("dflash_config", "num_target_layers"), keys)
     refuse_other_keys(own, ("attention_mode",), keys)
     return read
 
 
 def _read_speculators(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    layer = library_layer(found)
-    sliding = _SLIDING in Fields(layer, found.fields.source).texts("layer_types")
+    layer = library_layer(files)
+    kind, sliding = files.config.get("speculators_model_type"), _SLIDING in _types(layer, files)
     values = {
         "window_from_anchor": sliding,
-        "window_causal": sliding and not found.fields.flag("sliding_window_non_causal", default=False),
-        "hidden_layers": found.fields.integers("aux_hidden_state_layer_ids"),
-        "mask_token": found.fields.integer("mask_token_id"),
-        "block_size": found.fields.integer("block_size"),
-        "predicts_from_anchor": found.fields.flag(
-            "sample_from_anchor", default=found.config.get("speculators_model_type") == "dspark"
-        ),
+        "window_causal": sliding and not files.fields.flag("sliding_window_non_causal", default=kind == "dflash2"),
+        "hidden_layers": files.fields.integers("aux_hidden_state_layer_ids"),
+        "mask_token": files.fields.integer("mask_token_id"),
+        "block_size": files.fields.integer("block_size"),
+        "predicts_from_anchor": files.fields.flag("sample_from_anchor", default=kind == "dspark"),
     }
-    read = _read(found, layer, values, target, embedding_and_head)
-    refuse_other_library_keys(found.fields, layer, _LIBRARY_KEYS, _HEAD_KEYS, _OPTIONS)
+    read = _read(files, layer, values, target, embedding_and_head)
+    refuse_other_library_keys(files.fields, layer, _LIBRARY_KEYS, _HEAD_KEYS, _OPTIONS)
     return read
 
 
+def _types(layer: Mapping[str, Any], files: PublishedCheckpoint) -> tuple[str, ...]:
+    """The types of the layers; none: all are alike."""
+    return Fields(layer, files.fields.source).texts("layer_types")
+
+
 def _read(
-    found: PublishedCheckpoint,
+    files: PublishedCheckpoint,
     raw: Mapping[str, Any],
     values: Mapping[str, Any],
     target: TargetInfo,
     embedding_and_head: EmbeddingAndHead,
 ) -> ConvertedCheckpoint:
-    _check_options(found, raw, values, embedding_and_head)
-    shape = layer_shape(found, raw, target.vocab)
-    _check(found, values, target)
-    markov = found.find(_MARKOV_IN)
-    trained_for = target_info(found, target, shape.hidden, target.vocab if markov is None else len(markov))
-    own = OwnTensors.find(found, target, embedding_and_head)
+    _check_options(files, raw, values, embedding_and_head)
+    shape = layer_shape(files, raw, target.vocab)
+    _check(files, values, target)
+    markov = files.find(_MARKOV_IN)
+    trained_for = target_info(files, target, shape.hidden, target.vocab if markov is None else len(markov))
+    own = OwnTensors.find(files, target, embedding_and_head)
+    keys = Fields({**files.config, **files.fields.fields("dflash_config").raw}, files.fields.source)
+    convolution = files.has(_CONVOLUTION.format(0, "attention", "base_kernel"))
     config = DFlashConfig(
         target=trained_for,
         markov_rank=0 if markov is None else markov.shape[1],
-        confidence=found.has(f"{_CONFIDENCE}.weight"),
-        **layer_values(found, raw, shape, own),
+        confidence=files.has(f"{_CONFIDENCE}.weight"),
+        convolution=convolution,
+        convolution_group=keys.integer("conv_group_size", least=1) if convolution else 16,
+        correction=_correction(files, keys),
+        **layer_values(files, raw, shape, own),
         **values,
     )
-    return convert(found, config, tensor_sources(config), own)
+    return convert(files, config, tensor_sources(config), own)
 
 
 def _check_options(
-    found: PublishedCheckpoint,
+    files: PublishedCheckpoint,
     raw: Mapping[str, Any],
     values: Mapping[str, Any],
     embedding_and_head: EmbeddingAndHead,
@@ -166,10 +246,12 @@ def _check_options(
     Raises:
         ValueError: one is set.
     """
-    own = {**raw, **found.config, **found.fields.fields("dflash_config").raw}
-    markov, types = found.has(_MARKOV_IN), Fields(raw, found.fields.source).texts("layer_types")
+    own = {**raw, **files.config, **files.fields.fields("dflash_config").raw}
+    markov, types = files.has(_MARKOV_IN), _types(raw, files)
+    domino = files.has(_DOMINO)
     causal = (False, True) if types and set(types) == {_SLIDING} else (False,)
-    sinks = any(name.endswith("attention_sink_bias") for name in found.names)
+    sinks = any(name.endswith("attention_sink_bias") for name in files.names)
+    selector = files.find("candidate_selector.predecessor_codebook")
     supported: dict[str, tuple[object, ...]] = {
         "is_causal": causal,
         "causal": causal,
@@ -177,56 +259,65 @@ def _check_options(
         "attention_sink_bias": (sinks,),
         "add_swa_attention_sink_bias": (sinks,),
         "is_neox_style": (True,),
-        "projector_type": _TYPES,
+        "projector_type": ("domino",) if domino else _TYPES,
         "shift_label": (values["predicts_from_anchor"],),
-        "pure_draft_prefix_len": (0,),
-        "selector_rank": (0,),
-        "conv_kernel_size": (0,),
+        "pure_draft_prefix_len": (own.get("pure_draft_prefix_len"),) if domino else (0,),
+        "selector_rank": (0,) if selector is None else (selector.shape[1],),
+        "conv_kernel_size": (2,) if files.has(_CONVOLUTION.format(0, "attention", "base_kernel")) else (0,),
         "output_multiplier": (1,),
         "input_embedding_scale": (embedding_and_head.embedding_scale,),
         "final_logit_softcapping": (embedding_and_head.softcap,),
         "markov_head_type": ("vanilla",) if markov else (own.get("markov_head_type"),),
-        "confidence_head_with_markov": (markov,) if found.has(f"{_CONFIDENCE}.weight") else (False, True),
+        "confidence_head_with_markov": (markov,) if files.has(f"{_CONFIDENCE}.weight") else (False, True),
     }
     assert set(supported) <= {*_OPTIONS, *_HEAD_KEYS}
     for name, known in supported.items():
         if own.get(name) not in (None, *known):
             wanted = " or ".join(map(str, known))
-            raise found.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
+            raise files.fields.wrong(name, f"{wanted}: nothing else is supported for DFlash here", own[name])
 
 
-def _check(found: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
+def _check(files: PublishedCheckpoint, values: Mapping[str, Any], target: TargetInfo) -> None:
     """Refuse what would draft wrongly.
 
     Raises:
         ValueError: a layer that the target does not have, or a mask token outside its vocabulary.
     """
-    place = found.folder / "config.json"
+    place = files.folder / "config.json"
     if not values["hidden_layers"]:
         raise ValueError(f"{place}: it names no layers of its target whose hidden states it reads; is it complete?")
-    check_layers_read(found, values["hidden_layers"], target)
-    check_mask_token_read(found, values["mask_token"], target)
+    check_layers_read(files, values["hidden_layers"], target)
+    check_mask_token_read(files, values["mask_token"], target)
 
 
-def _check_exported(network: DFlash, format_name: str) -> None:
+def check_exported(network: DFlash, format_name: str) -> None:
     """Refuse a network with a part that the format does not support.
 
     Raises:
         ValueError: it has one.
     """
     refuse_softcap(network, format_name)
-    c = network.config
+    c, library = network.config, format_name == "speculators"
+    kind = "" if c.correction is None else c.correction.kind
+    known_heads = {"speculators": ("selector", "refiner"), "dflash": ("selector", "domino", "lattice")}
+    of_dspark = bool(c.markov_rank or c.confidence)
+    from_anchor = " (--set predicts_from_anchor=true, or markov_rank=0 and confidence=false)"
     unsupported = (
-        ("a learned mask vector", c.mask_token is None, " (--set mask_token=N)"),
         ("norms of the fused states", c.fc_norm, " (--set fc_norm=false)"),
+        ("layers without norms of queries and keys", not c.qk_norm, " (--set qk_norm=true)"),
         ("the target's state after its final norm", c.target.layers + 1 in c.recorded_layers, ""),
         ("the target's embeddings as a hidden state", 0 in c.recorded_layers, ""),
         ("biases of queries, keys and values", c.qkv_bias, ""),
-        ("a convolution over slots", c.convolution, " (--set convolution=false)"),
+        ("attention sinks", library and bool(c.sink_layers), ""),
+        (f"a {kind} over tokens", kind not in ("", *known_heads.get(format_name, ("selector",))), ""),
+        ("a selector without a convolution", kind == "selector" and not c.convolution, " (--set convolution=true)"),
+        ("a convolution over slots", c.convolution and kind not in _BESIDE, " (--set convolution=false)"),
+        ("groups of channels of unequal size", c.convolution and c.target.hidden % c.convolution_group > 0, ""),
+        ("a first slot that predicts", c.predicts_from_anchor and kind == "selector" and not library, ""),
         (
             "heads of DSpark beside a first slot that predicts nothing",
-            bool(c.markov_rank or c.confidence) and not c.predicts_from_anchor,
-            " (--set predicts_from_anchor=true, or markov_rank=0 and confidence=false)",
+            of_dspark and not c.predicts_from_anchor and format_name == "dflash",
+            from_anchor,
         ),
     )
     for what, present, how in unsupported:
@@ -237,39 +328,104 @@ def _check_exported(network: DFlash, format_name: str) -> None:
             )
 
 
-def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
-    assert isinstance(network, DFlash)
-    _check_exported(network, "dflash")
+def published_tensors(network: DFlash, mask_token: int) -> dict[str, torch.Tensor]:
+    """The tensors under their published names. A learned mask stands in the row of its token, in an embedding of the
+    checkpoint's own.
+    """
     c, state, tensors = network.config, network.state_dict(), dict[str, torch.Tensor]()
     for ours, part in tensor_sources(c).items():
         tensors |= dict(zip(part.names, state[ours].split(part.rows), strict=True))
     if c.own_head or c.draft_vocab is not None:
         tensors |= vocabulary(network, always_maps=False)
-    if network.embedding is not None:
+    if network.mask is not None:
+        embedding = network.embed(torch.arange(c.target.vocab, device=network.device)).clone()
+        embedding[mask_token] = network.mask.to(embedding)
+        tensors["embed_tokens.weight"] = embedding
+    elif network.embedding is not None:
         tensors["embed_tokens.weight"] = network.embedding
+    return tensors
+
+
+def head_keys(c: DFlashConfig) -> dict[str, Any]:
+    """Keys that describe the correction and the convolution, as the authors' code reads them."""
+    out: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": c.convolution_group} if c.convolution else {}
+    match c.correction:
+        case SelectorConfig() as head:
+            out |= {"selector_rank": head.rank, "selector_top_k": head.candidates}
+        case DominoConfig() as head:
+            out |= {"projector_type": "domino", "shift_label": c.predicts_from_anchor}
+            out |= {"pure_draft_prefix_len": head.uncorrected, "gru_hidden_dim": head.inner, "emb_dim": head.rank}
+        case RefinerConfig() as head:
+            out |= {"xpress_rank": head.rank, "xpress_mlp_ratio": head.ratio, "num_jacobi_passes": head.passes}
+        case LatticeConfig() as head:
+            width = 0 if head.width == c.target.hidden else head.width
+            sizes = {"candidate_topk": head.candidates, "hidden_size": width, "num_layers": head.layers}
+            sizes |= {"num_heads": head.heads, "factor_dim": head.factors, "enabled": True}
+            same = head.model_dump(include={"mlp_ratio", "vector_eps", "logit_scale"})
+            out |= {f"lilicorr_{name}": value for name, value in (sizes | same).items()}
+    return out
+
+
+def _dspark_keys(c: DFlashConfig) -> dict[str, Any]:
+    out: dict[str, Any] = {"markov_rank": c.markov_rank, "markov_head_type": "vanilla"} if c.markov_rank else {}
+    if c.confidence:
+        out |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(c.markov_rank)}
+    return out
+
+
+def _write_authors(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, DFlash)
+    check_exported(network, "dflash")
+    c, mask = network.config, mask_token(network)
+    tensors = published_tensors(network, mask)
+    plain = "Qwen3DSparkModel" if c.predicts_from_anchor and c.correction is None else "DFlashDraftModel"
+    named = {"selector": "DFlash2DraftModel", "lattice": "LiLiCorrDraftModel"}
     layout = {
-        "architectures": [ARCHITECTURES[1 if c.predicts_from_anchor else 0]],
+        "architectures": [plain if c.correction is None else named.get(c.correction.kind, plain)],
         **layer_config(c, dtype_name(network)),
         "base_model_name_or_path": verifier.name,
         "num_target_layers": c.target.layers,
         "block_size": c.block_size,
         "dflash_config": {
-            "mask_token_id": c.mask_token,
+            "mask_token_id": mask,
             "target_layer_ids": [layer - 1 for layer in c.recorded_layers],
             # Without the flag other engines read windows as causal, with it all layers.
             **({} if not c.window or c.window_causal else {"causal": False}),
             **({"attention_sink_bias": True} if c.sink_layers else {}),
+            **head_keys(c),
         },
+        **_dspark_keys(c),
     }
     if c.draft_vocab is not None:
         layout["draft_vocab_size"] = c.draft_vocab
-    if c.markov_rank:
-        layout |= {"markov_rank": c.markov_rank, "markov_head_type": "vanilla"}
-    if c.confidence:
-        layout |= {"enable_confidence_head": True, "confidence_head_with_markov": bool(c.markov_rank)}
     write_checkpoint(folder, layout, tensors)
+
+
+def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) -> None:
+    assert isinstance(network, DFlash)
+    check_exported(network, "speculators")
+    c, mask = network.config, mask_token(network)
+    named = {"selector": ("dflash2", "DFlash2DraftModel"), "refiner": ("xpress", "XPressSpeculator")}
+    plain = ("dspark", "DSparkSpeculator") if c.markov_rank or c.confidence else ("dflash", "DFlashSpeculator")
+    kind, architecture = plain if c.correction is None else named[c.correction.kind]
+    layout = {
+        **library_frame(verifier, kind, architecture, c.depth),
+        "transformer_layer_config": layer_config(c, dtype_name(network)),
+        "draft_vocab_size": c.draft_vocab or c.target.vocab,
+        "block_size": c.block_size,
+        "aux_hidden_state_layer_ids": list(c.recorded_layers),
+        "mask_token_id": mask,
+        "sliding_window_non_causal": not c.window_causal,
+        "sample_from_anchor": c.predicts_from_anchor,
+        **({"markov_rank": 0, "enable_confidence_head": False} if kind == "dspark" else {}),
+        **head_keys(c),
+        **_dspark_keys(c),
+        "torch_dtype": dtype_name(network),
+    }
+    write_checkpoint(folder, layout, published_tensors(network, mask))
 
 
 AUTHORS = CheckpointFormat("dflash", _fits_authors, _read_authors)
 SPECULATORS = CheckpointFormat("speculators-dflash", _fits_speculators, _read_speculators)
-TO_AUTHORS = ExportFormat("dflash", "dflash", _write)
+TO_AUTHORS = ExportFormat("dflash", "dflash", _write_authors)
+TO_SPECULATORS = ExportFormat("speculators", "dflash", _write_speculators)

@@ -8,7 +8,7 @@ from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.speculator.checkpoint import CONFIG
 from foretell.speculator.formats.base import CheckpointFormat, ConvertedCheckpoint, target_info
 from foretell.speculator.formats.files import PublishedCheckpoint
-from foretell.speculator.formats.keys import LAYER, refuse_other_keys, refuse_other_library_keys
+from foretell.speculator.formats.keys import IN_LAYER, LAYER, refuse_other_keys, refuse_other_library_keys
 from foretell.speculator.formats.layers import (
     OwnTensors,
     TensorSource,
@@ -54,47 +54,47 @@ def tensor_sources(c: EagleConfig) -> dict[str, TensorSource]:
     return out
 
 
-def _fits_speculators(found: PublishedCheckpoint) -> bool:
-    return found.config.get("speculators_model_type") is not None or "Eagle3Speculator" in found.architectures
+def _fits_speculators(files: PublishedCheckpoint) -> bool:
+    return files.config.get("speculators_model_type") is not None or "Eagle3Speculator" in files.architectures
 
 
-def _fits_eagle3(found: PublishedCheckpoint) -> bool:
-    named = any("Eagle3" in a for a in found.architectures)
-    return not _fits_speculators(found) and (named or found.has("midlayer.hidden_norm.weight"))
+def _fits_eagle3(files: PublishedCheckpoint) -> bool:
+    named = any("Eagle3" in a for a in files.architectures)
+    return not _fits_speculators(files) and (named or files.has("midlayer.hidden_norm.weight"))
 
 
-def _fits_eagle1(found: PublishedCheckpoint) -> bool:
-    named = any(a in ("EAGLEModel", "EagleLlamaForCausalLM", "EAGLE") for a in found.architectures)
+def _fits_eagle1(files: PublishedCheckpoint) -> bool:
+    named = any(a in ("EAGLEModel", "EagleLlamaForCausalLM", "EAGLE") for a in files.architectures)
     # Most checkpoints name the class of a language model, which has a first norm and no `fc`.
-    bare = found.has("fc.weight") and found.has("layers.0.self_attn.q_proj.weight")
-    return not _fits_eagle3(found) and (named or found.config.get("model_type") == "eagle" or bare)
+    bare = files.has("fc.weight") and files.has("layers.0.self_attn.q_proj.weight")
+    return not _fits_eagle3(files) and (named or files.config.get("model_type") == "eagle" or bare)
 
 
 def _read_eagle1(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    found = found.strip_prefixes("model.")
-    raw = found.config.get("model")
+    files = files.strip_prefixes("model.")
+    raw = files.config.get("model")
     if isinstance(raw, dict):
-        refuse_other_keys(found.fields, LAYER, ("model",))
-        refuse_other_keys(found.fields.fields("model"), LAYER)
+        refuse_other_keys(files.fields, LAYER, ("model",))
+        refuse_other_keys(files.fields.fields("model"), LAYER)
     else:
-        raw = found.config
-        refuse_other_keys(found.fields, LAYER)
-    return convert_layers(found, raw, EagleConfig, {"kind": "eagle"}, target, embedding_and_head)
+        raw = files.config
+        refuse_other_keys(files.fields, LAYER)
+    return convert_layers(files, raw, EagleConfig, {"kind": "eagle"}, target, embedding_and_head)
 
 
 def _read_eagle3(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    refuse_other_keys(found.fields, LAYER, EAGLE3_KEYS, ("eagle_config",))
-    found, values = read_flat(found)
-    return convert_layers(found, found.config, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
+    refuse_other_keys(files.fields, LAYER, EAGLE3_KEYS, ("eagle_config",))
+    files, values = read_flat(files)
+    return convert_layers(files, files.config, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
 
 
-def read_flat(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
+def read_flat(files: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
     """A checkpoint of EAGLE-3's authors or SpecForge with plain names of its tensors, and its options."""
-    own = found.fields.fields("eagle_config")
+    own = files.fields.fields("eagle_config")
     refuse_other_keys(own, ("use_aux_hidden_state", _AUX), _OF_MODELOPT, ("parallel_draft_heads_num_layers",))
     for name, plain in _OF_MODELOPT.items():
         if own.raw.get(name) not in (None, plain):
@@ -103,57 +103,59 @@ def read_flat(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str
         raise own.wrong("use_aux_hidden_state", "true: a draft of the last hidden state alone is not supported", False)
     # `eagle_config` counts a layer's output; Foretell and vLLM count the input of the next layer.
     hidden_layers = [i + 1 for i in own.integers(_AUX)]
-    values = _flags(found, hidden_layers)
+    values = _flags(files, hidden_layers)
     # In SpecForge up to 0.2.0 the flag says that the head reads normed states; those that are fed back are not.
-    if _SPECFORGE in found.architectures and not found.fields.has("norm_before_residual"):
+    if _SPECFORGE in files.architectures and not files.fields.has("norm_before_residual"):
         values["norm_output"] = False
-    return _midlayer(found.strip_prefixes("model.")), values
+    return _midlayer(files.strip_prefixes("model.")), values
 
 
 def _read_speculators(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    kind = found.config.get("speculators_model_type")
+    kind = files.config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise ValueError(
-            f"{found.folder}: speculators of the type {kind!r} are not known here; known: eagle3, peagle, dflash, "
+            f"{files.folder}: speculators of the type {kind!r} are not known here; known: eagle3, peagle, dflash, "
             "dspark"
         )
-    layer = library_layer(found)
-    refuse_other_library_keys(found.fields, layer, EAGLE3_KEYS)
-    found, values = read_library(found)
-    return convert_layers(found, layer, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
+    layer = library_layer(files)
+    refuse_other_library_keys(files.fields, layer, EAGLE3_KEYS)
+    files, values = read_library(files)
+    return convert_layers(files, layer, EagleConfig, {"kind": "eagle3", **values}, target, embedding_and_head)
 
 
-def read_library(found: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
+def read_library(files: PublishedCheckpoint) -> tuple[PublishedCheckpoint, dict[str, Any]]:
     """A checkpoint of the `speculators` library with plain names of its tensors, and its options."""
-    return _midlayer(found), _flags(found, ())
+    beside = Fields(library_layer(files), files.fields.source, "transformer_layer_config.")
+    values = _flags(files, ())
+    return _midlayer(files), values | {name: values[name] or beside.flag(name, default=False) for name in IN_LAYER}
 
 
-def _midlayer(found: PublishedCheckpoint) -> PublishedCheckpoint:
+def _midlayer(files: PublishedCheckpoint) -> PublishedCheckpoint:
     renamed = {
-        n.replace("midlayer.", "layers.0.") if n.startswith("midlayer.") else n: p for n, p in found.names.items()
+        n.replace("midlayer.", "layers.0.") if n.startswith("midlayer.") else n: p for n, p in files.names.items()
     }
-    return replace(found, names=renamed)
+    return replace(files, names=renamed)
 
 
-def _flags(found: PublishedCheckpoint, hidden_layers: Sequence[int]) -> dict[str, Any]:
+def _flags(files: PublishedCheckpoint, hidden_layers: Sequence[int]) -> dict[str, Any]:
     """The keys that EAGLE-3's two formats share."""
     return {
-        "hidden_layers": found.fields.integers(_AUX) or tuple(hidden_layers),
-        **{name: found.fields.flag(name, default=False) for name in FLAGS},
+        "hidden_layers": files.fields.integers(_AUX) or tuple(hidden_layers),
+        **{name: files.fields.flag(name, default=False) for name in FLAGS},
     }
 
 
-def _verifier(found: PublishedCheckpoint) -> str:
+def _verifier(files: PublishedCheckpoint) -> str:
     """The target's name in a checkpoint of the `speculators` library; empty: there is none."""
-    library = found.config.get("speculators_config")
+    library = files.config.get("speculators_config")
     verifier = library.get("verifier") if isinstance(library, dict) else None
     return str(verifier.get("name_or_path") or "") if isinstance(verifier, dict) else ""
 
 
 def convert_layers(
-    found: PublishedCheckpoint,
+    files: PublishedCheckpoint,
     raw: Mapping[str, Any],
     config_type: type[EagleConfig],
     values: Mapping[str, Any],
@@ -166,17 +168,17 @@ def convert_layers(
     Raises:
         ValueError: the checkpoint is damaged, for another target, or has a part that is not supported.
     """
-    check_layers_read(found, values.get("hidden_layers", ()), target)
-    shape = layer_shape(found, raw, target.vocab)
-    is_drafted = found.find("t2d")
-    fields = Fields(raw, str(found.folder / CONFIG))
+    check_layers_read(files, values.get("hidden_layers", ()), target)
+    shape = layer_shape(files, raw, target.vocab)
+    is_drafted = files.find("t2d")
+    fields = Fields(raw, str(files.folder / CONFIG))
     vocab = fields.integer("vocab_size", default=target.vocab, least=1) if is_drafted is None else len(is_drafted)
-    trained_for = target_info(found, target, shape.hidden, vocab, _verifier(found))
-    own = OwnTensors.find(found, target, embedding_and_head, values["kind"] != "eagle", mask_token)
+    trained_for = target_info(files, target, shape.hidden, vocab, _verifier(files))
+    own = OwnTensors.find(files, target, embedding_and_head, values["kind"] != "eagle", mask_token)
     config = config_type(
-        target=trained_for, fc_bias=found.has("fc.bias"), **layer_values(found, raw, shape, own), **values
+        target=trained_for, fc_bias=files.has("fc.bias"), **layer_values(files, raw, shape, own), **values
     )
-    return convert(found, config, tensor_sources(config), own)
+    return convert(files, config, tensor_sources(config), own)
 
 
 SPECULATORS = CheckpointFormat("speculators", _fits_speculators, _read_speculators)

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from foretell.speculator.formats.base import (
     ExportFormat,
@@ -16,10 +18,15 @@ from foretell.speculator.formats.base import (
 from foretell.speculator.formats.eagle import FLAGS, tensor_sources
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import CachedLayersConfig
+from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
+from foretell.speculator.network.p_eagle import PEagle
+from foretell.speculator.network.pack import shallow_copy
 
 _PROPOSED = 5
 """Tokens of a draft that the configuration of an EAGLE-3 speculator proposes."""
+_MOST_DISTANCE = 0.3
+"""Largest distance of a fitted state from the state after the final norm, relative to that."""
 
 
 def weights(network: EagleNetwork, always_embedding: bool = False) -> dict[str, torch.Tensor]:
@@ -82,6 +89,35 @@ def _norms(c: EagleConfig) -> dict[str, bool]:
     return {name: c.model_dump()[name] for name in FLAGS}
 
 
+def before_final_norm(network: Eagle3, verifier: Verifier) -> Eagle3:
+    """An EAGLE-3 that reads the output of the target's last block where `network` reads the state after the final norm,
+    which other engines do not give; `network` itself where it does not, or where this cannot be done.
+
+    Both states have one direction up to a factor per dimension, which is fitted along the verifier's texts and becomes
+    part of the state's own norm (`fc_norm`).
+
+    Raises:
+        ValueError: the verifier's final norm is no RMS norm, so that no such factors lead from one to the other.
+    """
+    c, n = network.config, network.target_info.layers
+    if n + 1 not in c.recorded_layers or n in c.recorded_layers or not c.fc_norm or verifier.states is None:
+        return network
+    place = c.recorded_layers.index(n + 1)
+    before, after = (F.rms_norm(x.double(), x.shape[-1:], eps=c.norm_eps) for x in verifier.states((n, n + 1)))
+    factor = (before * after).sum(0) / before.square().sum(0).clamp_min(1e-12)
+    if float((before * factor - after).norm() / after.norm()) > _MOST_DISTANCE:
+        raise ValueError(
+            f"the speculator reads the state after the final norm of {verifier.name}, which is no RMS norm, and no "
+            "engine gives that state; train one that reads other layers (--set hidden_layers=2,15,27) to export it"
+        )
+    out = shallow_copy(network)
+    assert out.fc_norm is not None
+    out.config = c.model_copy(update={"hidden_layers": tuple(n if t == n + 1 else t for t in c.recorded_layers)})
+    scale = out.fc_norm[place].get_parameter("weight").detach()
+    out.fc_norm[place].register_parameter("weight", nn.Parameter(scale * factor.to(scale)))
+    return out
+
+
 def check_exported(network: EagleNetwork, format_name: str) -> None:
     """Refuse a network with a part that the format does not support.
 
@@ -109,25 +145,46 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
             )
 
 
-def library_config(
-    network: EagleNetwork, verifier: Verifier, kind: str, architecture: str, proposed: int
-) -> dict[str, Any]:
-    """The configuration of the `speculators` library; `proposed`: tokens of a draft."""
-    c = network.config
+def library_frame(verifier: Verifier, kind: str, architecture: str, proposed: int) -> dict[str, Any]:
+    """What all configurations of the `speculators` library begin with; `proposed`: tokens of a draft."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": proposed, "verifier_accept_k": 1}
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
-        "speculators_version": "0.7.0",
+        "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
         },
-        "transformer_layer_config": layer_config(c, dtype_name(network)),
-        "draft_vocab_size": c.draft_vocab or c.target.vocab,
         "target_hidden_size": None,
+    }
+
+
+def mask_token(network: PEagle | DFlash) -> int:
+    """The mask's token, or the one whose row a learned mask takes: the last that is not drafted, rare in texts."""
+    if network.config.mask_token is not None:
+        return network.config.mask_token
+    drafted = set() if network.token_of is None else set(network.token_of.tolist())
+    last = network.target_info.vocab - 1
+    return next((token for token in range(last, -1, -1) if token not in drafted), last)
+
+
+def library_config(
+    network: EagleNetwork, verifier: Verifier, kind: str, architecture: str, proposed: int
+) -> dict[str, Any]:
+    """The configuration of the `speculators` library; `proposed`: tokens of a draft."""
+    c = network.config
+    return {
+        **library_frame(verifier, kind, architecture, proposed),
+        # vLLM reads the number of hidden states, and of P-EAGLE these norms, from the layer's configuration only.
+        "transformer_layer_config": {
+            **layer_config(c, dtype_name(network)),
+            "num_aux_hidden_states": len(c.recorded_layers),
+            **{name: True for name in ("fc_norm", "norm_output") if getattr(c, name)},
+        },
+        "draft_vocab_size": c.draft_vocab or c.target.vocab,
         **_norms(c),
         "eagle_aux_hidden_state_layer_ids": list(c.recorded_layers),
         "embed_requires_grad": False,
@@ -137,6 +194,7 @@ def library_config(
 
 def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, Eagle3)
+    network = before_final_norm(network, verifier)
     check_exported(network, "speculators")
     layout = library_config(network, verifier, "eagle3", "Eagle3Speculator", _PROPOSED)
     write_checkpoint(folder, layout, weights(network) | vocabulary(network, always_maps=False))
@@ -144,6 +202,7 @@ def _write_speculators(network: Speculator, verifier: Verifier, folder: Path) ->
 
 def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, Eagle3)
+    network = before_final_norm(network, verifier)
     check_exported(network, "eagle3")
     c = network.config
     if c.layers > 1:
@@ -158,6 +217,7 @@ def _write_eagle3(network: Speculator, verifier: Verifier, folder: Path) -> None
         **_norms(c),
         # vLLM counts the input of a block, SGLang and SpecForge the output of the previous block.
         "eagle_aux_hidden_state_layer_ids": list(c.recorded_layers),
+        "num_aux_hidden_states": len(c.recorded_layers),
         "eagle_config": {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": [hidden_layer - 1 for hidden_layer in c.recorded_layers],

@@ -84,19 +84,19 @@ def open_checkpoint(folder: Path) -> PublishedCheckpoint:
     return PublishedCheckpoint(folder, config, {name: (file, name) for file in files for name in _dtypes(file)})
 
 
-def refuse_quantized_checkpoint(found: PublishedCheckpoint) -> None:
+def refuse_quantized_checkpoint(files: PublishedCheckpoint) -> None:
     """Refuse a checkpoint that is quantised by its configuration or its tensors.
 
     Raises:
         ValueError: it is.
     """
-    refuse_quantization(found.config, str(found.folder))
-    for file in sorted({file for file, _ in found.names.values()}):
+    refuse_quantization(files.config, str(files.folder))
+    for file in sorted({file for file, _ in files.names.values()}):
         for name, dtype in _dtypes(file).items():
             refuse_quantized(file, name, dtype)
 
 
-def check_shape(found: PublishedCheckpoint, name: str, tensor: torch.Tensor, *shape: int) -> None:
+def check_shape(files: PublishedCheckpoint, name: str, tensor: torch.Tensor, *shape: int) -> None:
     """Refuse a tensor of another shape.
 
     Raises:
@@ -104,7 +104,7 @@ def check_shape(found: PublishedCheckpoint, name: str, tensor: torch.Tensor, *sh
     """
     if tuple(tensor.shape) != shape:
         raise ValueError(
-            f"{found.folder}: {name} has the shape {list(tensor.shape)}, and its configuration asks for {list(shape)}"
+            f"{files.folder}: {name} has the shape {list(tensor.shape)}, and its configuration asks for {list(shape)}"
         )
 
 

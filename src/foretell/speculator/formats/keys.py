@@ -12,6 +12,8 @@ LAYER = frozenset({
     "mlp_bias", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "target_hidden_size",
 })  # fmt: skip
 """What describes decoder layers."""
+IN_LAYER = ("fc_norm", "norm_output")
+"""Options of EAGLE-3 that vLLM reads of P-EAGLE beside its layers."""
 LIBRARY = frozenset({
     "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
     "target_hidden_size", "embed_requires_grad", "model_type", "has_no_defaults_at_init", "is_composition",
@@ -66,6 +68,6 @@ def refuse_other_library_keys(fields: Fields, layer: Mapping[str, Any], *known: 
         ValueError: there is one; it is named.
     """
     refuse_other_keys(fields, LIBRARY, *known)
-    refuse_other_keys(Fields(layer, fields.source, "transformer_layer_config."), LAYER)
+    refuse_other_keys(Fields(layer, fields.source, "transformer_layer_config."), LAYER, IN_LAYER)
     about = ("algorithm", "default_proposal_method", "proposal_methods", "verifier")
     refuse_other_keys(fields.fields("speculators_config"), about)

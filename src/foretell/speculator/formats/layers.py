@@ -64,32 +64,32 @@ def layer_sources(
     return out | {f"{at}mlp.down_proj.weight": TensorSource((f"{at}mlp.down_proj.weight",), (d,), (c.ffn,))}
 
 
-def layer_shape(found: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> ModelConfig:
+def layer_shape(files: PublishedCheckpoint, raw: Mapping[str, Any], vocab: int) -> ModelConfig:
     """The layer as a decoder's configuration.
 
     Raises:
         ValueError: a key is missing, or its value is not supported.
     """
-    shape = from_hf({"model_type": "llama", **raw, "vocab_size": vocab}, str(found.folder / CONFIG))
-    width = raw.get("target_hidden_size") or found.config.get("target_hidden_size")
+    shape = from_hf({"model_type": "llama", **raw, "vocab_size": vocab}, str(files.folder / CONFIG))
+    width = raw.get("target_hidden_size") or files.config.get("target_hidden_size")
     if width is not None and width != shape.hidden:
         raise ValueError(
-            f"{found.folder}: it drafts in a width of its own ({shape.hidden}; its target's is {width}), which is not "
+            f"{files.folder}: it drafts in a width of its own ({shape.hidden}; its target's is {width}), which is not "
             f"supported"
         )
     if shape.activation != "silu":
-        raise ValueError(f"{found.folder}: its activation is {shape.activation}, and only silu is supported")
+        raise ValueError(f"{files.folder}: its activation is {shape.activation}, and only silu is supported")
     for name in (f.name for f in fields(shape) if f.name not in _READ):
         value, expected = getattr(shape, name), getattr(_PLAIN, name)
         if value != expected and not (name == "local_rope" and value == shape.rope):
             raise ValueError(
-                f"{found.folder / CONFIG}: its layers are of the type {shape.architecture}, which has {name} "
+                f"{files.folder / CONFIG}: its layers are of the type {shape.architecture}, which has {name} "
                 f"({show(value)}); layers of the Llama family are supported"
             )
     return shape
 
 
-def layer_windows(found: PublishedCheckpoint, raw: Mapping[str, Any], shape: ModelConfig) -> dict[str, Any]:
+def layer_windows(files: PublishedCheckpoint, raw: Mapping[str, Any], shape: ModelConfig) -> dict[str, Any]:
     """The sliding window of layers and which have it, as values of a `CachedLayersConfig`.
 
     As in the authors' code and in vLLM, `layer_types` decides; where it is missing, layers of Qwen have those that
@@ -98,7 +98,7 @@ def layer_windows(found: PublishedCheckpoint, raw: Mapping[str, Any], shape: Mod
     Raises:
         ValueError: the keys contradict each other.
     """
-    read, qwen = Fields(raw, str(found.folder / CONFIG)), shape.architecture.startswith("qwen")
+    read, qwen = Fields(raw, str(files.folder / CONFIG)), shape.architecture.startswith("qwen")
     layers, window = read_layer_types(read, shape.layers), read.integer("sliding_window", default=0)
     if layers is None:
         return {"window": shape.window, "window_layers": shape.window_layers} if qwen and shape.window_layers else {}
@@ -112,19 +112,19 @@ def layer_windows(found: PublishedCheckpoint, raw: Mapping[str, Any], shape: Mod
     return {"window": window, "window_layers": layers}
 
 
-def library_layer(found: PublishedCheckpoint) -> Mapping[str, Any]:
+def library_layer(files: PublishedCheckpoint) -> Mapping[str, Any]:
     """The layers' configuration in a checkpoint of the `speculators` library.
 
     Raises:
         ValueError: there is none.
     """
-    layer = found.config.get("transformer_layer_config")
+    layer = files.config.get("transformer_layer_config")
     if not isinstance(layer, dict):
-        raise ValueError(f"{found.folder / CONFIG}: transformer_layer_config should describe the layers")
+        raise ValueError(f"{files.folder / CONFIG}: transformer_layer_config should describe the layers")
     return layer
 
 
-def check_layers_read(found: PublishedCheckpoint, layers: Sequence[int], target: TargetInfo) -> None:
+def check_layers_read(files: PublishedCheckpoint, layers: Sequence[int], target: TargetInfo) -> None:
     """Check that the target has the layers whose hidden states a checkpoint reads.
 
     Raises:
@@ -133,12 +133,12 @@ def check_layers_read(found: PublishedCheckpoint, layers: Sequence[int], target:
     highest = target.layers + 1
     if not all(0 <= i <= highest for i in layers):
         raise ValueError(
-            f"{found.folder / CONFIG}: it reads the layers {list(layers)} of its target, and this target has layers "
+            f"{files.folder / CONFIG}: it reads the layers {list(layers)} of its target, and this target has layers "
             f"0 to {highest}; the checkpoint is for another model"
         )
 
 
-def check_mask_token_read(found: PublishedCheckpoint, token: int, target: TargetInfo) -> None:
+def check_mask_token_read(files: PublishedCheckpoint, token: int, target: TargetInfo) -> None:
     """Check that the mask token of a checkpoint is one of the target's tokens.
 
     Raises:
@@ -146,7 +146,7 @@ def check_mask_token_read(found: PublishedCheckpoint, token: int, target: Target
     """
     if not 0 <= token < target.vocab:
         raise ValueError(
-            f"{found.folder / CONFIG}: its mask token is {token}, and the target has {target.vocab} tokens; the "
+            f"{files.folder / CONFIG}: its mask token is {token}, and the target has {target.vocab} tokens; the "
             "checkpoint is for another tokenizer, or the target lacks a token that was added for it"
         )
 
@@ -162,7 +162,7 @@ class OwnTensors(NamedTuple):
     @classmethod
     def find(
         cls,
-        found: PublishedCheckpoint,
+        files: PublishedCheckpoint,
         target: TargetInfo,
         embedding_and_head: EmbeddingAndHead,
         with_head: bool = True,
@@ -174,23 +174,23 @@ class OwnTensors(NamedTuple):
         Raises:
             ValueError: one has another shape, or the draft vocabulary is damaged.
         """
-        tokens = _draft_vocab(found, target.vocab)
-        head = _own_head(found, tokens, target, embedding_and_head) if with_head else None
-        return cls(tokens, head, _own_embedding(found, target, embedding_and_head, mask_token))
+        tokens = _draft_vocab(files, target.vocab)
+        head = _own_head(files, tokens, target, embedding_and_head) if with_head else None
+        return cls(tokens, head, _own_embedding(files, target, embedding_and_head, mask_token))
 
 
 def layer_values(
-    found: PublishedCheckpoint, raw: Mapping[str, Any], shape: ModelConfig, own: OwnTensors
+    files: PublishedCheckpoint, raw: Mapping[str, Any], shape: ModelConfig, own: OwnTensors
 ) -> dict[str, Any]:
     """Values of a `CachedLayersConfig`, except the target; `raw`: the layers' configuration."""
     names = ("heads", "kv_heads", "head_dim", "ffn", "context", "layers", "norm_eps")
     return {
         **{name: getattr(shape, name) for name in names},
-        **layer_windows(found, raw, shape),
-        "sink_layers": tuple(i for i in range(shape.layers) if found.has(_SINKS.format(i))),
+        **layer_windows(files, raw, shape),
+        "sink_layers": tuple(i for i in range(shape.layers) if files.has(_SINKS.format(i))),
         "rope": shape.rope or RopeConfig(),
-        "qkv_bias": found.has("layers.0.self_attn.q_proj.bias"),
-        "qk_norm": found.has("layers.0.self_attn.q_norm.weight"),
+        "qkv_bias": files.has("layers.0.self_attn.q_proj.bias"),
+        "qk_norm": files.has("layers.0.self_attn.q_norm.weight"),
         "own_embedding": own.embedding is not None,
         "own_head": own.head is not None,
         "draft_vocab": None if own.token_of is None else len(own.token_of),
@@ -198,46 +198,46 @@ def layer_values(
 
 
 def convert(
-    found: PublishedCheckpoint, config: CachedLayersConfig, sources: Mapping[str, TensorSource], own: OwnTensors
+    files: PublishedCheckpoint, config: CachedLayersConfig, sources: Mapping[str, TensorSource], own: OwnTensors
 ) -> ConvertedCheckpoint:
     """The checkpoint with all its tensors under Foretell's names.
 
     Raises:
         ValueError: a tensor is missing, has another shape, or is not known.
     """
-    tensors = {ours: _concatenate(found, source) for ours, source in sources.items()}
+    tensors = {ours: _concatenate(files, source) for ours, source in sources.items()}
     used = {name for part in sources.values() for name in part.names}
-    refuse_other_tensors(found, used, lambda name: any(part in name for part in _OTHER_TENSORS))
+    refuse_other_tensors(files, used, lambda name: any(part in name for part in _OTHER_TENSORS))
     return ConvertedCheckpoint(config, tensors | {n: t for n, t in own._asdict().items() if t is not None})
 
 
-def _concatenate(found: PublishedCheckpoint, source: TensorSource) -> torch.Tensor:
+def _concatenate(files: PublishedCheckpoint, source: TensorSource) -> torch.Tensor:
     """One of Foretell's tensors."""
     shapes = zip(source.names, source.rows, strict=True)
-    return torch.cat([found.require(name, rows, *source.other_sizes) for name, rows in shapes])
+    return torch.cat([files.require(name, rows, *source.other_sizes) for name, rows in shapes])
 
 
-def _draft_vocab(found: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
+def _draft_vocab(files: PublishedCheckpoint, vocab: int) -> torch.Tensor | None:
     """Target token of every token of the draft vocabulary, from the offsets in `d2t`; None: the whole vocabulary."""
-    offsets = found.find("d2t")
+    offsets = files.find("d2t")
     if offsets is None or len(offsets) == vocab:
         return None
     tokens = torch.arange(len(offsets)) + offsets.long()
     ascending = bool((tokens.diff() > 0).all())
     if not ascending or not 0 <= int(tokens[0]) <= int(tokens[-1]) < vocab:
         raise ValueError(
-            f"{found.folder}: d2t does not name ascending tokens of a vocabulary of {vocab}; is it damaged?"
+            f"{files.folder}: d2t does not name ascending tokens of a vocabulary of {vocab}; is it damaged?"
         )
     return tokens
 
 
 def _own_embedding(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead, mask_token: int | None
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead, mask_token: int | None
 ) -> torch.Tensor | None:
     """The checkpoint's embedding, unless it is a copy of the target's, apart from the row of a mask token."""
-    if not found.has("embed_tokens.weight"):
+    if not files.has("embed_tokens.weight"):
         return None
-    own, shared = found.require("embed_tokens.weight", target.vocab, target.hidden), embedding_and_head.embedding
+    own, shared = files.require("embed_tokens.weight", target.vocab, target.hidden), embedding_and_head.embedding
     compared = own
     if mask_token is not None:
         compared = own.clone()
@@ -246,11 +246,11 @@ def _own_embedding(
 
 
 def _own_head(
-    found: PublishedCheckpoint, tokens: torch.Tensor | None, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, tokens: torch.Tensor | None, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> torch.Tensor | None:
     """The checkpoint's output matrix, unless it is a copy of rows of the target's."""
-    if not found.has("lm_head.weight"):
+    if not files.has("lm_head.weight"):
         return None
     shared = target_rows(embedding_and_head, tokens)
-    own = found.require("lm_head.weight", len(shared), target.hidden)
+    own = files.require("lm_head.weight", len(shared), target.hidden)
     return None if is_copy(own, shared) else own

@@ -15,16 +15,16 @@ from foretell.speculator.network.base import TargetInfo
 from foretell.speculator.network.masked_diffusion import MaskedDiffusionConfig
 
 
-def _matches(found: PublishedCheckpoint) -> bool:
-    return is_diffusion(found.config)
+def _matches(files: PublishedCheckpoint) -> bool:
+    return is_diffusion(files.config)
 
 
-def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
+def _read(files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
     """The model with its own embedding and head."""
-    read = read_diffusion(found.config, str(found.folder / CONFIG))
-    decoder = read_decoder(found.folder, read, torch.float32, torch.device("cpu"))
+    read = read_diffusion(files.config, str(files.folder / CONFIG))
+    decoder = read_decoder(files.folder, read, torch.float32, torch.device("cpu"))
     config = MaskedDiffusionConfig(
-        target=target_info(found, target, read.model.hidden, read.model.vocab),
+        target=target_info(files, target, read.model.hidden, read.model.vocab),
         model=replace(read.model, tied=False),
         mask_token=read.mask,
         shifted=read.shifted,

@@ -55,48 +55,48 @@ def _names(heads: int, blocks: int, residual: str, matrix: str) -> Names:
     return out
 
 
-def _fits_authors(found: PublishedCheckpoint) -> bool:
-    return "medusa_num_heads" in found.config and not _fits_vllm(found)
+def _fits_authors(files: PublishedCheckpoint) -> bool:
+    return "medusa_num_heads" in files.config and not _fits_vllm(files)
 
 
-def _fits_vllm(found: PublishedCheckpoint) -> bool:
-    short = found.strip_prefixes(*_PREFIXES)
-    named = found.config.get("model_type") == "medusa" or "MedusaModel" in found.architectures
+def _fits_vllm(files: PublishedCheckpoint) -> bool:
+    short = files.strip_prefixes(*_PREFIXES)
+    named = files.config.get("model_type") == "medusa" or "MedusaModel" in files.architectures
     return (named and not short.has("0.0.linear.weight")) or short.has("blocks.0.layers.0.weight")
 
 
 def _read_authors(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    found = found.strip_prefixes(*_PREFIXES)
+    files = files.strip_prefixes(*_PREFIXES)
     # Beside the model that the heads are for, which some configurations describe whole.
-    refuse_other_keys(found.fields, LAYER, _KEYS)
-    heads, blocks = found.fields.integer("medusa_num_heads"), found.fields.integer("medusa_num_layers", default=1)
+    refuse_other_keys(files.fields, LAYER, _KEYS)
+    heads, blocks = files.fields.integer("medusa_num_heads"), files.fields.integer("medusa_num_layers", default=1)
     # Heads of text-generation-inference end in the target's output matrix.
-    own = not found.has("0.0.linear.weight") or any(found.has(f"{h}.{blocks}.weight") for h in range(heads))
-    first = found.require(f"0.{blocks}.weight" if own else "0.0.linear.weight")
+    own = not files.has("0.0.linear.weight") or any(files.has(f"{h}.{blocks}.weight") for h in range(heads))
+    first = files.require(f"0.{blocks}.weight" if own else "0.0.linear.weight")
     vocab, hidden = first.shape if own and first.ndim == 2 else (target.vocab, first.shape[-1])
-    config = MedusaConfig(target=target_info(found, target, hidden, vocab), heads=heads, blocks=blocks, own_head=own)
+    config = MedusaConfig(target=target_info(files, target, hidden, vocab), heads=heads, blocks=blocks, own_head=own)
     names = {o: t for o, t in author_names(heads, blocks).items() if own or not o.startswith("own_heads")}
     return ConvertedCheckpoint(
-        config, {ours: _tensor(found, ours, theirs, hidden, vocab) for ours, theirs in names.items()}
+        config, {ours: _tensor(files, ours, theirs, hidden, vocab) for ours, theirs in names.items()}
     )
 
 
 def _read_vllm(
-    found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
+    files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead
 ) -> ConvertedCheckpoint:
-    found = found.strip_prefixes(*_PREFIXES)
-    refuse_other_keys(found.fields, LAYER, _KEYS, _VLLM_KEYS)
-    heads = _count(found, "heads", 5)
-    blocks = _count(found, "layers", 1, "num_hidden_layers")
-    hidden, vocab = found.fields.integer("hidden_size"), found.fields.integer("vocab_size", default=target.vocab)
-    trained_for = target_info(found, target, hidden, vocab)
-    kept = found.fields.integer("truncated_vocab_size", default=vocab)
-    token_map = found.require("token_map", kept) if kept < vocab else None
+    files = files.strip_prefixes(*_PREFIXES)
+    refuse_other_keys(files.fields, LAYER, _KEYS, _VLLM_KEYS)
+    heads = _count(files, "heads", 5)
+    blocks = _count(files, "layers", 1, "num_hidden_layers")
+    hidden, vocab = files.fields.integer("hidden_size"), files.fields.integer("vocab_size", default=target.vocab)
+    trained_for = target_info(files, target, hidden, vocab)
+    kept = files.fields.integer("truncated_vocab_size", default=vocab)
+    token_map = files.require("token_map", kept) if kept < vocab else None
     names = vllm_names(heads, blocks)
-    tensors = {o: _tensor(found, o, t, hidden, vocab) for o, t in names.items() if not o.startswith("own_heads")}
-    matrices = {o: _matrix(found, t, token_map, vocab, hidden) for o, t in names.items() if o.startswith("own_heads")}
+    tensors = {o: _tensor(files, o, t, hidden, vocab) for o, t in names.items() if not o.startswith("own_heads")}
+    matrices = {o: _matrix(files, t, token_map, vocab, hidden) for o, t in names.items() if o.startswith("own_heads")}
     tokens = None if token_map is None else sort_draft_vocab(token_map)[0]
     if tokens is not None:
         tensors["token_of"] = tokens
@@ -113,40 +113,40 @@ def _read_vllm(
 
 
 def _matrix(
-    found: PublishedCheckpoint, name: str, token_map: torch.Tensor | None, vocab: int, hidden: int
+    files: PublishedCheckpoint, name: str, token_map: torch.Tensor | None, vocab: int, hidden: int
 ) -> torch.Tensor:
     """A head's output matrix over the draft vocabulary in ascending order.
 
     A checkpoint may store one matrix for all heads, and rows for the whole vocabulary.
     """
-    if found.fields.flag("original_lm_head", default=False):
-        name = "lm_head.weight" if found.has("lm_head.weight") else "lm_heads.0.weight"
-    matrix = found.require(name)
+    if files.fields.flag("original_lm_head", default=False):
+        name = "lm_head.weight" if files.has("lm_head.weight") else "lm_heads.0.weight"
+    matrix = files.require(name)
     if token_map is not None:
         if len(matrix) == vocab:
             matrix = matrix[token_map]
         vocab = len(token_map)
-    check_shape(found, name, matrix, vocab, hidden)
+    check_shape(files, name, matrix, vocab, hidden)
     matrix = matrix if token_map is None else matrix[sort_draft_vocab(token_map)[1]]
-    scale = found.fields.number("logit_scale", default=1.0)
+    scale = files.fields.number("logit_scale", default=1.0)
     return matrix if scale == 1 else matrix * scale
 
 
-def _count(found: PublishedCheckpoint, what: str, default: int, *first: str) -> int:
+def _count(files: PublishedCheckpoint, what: str, default: int, *first: str) -> int:
     """A count under any of the key names that vLLM accepts."""
     for key in (*first, f"num_{what}", f"medusa_num_{what}", f"num_medusa_{what}"):
-        if key in found.config:
-            return found.fields.integer(key)
+        if key in files.config:
+            return files.fields.integer(key)
     return default
 
 
-def _tensor(found: PublishedCheckpoint, ours: str, theirs: str, hidden: int, vocab: int) -> torch.Tensor:
+def _tensor(files: PublishedCheckpoint, ours: str, theirs: str, hidden: int, vocab: int) -> torch.Tensor:
     """A tensor of the residual blocks or an output matrix; missing biases are zero."""
     if ours.startswith("own_heads"):
-        return found.require(theirs, vocab, hidden)
+        return files.require(theirs, vocab, hidden)
     if ours.endswith("bias"):
-        return found.require(theirs, hidden) if found.has(theirs) else torch.zeros(hidden)
-    return found.require(theirs, hidden, hidden)
+        return files.require(theirs, hidden) if files.has(theirs) else torch.zeros(hidden)
+    return files.require(theirs, hidden, hidden)
 
 
 def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
@@ -162,9 +162,7 @@ def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
             if biased or not ours.endswith("bias"):
                 tensors[theirs] = state[ours]
         elif own or ours == "own_heads.0":
-            tensors[theirs] = state[ours] if own else network.lm_head.to(network.dtype)
-    if network.token_of is not None:
-        tensors["token_map"] = network.token_of
+            tensors[theirs] = _all_rows(network, state[ours] if own else network.lm_head.to(network.dtype))
     target = network.target_info
     layout = {
         "model_type": "medusa",
@@ -172,7 +170,8 @@ def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
         "base_model_name_or_path": verifier.name,
         "hidden_size": target.hidden,
         "vocab_size": target.vocab,
-        "truncated_vocab_size": target.vocab if network.token_of is None else len(network.token_of),
+        # The loader of a reduced vocabulary maps no matrix.
+        "truncated_vocab_size": target.vocab,
         "num_heads": config.heads,
         "num_hidden_layers": config.blocks,
         "medusa_fc_bias": biased,
@@ -182,6 +181,14 @@ def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
         "torch_dtype": dtype_name(network),
     }
     write_checkpoint(folder, layout, tensors)
+
+
+def _all_rows(network: Medusa, rows: torch.Tensor) -> torch.Tensor:
+    """A head's output matrix over the target's whole vocabulary; tokens that are not drafted have the target's rows."""
+    if network.token_of is None:
+        return rows
+    out: torch.Tensor = network.full_lm_head.to(rows, copy=True)
+    return out.index_copy(0, network.token_of, rows)
 
 
 AUTHORS = CheckpointFormat("medusa", _fits_authors, _read_authors)

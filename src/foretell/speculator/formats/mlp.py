@@ -33,33 +33,33 @@ def published_names(stages: int, tied: bool) -> dict[str, str]:
     return out | {f"norm.{i}.bias": f"ln.{i}.bias" for i in range(counts["ln"])}
 
 
-def _fits(found: PublishedCheckpoint) -> bool:
-    return found.config.get("model_type") == "mlp_speculator" or any(a in ARCHITECTURES for a in found.architectures)
+def _fits(files: PublishedCheckpoint) -> bool:
+    return files.config.get("model_type") == "mlp_speculator" or any(a in ARCHITECTURES for a in files.architectures)
 
 
-def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
-    found = found.strip_prefixes("speculator.")
-    refuse_other_keys(found.fields, _KEYS)
+def _read(files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
+    files = files.strip_prefixes("speculator.")
+    refuse_other_keys(files.fields, _KEYS)
     hidden, vocab, stages = (
-        found.fields.integer("emb_dim"),
-        found.fields.integer("vocab_size"),
-        found.fields.integer("n_predict"),
+        files.fields.integer("emb_dim"),
+        files.fields.integer("vocab_size"),
+        files.fields.integer("n_predict"),
     )
-    inner = found.fields.integer("inner_dim", default=0) or hidden
+    inner = files.fields.integer("inner_dim", default=0) or hidden
     # Older versions of fms-extras write `tie_wts`.
-    tied = found.fields.flag("tie_weights", "tie_wts", default=False)
+    tied = files.fields.flag("tie_weights", "tie_wts", default=False)
     config = MLPSpeculatorConfig(
-        target=target_info(found, target, hidden, vocab),
+        target=target_info(files, target, hidden, vocab),
         stages=stages,
         inner=inner,
         tied=tied,
-        scale_input=found.fields.flag("scale_input", default=False),
+        scale_input=files.fields.flag("scale_input", default=False),
         own_embedding=True,
     )
     tensors = {}
     for ours, theirs in published_names(stages, tied).items():
         shape = {"emb": (vocab, inner), "head": (vocab, inner), "ln": (inner,)}.get(theirs.split(".")[0])
-        tensors[ours] = found.require(theirs, *(shape or (inner, hidden if theirs == "proj.0.weight" else inner)))
+        tensors[ours] = files.require(theirs, *(shape or (inner, hidden if theirs == "proj.0.weight" else inner)))
     return ConvertedCheckpoint(config, tensors)
 
 

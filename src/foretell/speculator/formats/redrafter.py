@@ -37,22 +37,22 @@ _UNUSED = "emb_norm."
 """A norm that some checkpoints have and that the authors' code does not apply."""
 
 
-def _fits(found: PublishedCheckpoint) -> bool:
-    return found.config.get("model_type") == _TYPE or {"exit_dim", "num_draft_layers"} <= set(found.config)
+def _fits(files: PublishedCheckpoint) -> bool:
+    return files.config.get("model_type") == _TYPE or {"exit_dim", "num_draft_layers"} <= set(files.config)
 
 
-def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
-    found, fields = _present_names(found.strip_prefixes(_PREFIX)), found.fields
+def _read(files: PublishedCheckpoint, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> ConvertedCheckpoint:
+    files, fields = _present_names(files.strip_prefixes(_PREFIX)), files.fields
     refuse_other_keys(fields, ("model_type", "hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn"), _MORE)
     hidden, vocab = fields.integer("hidden_size", least=1), fields.integer("vocab_size", least=1)
     width, layers = fields.integer("exit_dim", least=1), fields.integer("num_draft_layers")
     combined, recurrent = width != 2 * hidden, fields.flag("rnn", default=False)
-    trained_for, scale = target_info(found, target, hidden, vocab), embedding_and_head.embedding_scale
+    trained_for, scale = target_info(files, target, hidden, vocab), embedding_and_head.embedding_scale
     if not recurrent and scale != 1:
         raise ValueError(
-            f"{found.folder}: a ReDrafter without rnn is not supported for a target that scales embeddings"
+            f"{files.folder}: a ReDrafter without rnn is not supported for a target that scales embeddings"
         )
-    head = found.require(f"lm_head.{layers}.weight", vocab, width)
+    head = files.require(f"lm_head.{layers}.weight", vocab, width)
     own_head = width != hidden or not is_copy(head, embedding_and_head.head)
     config = ReDrafterConfig(
         target=trained_for,
@@ -67,26 +67,26 @@ def _read(found: PublishedCheckpoint, target: TargetInfo, embedding_and_head: Em
     )
     names = _published_names(config)
     known = {*names.values(), f"lm_head.{layers}.weight"}
-    refuse_other_tensors(found, known, lambda name: name.startswith(_UNUSED))
+    refuse_other_tensors(files, known, lambda name: name.startswith(_UNUSED))
     shapes = {"combine": (width, 2 * hidden), "recur": (hidden, hidden), "token": (hidden, hidden)}
     tensors = {"head": head} if own_head else {}
     for ours, theirs in names.items():
         module, part = ours.rsplit(".", 1)
         rows, columns = shapes.get(module, (width, width))
-        tensors[ours] = found.require(theirs, *((rows, columns) if part == "weight" else (rows,)))
+        tensors[ours] = files.require(theirs, *((rows, columns) if part == "weight" else (rows,)))
     if recurrent:
         tensors["token.weight"] = tensors["token.weight"] / scale
     return ConvertedCheckpoint(config, tensors)
 
 
-def _present_names(found: PublishedCheckpoint) -> PublishedCheckpoint:
+def _present_names(files: PublishedCheckpoint) -> PublishedCheckpoint:
     """The checkpoint with the present names in place of older ones."""
 
     def present(name: str) -> str:
         old = next((old for old in _OTHER_NAMES if name.startswith(old)), "")
         return _OTHER_NAMES.get(old, "") + name.removeprefix(old)
 
-    return replace(found, names={present(name): place for name, place in found.names.items()})
+    return replace(files, names={present(name): place for name, place in files.names.items()})
 
 
 def _published_names(c: ReDrafterConfig) -> dict[str, str]:

@@ -9,9 +9,6 @@ from foretell.model.block.decoder import HeadSizes, StreamAndRoutes
 from foretell.model.block.rope import RopeAngles
 from foretell.speculator.network.layer import EagleLayer, EagleLayerConfig
 
-_GROUP = 16
-"""Channels that share the part of a tap that depends on the input."""
-
 
 class TwoTapConvolution(nn.Module):
     """Mixes every slot of a block with the one before it, before and after a sub-layer: `a x_t + b x_(t-1)`.
@@ -20,9 +17,9 @@ class TwoTapConvolution(nn.Module):
     the slot. Before the first slot of a block there is nothing. A new one changes nothing: `a` is 1 and `b` is 0.
     """
 
-    def __init__(self, width: int, slots: int) -> None:
+    def __init__(self, width: int, slots: int, group: int = 16) -> None:
         super().__init__()
-        self._slots, self._groups = slots, -(-width // _GROUP)
+        self._slots, self._group, self._groups = slots, group, -(-width // group)
         base = torch.zeros(2, 2, width)
         base[:, 0] = 1.0
         self.base = nn.Parameter(base)
@@ -33,7 +30,7 @@ class TwoTapConvolution(nn.Module):
     def taps(self, x: Float[torch.Tensor, "*t d"]) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors before and after the sub-layer whose input is `x`, [*t, 2, d] each."""
         groups = self.dynamic(x).unflatten(-1, (2, 2, self._groups))
-        taps = self.base.to(x.dtype) + groups.repeat_interleave(_GROUP, -1)[..., : x.shape[-1]]
+        taps = self.base.to(x.dtype) + groups.repeat_interleave(self._group, -1)[..., : x.shape[-1]]
         before, after = taps.unbind(-3)
         return before, after
 
@@ -47,10 +44,10 @@ class TwoTapConvolution(nn.Module):
 class BlockLayer(EagleLayer):
     """A layer over the slots of blocks with such a convolution around its attention and its feed-forward network."""
 
-    def __init__(self, config: EagleLayerConfig, slots: int) -> None:
+    def __init__(self, config: EagleLayerConfig, slots: int, group: int = 16) -> None:
         super().__init__(config)
-        self.attention_convolution = TwoTapConvolution(config.hidden, slots)
-        self.mlp_convolution = TwoTapConvolution(config.hidden, slots)
+        self.attention_convolution = TwoTapConvolution(config.hidden, slots, group)
+        self.mlp_convolution = TwoTapConvolution(config.hidden, slots, group)
 
     def add_attention(
         self,

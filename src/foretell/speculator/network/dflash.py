@@ -21,6 +21,7 @@ from foretell.speculator.network.base import TokenSubset, check_mask_token
 from foretell.speculator.network.block_attention import BlockAttention
 from foretell.speculator.network.block_layer import BlockLayer
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersConfig, CachedLayersNetwork
+from foretell.speculator.network.corrections import AnyCorrection, Blocks, Nodes, Selector, make_correction
 from foretell.speculator.network.layer import EagleLayer, make_norm
 
 _MOST_READ_LAYERS = 5
@@ -50,6 +51,10 @@ class DFlashConfig(CachedLayersConfig):
     """Whether every layer mixes neighbouring slots before and after its attention and its feed-forward network (two
     taps, DFlash-2).
     """
+    convolution_group: int = Field(16, ge=1)
+    """Channels that share the part of a tap that depends on the input."""
+    correction: AnyCorrection | None = Field(None, discriminator="kind")
+    """A head that corrects a slot's predictions by the tokens that are drafted before it."""
     window_causal: bool = False
     """In layers with a window a slot attends to no later slots of its block."""
     window_from_anchor: bool = False
@@ -61,6 +66,17 @@ class DFlashConfig(CachedLayersConfig):
     def _check_mask_token(self) -> Self:
         if self.mask_token is not None:
             check_mask_token(self.mask_token, self.target.vocab)
+        return self
+
+    @model_validator(mode="after")
+    def _check_correction(self) -> Self:
+        kind = "" if self.correction is None else self.correction.kind
+        if kind and (self.markov_rank or self.confidence):
+            raise ValueError(f"a {kind} takes the place of DSpark's heads; give markov_rank=0 and confidence=false")
+        if kind not in ("", "refiner") and self.draft_vocab is not None:
+            raise ValueError(f"a {kind} chooses among all tokens; leave the vocabulary whole (--draft-vocab 0)")
+        if kind == "lattice" and self.predicts_from_anchor:
+            raise ValueError("the slots of a lattice are those after the anchor's; give predicts_from_anchor=false")
         return self
 
     @property
@@ -88,6 +104,10 @@ class BlockPredictions(NamedTuple):
     logits: Float[torch.Tensor, "k w"]
     confidence: Float[torch.Tensor, " k"] | None
     """Logits of the confidence head; None: there is none."""
+    uncorrected: Float[torch.Tensor, "k w"] | None = None
+    """The logits before the correction; None: there is none."""
+    candidates: Float[torch.Tensor, "k c"] | None = None
+    """Scores of a selector for its candidates, the right token first; None: there is none."""
 
 
 class DFlash(CachedLayersNetwork):
@@ -111,7 +131,7 @@ class DFlash(CachedLayersNetwork):
         self.fc = nn.Linear(count * d, d, bias=False)
         self.hidden_norm = make_norm(d, eps)
         self.layers = nn.ModuleList(
-            BlockLayer(config.layer_config_of(i), config.block_size)
+            BlockLayer(config.layer_config_of(i), config.block_size, config.convolution_group)
             if config.convolution
             else EagleLayer(config.layer_config_of(i))
             for i in range(config.layers)
@@ -123,6 +143,9 @@ class DFlash(CachedLayersNetwork):
         self.markov_in = nn.Embedding(config.target.vocab, rank) if rank else None
         self.markov_out = nn.Linear(rank, self.outputs, bias=False) if rank else None
         self.confidence = nn.Linear(d + rank, 1) if config.confidence else None
+        sizes = config.target.vocab, self.outputs, config.block_size, eps
+        given = config.correction
+        self.correction = None if given is None else make_correction(given, d, *sizes)
         self.native: NativeBlockDrafts | None = None
         """The whole network on the CPU kernels, set by `pack_network`."""
 
@@ -172,27 +195,47 @@ class DFlash(CachedLayersNetwork):
         place: Int[np.ndarray, " t"],
         layout: Layout,
         cache: KVCache,
-    ) -> None:
-        """Store the keys and values of positions in the cache, from rows `place` of the target's states."""
+    ) -> Float[torch.Tensor, "t d"]:
+        """Store the keys and values of positions in the cache, from rows `place` of the target's states; returns the
+        features of the positions.
+        """
         index = torch.from_numpy(place).to(states[0].device)
         feature = self.fuse(torch.cat([state[index] for state in states], -1).to(cache.k.device, self.dtype))
         if self.native_stack is not None:
             self.native_stack.injecting(feature.contiguous(), layout, cache, 0, len(self.layers))
-            return
+            return feature
         attention = cached_attention(cache, layout, self.config.decoder_config, cache.k.device)
         angles = self.rope_angles(attention.position)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, EagleLayer)
             attention.write(i, *layer.project(feature, self.config.layer_config, angles)[1:])
+        return feature
 
     def draft_block(self, anchor: Int[torch.Tensor, " b"], layout: Layout, cache: KVCache) -> torch.Tensor:
-        """Inputs of the output head at the predicting slots of a block per anchor, [b p d]; `layout` is that of all
-        slots.
-        """
+        """Inputs of the output head at all slots of a block per anchor, [b s d], whose layout this is."""
         x = self.block_inputs(anchor.to(self.device)).flatten(0, 1)
         for windowed, run in groupby(range(len(self.layers)), lambda i: self.config.window_of(i) > 0):
             x = self._run_layers(x, tuple(run), self._windowed(layout) if windowed else layout, cache)
-        out: torch.Tensor = self.norm(self.predicting_slots(x.unflatten(0, (len(anchor), -1))))
+        out: torch.Tensor = self.norm(x.unflatten(0, (len(anchor), -1)))
+        return out
+
+    def predict(
+        self,
+        states: Float[torch.Tensor, "n s d"],
+        feature: Float[torch.Tensor, "n d"],
+        subset: TokenSubset | None = None,
+    ) -> Blocks:
+        """The logits of blocks from inputs of the output head at their slots and the feature before their anchors."""
+        blocks = Blocks(states, self.compute_logits(self.predicting_slots(states), subset), feature)
+        return blocks if self.correction is None else self.correction.prepare(blocks, self.embed)
+
+    def logits_after(
+        self, blocks: Blocks, nodes: Nodes, subset: TokenSubset | None = None
+    ) -> Float[torch.Tensor, "k w"]:
+        """The logits after nodes of these blocks, with what their tokens change."""
+        if self.correction is None:
+            return self.add_markov_bias(blocks.logits_at(nodes), nodes.token, subset)
+        out: torch.Tensor = self.correction(blocks, nodes, self.embed, None if subset is None else subset.columns)
         return out
 
     def _run_layers(
@@ -243,9 +286,11 @@ class DFlash(CachedLayersNetwork):
         anchor: Int[torch.Tensor, "b a"],
         wanted: Bool[torch.Tensor, "b a p"],
         subset: TokenSubset | None = None,
+        right: Int[torch.Tensor, " k"] | None = None,
     ) -> BlockPredictions:
         """Predictions of the `wanted` slots of blocks whose anchors are at the positions `anchor`; `subset`: of these
-        tokens only. The bias of a slot is that of the true token before it.
+        tokens only. What corrects a slot reads the true tokens before it. `right`: which of the tokens each wanted slot
+        should predict, for a selector.
         """
         b, a = anchor.shape
         angles = self.rope_angles(torch.arange(token.shape[1], device=token.device))
@@ -258,7 +303,18 @@ class DFlash(CachedLayersNetwork):
             assert isinstance(layer, EagleLayer)
             attention.set_context(*layer.project(feature, self.config.layer_config, angles)[1:])
             x = layer(x, block_angles, i, attention)
-        state = self.norm(self.predicting_slots(x.view(b, a, self.config.block_size, -1))[wanted])
-        before = F.pad(token, (0, self.depth)).gather(1, position[..., : self.depth].flatten(1)).view(wanted.shape)
-        logits = self.add_markov_bias(self.compute_logits(state, subset), before[wanted], subset)
-        return BlockPredictions(logits, self.confidence_logits(state, before[wanted]))
+        x, steps = x.view(b, a, self.config.block_size, -1), torch.arange(self.depth + 1, device=token.device)
+        # The token before the anchor, the anchor, and those that the slots but the last predict.
+        path = F.pad(token, (1, self.depth)).gather(1, (anchor[..., None] + steps).flatten(1)).view(b, a, -1)
+        if self.correction is None:
+            state, before = self.norm(self.predicting_slots(x)[wanted]), path[..., 1:][wanted]
+            logits = self.add_markov_bias(self.compute_logits(state, subset), before, subset)
+            return BlockPredictions(logits, self.confidence_logits(state, before))
+        row, block, slot = wanted.nonzero().unbind(-1)
+        last = feature.gather(1, (anchor - 1).clamp_min(0)[..., None].expand(-1, -1, feature.shape[-1]))
+        blocks = self.predict(self.norm(x).flatten(0, 1), last.flatten(0, 1), subset)
+        nodes = Nodes(row * a + block, slot, path[row, block])
+        candidates = None
+        if isinstance(self.correction, Selector) and right is not None:
+            candidates = self.correction.score_with(right, blocks, nodes, None if subset is None else subset.columns)
+        return BlockPredictions(self.logits_after(blocks, nodes, subset), None, blocks.logits_at(nodes), candidates)

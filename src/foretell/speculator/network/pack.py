@@ -101,7 +101,7 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
     unsupported = head.device.type != "cpu" or head.dtype == torch.float64 or not native.available()
     if unsupported or network.packed_head is not None:
         return network
-    packed, form = _shallow_copy(network), _Format.of(precision)
+    packed, form = shallow_copy(network), _Format.of(precision)
     stacked: nn.Module | None = None
     if isinstance(packed, CachedLayersNetwork):
         packed.native_stack = _pack_layers(packed, form)
@@ -165,7 +165,7 @@ def describe_packed(label: str, network: Speculator) -> str:
     return f"{label}, {network.packed_precision} weights" if network.packed_precision else label
 
 
-def _shallow_copy(network: S) -> S:
+def shallow_copy(network: S) -> S:
     """New modules that hold the same tensors."""
     tensors = [
         *network.parameters(),
@@ -261,7 +261,7 @@ def _pack_eagle3(network: Eagle3, form: _Format) -> NativeEagle | None:
 def _pack_dflash(network: DFlash) -> NativeBlockDrafts | None:
     """The whole network on the kernels, from layers that are packed already; None where these do not support it."""
     own, head, norms = network.embedding, network.packed_head, network.fc_norm
-    if network.native_stack is None or network.softcap:
+    if network.native_stack is None or network.softcap or network.correction is not None:
         return None
     assert head is not None
     markov_in, markov_out, confidence = network.markov_in, network.markov_out, network.confidence

@@ -1,9 +1,10 @@
 """DFlash: blocks at random anchors of the target's own answers, in one pass without unrolling."""
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
+from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
@@ -13,6 +14,7 @@ from foretell.engine.method import AnyMethod
 from foretell.model.config.model import RopeConfig
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
+from foretell.speculator.network.corrections import DominoConfig, RefinerConfig, SelectorConfig
 from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashConfig
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
@@ -22,6 +24,14 @@ from foretell.train.objective.unrolled import target_labels, top1_agreement
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_dflash_from_target
 from foretell.utils.validation import validate
+
+CORRECTIONS = {
+    "": None,
+    "selector": SelectorConfig(),
+    "domino": DominoConfig(inner=256),
+    "refiner": RefinerConfig(rank=64),
+}
+"""Heads by name; the published sizes are for targets ten times as wide."""
 
 
 class DFlashTraining(BaseModel):
@@ -47,6 +57,12 @@ class DFlashTraining(BaseModel):
     """Train a confidence head (DSpark), which weights the nodes of draft trees."""
     convolution: bool = False
     """Mix neighbouring slots in every layer (two taps, DFlash-2); such layers do not run on the CPU kernels."""
+    correction: Literal["", "selector", "domino", "refiner"] = ""
+    """Train a head that corrects a slot by the tokens before it: DFlash-2's, Domino's or XPress's."""
+    uncorrected: float = Field(0.6, ge=0)
+    """Weight of the loss before that correction beside the loss after it (XPress)."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head, as published formats of DFlash do."""
     own_head: bool = False
     window: int = Field(0, ge=0)
     """Sliding attention window of all layers in tokens, counted back from every slot; 0: none."""
@@ -105,9 +121,11 @@ class DFlashRecipe(Recipe):
         anchor, row = sample_blocks(labels, o.anchors, depth)
         labels, wanted = labels.with_candidates(o.candidates), row >= 0
         features = batch.features[: len(self.network.hidden_layers)]
-        predictions: BlockPredictions = network(batch.token, features, anchor, wanted, labels.candidates)
         expected = labels.logits[row[wanted]]
-        loss, right = place_losses(predictions.logits, expected, o.hard, o.objective)
+        predictions: BlockPredictions = network(
+            batch.token, features, anchor, wanted, labels.candidates, expected.argmax(-1)
+        )
+        loss, right = self._losses(predictions, expected)
         total = block_loss(loss, right, wanted, o.weighting, self.config.block_size)
         place = wanted.nonzero()[:, -1]
         metrics = {
@@ -119,6 +137,21 @@ class DFlashRecipe(Recipe):
             total, metrics = total + confidence, metrics | {"confidence": float(confidence.detach())}
         return Loss(total, metrics | {"covered": labels.covered})
 
+    def _losses(
+        self, predictions: BlockPredictions, expected: Float[torch.Tensor, "k w"]
+    ) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, " k"]]:
+        """The losses at all places, and the probabilities of the target's most probable tokens. A selector learns to
+        tell the right token among its candidates, beside the loss of the slots alone (DFlash-2).
+        """
+        o, uncorrected = self.options, predictions.uncorrected
+        if uncorrected is None:
+            return place_losses(predictions.logits, expected, o.hard, o.objective)
+        alone, right = place_losses(uncorrected, expected, o.hard, o.objective)
+        if predictions.candidates is not None:
+            return alone - predictions.candidates.log_softmax(-1)[:, 0], right
+        corrected, right = place_losses(predictions.logits, expected, o.hard, o.objective)
+        return corrected + o.uncorrected * alone, right
+
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily."""
         assert isinstance(network, DFlash)
@@ -127,16 +160,7 @@ class DFlashRecipe(Recipe):
 
 def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
     c = setup.config
-    shared = (
-        "layers",
-        "block_size",
-        "predicts_from_anchor",
-        "fc_norm",
-        "markov_rank",
-        "confidence",
-        "convolution",
-        "own_head",
-    )
+    shared = {"layers", "block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "convolution"}
     return {
         "target": setup.card,
         "draft_vocab": setup.draft_vocab,
@@ -151,6 +175,6 @@ def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
         "rope": c.rope or RopeConfig(),
         "mask_token": o.mask_token,
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
-        "convolution": o.convolution,
-        **{name: getattr(o, name) for name in shared},
+        "correction": CORRECTIONS[o.correction],
+        **o.model_dump(include=shared | {"qk_norm", "own_head"}),
     }

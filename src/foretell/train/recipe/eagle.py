@@ -88,7 +88,7 @@ class Eagle3LayerTraining(EagleTraining):
     """Options of EAGLE-3's layers."""
 
     hidden_layers: str = ""
-    """Hidden layers to fuse, separated by commas; empty: the paper's three, and the input of the target's head."""
+    """Hidden layers to fuse, separated by commas; empty: the paper's three, and the output of the last block."""
     fc_norm: bool = True
     """Normalise each fused state: their scales differ."""
     norm_before_residual: bool = False
@@ -320,9 +320,11 @@ def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerTraining) -
     return eagle_values(setup, kind, options) | flags | {"hidden_layers": given or fused_layers(n)}
 
 
-def fused_layers(layers: int) -> tuple[int, int, int, int]:
-    """The hidden layers of a target with so many blocks that are fused: the paper's three, and the head's input."""
-    return min(2, layers), layers // 2, max(layers - 3, 0), layers + 1
+def fused_layers(layers: int) -> tuple[int, ...]:
+    """The hidden layers of a target with so many blocks that are fused: the paper's three, and the output of the last
+    block. Other engines give these, but not the state after the final norm.
+    """
+    return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0), layers}))
 
 
 def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.Tensor, "b s"]:

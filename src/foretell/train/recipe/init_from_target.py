@@ -64,6 +64,9 @@ def init_dflash_from_target(network: DFlash, decoder: Decoder | None, seed: int)
     if network.markov_in is not None and network.markov_out is not None:
         network.markov_in.weight.copy_(torch.randn(network.markov_in.weight.shape, generator=generator))
         network.markov_out.weight.zero_()
+    for name, parameter in () if network.correction is None else network.correction.named_parameters():
+        scale = parameter.shape[-1] ** -0.5 if name.startswith("prefix_gru") else NOISE_SCALE
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     if decoder is not None and decoder.config.hidden == d:
         copy_last_blocks(network, decoder, torch.ones(d), DFLASH_OUTPUT_SCALE)
         network.norm.weight.copy_(decoder.norm.weight * DRAFT_SCALE)

@@ -67,8 +67,9 @@ class Texts:
 
     @property
     def fused_layers(self) -> tuple[int, ...]:
-        """Layers whose hidden states are kept beside the texts: those that speculators read."""
-        return fused_layers(self._model.config.layers)
+        """Layers whose hidden states are kept beside the texts: those that speculators read; the last makes labels."""
+        layers = self._model.config.layers
+        return *fused_layers(layers), layers + 1
 
     @property
     def _manifest(self) -> DatasetManifest:

@@ -2,7 +2,7 @@
 
 import gc
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from foretell.train.loop.job import TrainingJob, feature_source, find_recipe, pr
 from foretell.train.loop.model_card import write_card
 from foretell.train.loop.settings import DatasetWeight, TrainingSettings
 from foretell.train.loop.trainer import Trainer
+from foretell.train.recipe.eagle import fused_layers
 
 _DRAFT_VOCAB = 12_288
 _MEASURED_PROMPTS, _MEASURED_TOKENS = 8, 48
@@ -112,12 +113,15 @@ class TrainedSpeculator(Maker):
     def _training_settings(self, data: Path, out: Path) -> TrainingSettings:
         plan, options = self._plan, dict(self._plan.options)
         if "hidden_layers" in options:
-            options["hidden_layers"] = ",".join(map(str, self.texts.fused_layers))
+            options["hidden_layers"] = _list(fused_layers(self.model.config.layers))
         if "layers" in options:
             options["layers"] = str(min(int(options["layers"]), self.model.config.layers))
         start = find_installed(plan.init_from, self.model.checkpoint.fingerprint()) if plan.init_from else None
+        begun = {} if start is None else read_config(start)
         if start is not None and "layers" in options:
-            options["layers"] = str(read_config(start)["model"]["layers"])
+            options["layers"] = str(begun["model"]["layers"])
+        if begun.get("hidden_layers"):
+            options["hidden_layers"] = _list(begun["hidden_layers"])
         return TrainingSettings(
             recipe=self.name,
             model=self.model.name,
@@ -138,3 +142,7 @@ class TrainedSpeculator(Maker):
             init_from=plan.init_from if start is not None else "",
             cache_gib=_CACHE_GIB,
         )
+
+
+def _list(layers: Sequence[int]) -> str:
+    return ",".join(map(str, layers))

@@ -376,11 +376,11 @@ struct GroupTiles {
 
   void read(const uint32_t* block, int group) {
     for (int half = 0; half < 2; ++half) {
-      const Group g = K::read(block, group, half);
       for (int part = 0; part < kParts; ++part) {
-        scale[part][half] = g.scale[part], offset[part][half] = offset_of<K>(g, part);
+        scale[part][half] = K::scale(block, group, half, part);
+        offset[part][half] = offset_of<K>(block, group, half, scale[part][half]);
         for (int k = part * kGroupWords / kParts; k < (part + 1) * kGroupWords / kParts; ++k)
-          store(levels[part] + kPanel * k + kLanes * half, g.levels[k]);
+          store(levels[part] + kPanel * k + kLanes * half, K::level(block, group, half, k));
       }
     }
   }

@@ -216,9 +216,13 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   const bool halves = P::kSplitsTokens && tokens > 3 && tokens <= P::kMaxTokens;
   const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
   auto pick = pick_tile<P, Prefetch::kHalf>;
-  if constexpr (P::kPrefetchesAhead)
+  int pages = 1;  // ahead
+  if constexpr (P::kPrefetchesAhead) {
     if (tokens > P::kFewTokens)
       pick = blocks.count == 2 ? pick_tile<P, Prefetch::kNext> : pick_tile<P, Prefetch::kAhead>;
+  } else if constexpr (P::kFewTokens < P::kMaxTokens) {
+    if (tokens > P::kFewTokens && blocks.count == 1) pick = pick_tile<P, Prefetch::kAhead>, pages = 2;
+  }
   Float out[2 * P::kMaxTokens];
   const Runs* runs = output.runs && reads_runs(w, output.runs->unit) ? output.runs : nullptr;
   for (int p = from; p < to; ++p) {
@@ -229,8 +233,8 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
       const int count = blocks.size(b, t);
       for (int i = 0; i < 2 * count; ++i) out[i] = Float{};
       const char* soon = (const char*)next + 64 * b;
-      if constexpr (!P::kPrefetchesAhead) {  // half of the lines: a page ahead, or those of the next panel
-        if (blocks.count == 1) soon = (const char*)panel + kPageBytes;
+      if constexpr (!P::kPrefetchesAhead) {  // lines of a page ahead, or half of those of the next panel
+        if (blocks.count == 1) soon = (const char*)panel + pages * kPageBytes;
         if (b > 1) soon = (const char*)panel;
       }
       if (runs)
@@ -243,13 +247,17 @@ void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& ou
   }
 }
 
+// How bfloat16 words of blocks are kept that are widened for a product.
+using WidenedWords = std::conditional_t<kMultipliesBfloat16 || kWholePanels, Bfloat16, WidenedBfloat16>;
+
 // The same for blocks of kind K whose numbers are widened to words of P, a few groups of a panel at a time.
 template <class P, class K>
 void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
   constexpr int kChunk = std::is_same_v<K, TwoOfFour> ? 6 : 2;
   constexpr int kMostTokens = 5 * FloatProduct<P>::kMaxTokens, kDepth = P::kDepth;
   constexpr int kGroups = K::kInputs / kGroupInputs;  // per block
-  alignas(64) uint32_t words[kChunk * kGroupInputs / kDepth * kPanel];
+  constexpr int kGroupWidened = kGroupInputs / kDepth * P::kWeightWords * kPanel;
+  alignas(64) uint32_t words[kChunk * kGroupWidened];
   Float out[2 * kMostTokens];
   const size_t size = panel_words(w);
   const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
@@ -264,7 +272,7 @@ void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& 
           const uint32_t* block = w.words + p * size + g / kGroups * K::kWords;
           const int line = g % kGroups * (K::kWords / kGroups);
           for (int i = 0; i < K::kWords / kGroups; i += 2 * kLanes) __builtin_prefetch(block + 1024 + line + i, 0, 2);
-          widen_words<P, K>(block, g % kGroups, words + (g - first) * (kGroupInputs / kDepth) * kPanel);
+          widen_words<P, K>(block, g % kGroups, words + (g - first) * kGroupWidened);
         }
         const uint32_t* rows = x.words + start * x.stride + first * (kGroupInputs / kDepth);
         for (int b = 0, t = 0; b < blocks.count; ++b) {
@@ -355,9 +363,11 @@ inline void multiply(const Weight& w, const Rows& x, int tokens, const Output& o
       multiply_widened<Float32, K>(w, x, tokens, output, team);
     else if (std::is_same_v<K, TwoOfFour> && tokens <= TwoOfFourProduct::kMaxTokens)
       multiply_tiles<TwoOfFourProduct>(w, x, tokens, output, following, team);
-    else if (w.operand == kBfloat16Operand)
+    else if constexpr (std::is_same_v<K, TwoOfFour>)
       multiply_widened<Bfloat16, K>(w, x, tokens, output, team);
-    else if constexpr (!std::is_same_v<K, TwoOfFour>)
+    else if (w.operand == kBfloat16Operand)
+      multiply_widened<WidenedWords, K>(w, x, tokens, output, team);
+    else
       multiply_tiles<QuantizedProduct<K>>(w, x, tokens, output, following, team);
   });
 }

@@ -10,6 +10,9 @@ namespace {
 
 struct Float32 {
   static constexpr int kDepth = 1;  // numbers in a word
+  using Weight = Word;              // what a step multiplies with a word
+  static constexpr int kWeightWords = 1;
+  static Weight weight(const uint32_t* words) { return load<Word>(words); }
   static Float step(Float acc, Word w, Word x) { return fma((Float)w, (Float)x, acc); }
   // Number i of every word as number 0, the others 0; number 0 of every word as number i; number i of every word.
   static Word take(Word w, int) { return w; }
@@ -25,7 +28,8 @@ struct Float32 {
       numbers[i] = (int8_t)(2 * (x[i] & 15) - 15), numbers[kLanes + i] = (int8_t)(2 * (x[i] >> 4) - 15);
     low = from_int8(numbers), high = from_int8(numbers + kLanes);
   }
-  // Words of kDepth numbers for each lane.
+  // Words of kDepth numbers for each lane, as a panel has them.
+  static void store_columns(uint32_t* words, const Float* numbers) { store(words, numbers[0]); }
   static Word pack_columns(const Float* numbers) { return (Word)numbers[0]; }
   // n numbers from x, which is zero up to a multiple of 32, into words.
   static void pack(const float* x, int n, uint32_t* words) { std::memcpy(words, x, 4 * (size_t)n); }
@@ -33,6 +37,9 @@ struct Float32 {
 
 struct Bfloat16 {
   static constexpr int kDepth = 2;
+  using Weight = Word;
+  static constexpr int kWeightWords = 1;
+  static Weight weight(const uint32_t* words) { return load<Word>(words); }
   static Float step(Float acc, Word w, Word x) { return dot_bfloat16(acc, w, x); }
   static Word take(Word w, int i) { return i ? w >> 16 : w & splat(0xFFFFu); }
   static Word place(Word w, int i) { return i ? w << 16 : w; }
@@ -83,6 +90,7 @@ struct Bfloat16 {
 #endif
     for (; i < n; i += 2) words[i / 2] = round(x[i]) | round(x[i + 1]) << 16;
   }
+  static void store_columns(uint32_t* words, const Float* numbers) { store(words, pack_columns(numbers)); }
   static Word pack_columns(const Float* numbers) {
 #if FORETELL_BF16
     typedef int16_t Order __attribute__((vector_size(64)));
@@ -93,6 +101,22 @@ struct Bfloat16 {
 #else
     return (Word)rounded(numbers[0]) >> 16 | (Word)rounded(numbers[1]);
 #endif
+  }
+};
+
+// Bfloat16 weights as float32 numbers, of a pair the upper one first: where the processor does not multiply bfloat16
+// numbers, and weights are widened anyhow, they are not packed before.
+struct WidenedBfloat16 : Bfloat16 {
+  struct Weight {
+    Float upper, lower;
+  };
+  static constexpr int kWeightWords = 2;
+  static Weight weight(const uint32_t* words) { return {load<Float>(words), load<Float>(words + kPanel)}; }
+  static Float step(Float acc, const Weight& w, Word x) {
+    return fma(w.lower, (Float)(x << 16), fma(w.upper, (Float)(x & splat(0xFFFF0000u)), acc));
+  }
+  static void store_columns(uint32_t* words, const Float* numbers) {
+    store(words, rounded(numbers[1])), store(words + kPanel, rounded(numbers[0]));
   }
 };
 
@@ -116,7 +140,7 @@ inline void prefetch_panel(const uint32_t* panel, const char* next, int k) {
 template <class P>
 struct FloatProduct {
   static constexpr bool kRoundsEachNumber = true;  // no scale is shared between numbers
-  static constexpr int kMaxTokens = kAccumulators / 2;
+  static constexpr int kMaxTokens = kWholePanels ? kAccumulators / 2 : kHalfTokens;
   static constexpr int kFewTokens = 2;             // at most so many tokens are bound by memory
   static constexpr bool kPrefetchesAhead = true;
   static constexpr bool kSplitsTokens = false;
@@ -130,10 +154,45 @@ struct FloatProduct {
   // Adds to out[2 * t], out[2 * t + 1] the panel's 32 outputs for token t.
   template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+    if constexpr (kWholePanels)
+      unrolled<kPrefetch>(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+    else
+      in_halves<T, kPrefetch>(panel, x, stride, in, next, out);
   }
 
  private:
+  // The 32 outputs in two halves, for few tokens side by side. A panel is read a few steps at a time, which stay in the
+  // first-level cache for the second half.
+  template <int T, Prefetch kPrefetch>
+  static void in_halves(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
+    constexpr int kSteps = 64, kHalves = T < kHalfTokens ? 2 : 1;
+    const int steps = (int)row_words(in);
+    for (int first = 0; first < steps; first += kSteps)
+      for (int half = 0; half < 2; half += kHalves) {
+        const uint32_t* row[T];
+        Float sums[kHalves][T];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) {
+          row[t] = x + t * stride;
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) sums[h][t] = out[2 * t + half + h];
+        }
+        for (int k = first; k < std::min(first + kSteps, steps); ++k) {
+          if (!half) prefetch_panel<kPrefetch>(panel, next, k);
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) {
+            const typename P::Weight w = P::weight(panel + kPanel * P::kWeightWords * k + kLanes * (half + h));
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) sums[h][t] = P::step(sums[h][t], w, splat(row[t][k]));
+          }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) out[2 * t + half + h] = sums[h][t];
+      }
+  }
+
   // Unrolled by token, so that every index is a constant and the sums stay in registers.
   template <Prefetch kPrefetch, size_t... T>
   static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
@@ -214,8 +273,7 @@ struct Int8 {
       total += number;
       store_bytes(row + i / 4, number);
     }
-    int32_t correction = 0;
-    for (int i = 0; i < kLanes; ++i) correction -= 128 * total[i];
+    const int32_t correction = -128 * sum(total);
     std::memcpy(row + count / 4, &scale, 4);
     std::memcpy(row + count / 4 + 1, &correction, 4);
     return row + count / 4 + 2;

@@ -16,20 +16,11 @@ namespace {
 constexpr int kGroupInputs = 32;
 constexpr int kGroupWords = kGroupInputs / 4;  // words of four levels or activations
 
-// A group of 32 inputs for 16 outputs, its levels as bytes: byte j of word k is input 4 k + j. Inputs 0 to 15 have
-// scale[0] and offset[0], the others the second ones; kinds with one scale per group set both.
-struct Group {
-  Word levels[kGroupWords];
-  Float scale[2], offset[2];
-};
-
-// Four words of eight nibbles to eight words of four levels: the nibbles of a word are inputs 0, 4, 1, 5, 2, 6, 3, 7.
-inline void unpack_nibbles(const uint32_t* p, Word* levels) {
-  for (int k = 0; k < 4; ++k) {
-    const Word w = load<Word>(p + kPanel * k);
-    levels[2 * k] = w & splat(0x0F0F0F0Fu);
-    levels[2 * k + 1] = (w >> 4) & splat(0x0F0F0F0Fu);
-  }
+// Word k of four levels of a group, from four words of eight nibbles: those of a word are inputs 0, 4, 1, 5, 2, 6, 3,
+// 7.
+__attribute__((always_inline)) inline Word nibbles_at(const uint32_t* p, int k) {
+  const Word w = load<Word>(p + kPanel * (k / 2));
+  return (k % 2 ? w >> 4 : w) & splat(0x0F0F0F0Fu);
 }
 
 // Four bytes of a block.
@@ -50,14 +41,9 @@ inline void pack_halves(uint32_t* words, int output, const uint8_t* bytes) {
   pack_nibbles(words, output, [&](int k) { return (load_quad(bytes + 4 * (k % 4)) >> (k / 4 * 4)) & 0x0F0F0F0Fu; });
 }
 
-// Adds one more bit per level, from a word with a bit per input: bit 8 j + k belongs to input 4 k + j, so that a shift
-// and a mask give the bits of a word of levels.
-inline void add_bits(const uint32_t* p, int shift, Word* levels) {
-  const Word bits = load<Word>(p);
-  for (int k = 0; k < kGroupWords; ++k) {
-    const Word one = (bits >> k) & splat(0x01010101u);
-    levels[k] |= one << shift;
-  }
+// Bit `bit` of the levels of word k, from a word with a bit per input: bit 8 j + k belongs to input 4 k + j.
+__attribute__((always_inline)) inline Word bits_at(const uint32_t* p, int k, int bit) {
+  return ((load<Word>(p) >> k) & splat(0x01010101u)) << bit;
 }
 
 // Sets an output's word of bits; `quad(k)` holds those of inputs 4 k to 4 k + 3 as bytes.
@@ -73,7 +59,9 @@ inline void put_half(void* base, int output, const uint8_t* source) {
 }
 
 // Each kind: inputs and bytes of a block in the file; `kWords`, words of a block in a panel; whether a group has an
-// offset of its own, or else the level that stands for zero; whether it has two scales.
+// offset of its own, or else the level that stands for zero; whether it has two scales; its largest level. For 16
+// outputs, half 0 or 1 of a panel: `level`, the levels of word k of a group as bytes, byte j that of input 4 k + j;
+// `scale`, of a group, or of its inputs 0 to 15 (part 0) and of the others where it has two; `offset`.
 
 struct Symmetric {
   static constexpr bool kOffset = false, kTwoScales = false;
@@ -86,7 +74,7 @@ struct Asymmetric {
 // Groups of 32 with a half-precision scale: Q4_0, Q4_1, Q5_0, Q5_1, Q4_Z.
 template <int kBits, class Base, int kZeroLevel>
 struct Nibbles : Base {
-  static constexpr int kInputs = 32, kZero = kZeroLevel;
+  static constexpr int kInputs = 32, kZero = kZeroLevel, kMost = (1 << kBits) - 1;
   static constexpr int kBytes = 2 + (Base::kOffset ? 2 : 0) + (kBits == 5 ? 4 : 0) + 16;
   static constexpr int kLevelWords = 4 + (kBits == 5 ? 1 : 0);
   static constexpr int kWords = kPanel * kLevelWords + kPanel / 2 * (Base::kOffset ? 2 : 1);
@@ -104,14 +92,15 @@ struct Nibbles : Base {
     if (Base::kOffset) put_half(panel + kLevelWords * kPanel + kPanel / 2, output, block + 2);
   }
 
-  __attribute__((always_inline)) static Group read(const uint32_t* panel, int, int half) {
-    Group g;
-    unpack_nibbles(panel + kLanes * half, g.levels);
-    if (kBits == 5) add_bits(panel + 4 * kPanel + kLanes * half, 4, g.levels);
-    const uint32_t* scales = panel + kLevelWords * kPanel + kLanes / 2 * half;
-    g.scale[0] = g.scale[1] = load_halves(scales);
-    if (Base::kOffset) g.offset[0] = load_halves(scales + kPanel / 2);
-    return g;
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int, int half, int k) {
+    const Word low = nibbles_at(panel + kLanes * half, k);
+    return kBits == 5 ? low | bits_at(panel + 4 * kPanel + kLanes * half, k, 4) : low;
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* panel, int, int half, int) {
+    return load_halves(panel + kLevelWords * kPanel + kLanes / 2 * half);
+  }
+  __attribute__((always_inline)) static Float offset(const uint32_t* panel, int, int half) {
+    return load_halves(panel + kLevelWords * kPanel + kPanel / 2 + kLanes / 2 * half);
   }
 };
 
@@ -122,15 +111,13 @@ using Q5_1 = Nibbles<5, Asymmetric, 0>;
 
 // d * (q - z): the second half-precision number of a group is z.
 struct Q4_Z : Q4_1 {
-  __attribute__((always_inline)) static Group read(const uint32_t* panel, int group, int half) {
-    Group g = Q4_1::read(panel, group, half);
-    g.offset[0] = -(g.scale[0] * g.offset[0]);
-    return g;
+  __attribute__((always_inline)) static Float offset(const uint32_t* panel, int group, int half) {
+    return -(scale(panel, group, half, 0) * Q4_1::offset(panel, group, half));
   }
 };
 
 struct Q8_0 : Symmetric {
-  static constexpr int kInputs = 32, kBytes = 34, kZero = 128, kWords = kPanel * 8 + kPanel / 2;
+  static constexpr int kInputs = 32, kBytes = 34, kZero = 128, kMost = 255, kWords = kPanel * 8 + kPanel / 2;
   static void pack(const uint8_t* block, uint32_t* panel, int output) {
     for (int k = 0; k < kGroupWords; ++k) {
       uint32_t word;
@@ -139,11 +126,11 @@ struct Q8_0 : Symmetric {
     }
     put_half(panel + 8 * kPanel, output, block);
   }
-  __attribute__((always_inline)) static Group read(const uint32_t* panel, int, int half) {
-    Group g;
-    for (int k = 0; k < kGroupWords; ++k) g.levels[k] = load<Word>(panel + kPanel * k + kLanes * half);
-    g.scale[0] = g.scale[1] = load_halves(panel + 8 * kPanel + kLanes / 2 * half);
-    return g;
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int, int half, int k) {
+    return load<Word>(panel + kPanel * k + kLanes * half);
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* panel, int, int half, int) {
+    return load_halves(panel + 8 * kPanel + kLanes / 2 * half);
   }
 };
 
@@ -152,7 +139,7 @@ struct Q8_0 : Symmetric {
 // for its scale and one for its minimum.
 template <int kBits>
 struct KBlock : Asymmetric {
-  static constexpr int kInputs = 256, kBytes = kBits == 4 ? 144 : 176;
+  static constexpr int kInputs = 256, kBytes = kBits == 4 ? 144 : 176, kMost = (1 << kBits) - 1;
   static constexpr int kLevelWords = kBits;
   static constexpr int kUnits = kPanel, kPerGroup = kPanel * kLevelWords + kPanel / 2;
   static constexpr int kWords = kUnits + 8 * kPerGroup;
@@ -174,16 +161,24 @@ struct KBlock : Asymmetric {
       bytes[kPanel + output] = (uint8_t)(j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4);
     }
   }
-  __attribute__((always_inline)) static Group read(const uint32_t* panel, int j, int half) {
-    const uint32_t* group = panel + kUnits + j * kPerGroup;
-    const uint8_t* bytes = (const uint8_t*)(group + kLevelWords * kPanel) + kLanes * half;
-    Group g;
-    unpack_nibbles(group + kLanes * half, g.levels);
-    if (kBits == 5) add_bits(group + 4 * kPanel + kLanes * half, 4, g.levels);
-    g.scale[0] = g.scale[1] = load_halves(panel + kLanes / 2 * half) * to_float(load_bytes<uint8_t>(bytes));
-    g.offset[0] =
-        -(load_halves(panel + kPanel / 2 + kLanes / 2 * half) * to_float(load_bytes<uint8_t>(bytes + kPanel)));
-    return g;
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int j, int half, int k) {
+    const uint32_t* group = panel + kUnits + j * kPerGroup + kLanes * half;
+    const Word low = nibbles_at(group, k);
+    return kBits == 5 ? low | bits_at(group + 4 * kPanel, k, 4) : low;
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* panel, int j, int half, int) {
+    return scaled(panel, j, half, 0);
+  }
+  __attribute__((always_inline)) static Float offset(const uint32_t* panel, int j, int half) {
+    return -scaled(panel, j, half, 1);
+  }
+
+ private:
+  // The scale or the minimum.
+  __attribute__((always_inline)) static Float scaled(const uint32_t* panel, int j, int half, int which) {
+    const uint32_t* bytes = panel + kUnits + j * kPerGroup + kLevelWords * kPanel;
+    return load_halves(panel + kPanel / 2 * which + kLanes / 2 * half) *
+           to_float(load_bytes<uint8_t>((const uint8_t*)bytes + kPanel * which + kLanes * half));
   }
 };
 
@@ -193,7 +188,7 @@ using Q5_K = KBlock<5>;
 // Blocks of 256 inputs; groups of 16 have a scale of 8 bits in units of the block's half-precision number.
 struct Q6_K {
   static constexpr bool kOffset = false, kTwoScales = true;
-  static constexpr int kInputs = 256, kBytes = 210, kZero = 32;
+  static constexpr int kInputs = 256, kBytes = 210, kZero = 32, kMost = 63;
   static constexpr int kUnits = kPanel / 2, kPerGroup = kPanel * 6 + kPanel / 2;
   static constexpr int kWords = kUnits + 8 * kPerGroup;
 
@@ -214,42 +209,32 @@ struct Q6_K {
     for (int j = 0; j < 16; ++j)
       ((uint8_t*)(panel + kUnits + j / 2 * kPerGroup + 6 * kPanel))[j % 2 * kPanel + output] = scales[j];
   }
-  __attribute__((always_inline)) static Group read(const uint32_t* panel, int j, int half) {
-    const uint32_t* group = panel + kUnits + j * kPerGroup;
-    const int8_t* bytes = (const int8_t*)(group + 6 * kPanel) + kLanes * half;
-    Group g;
-    unpack_nibbles(group + kLanes * half, g.levels);
-    add_bits(group + 4 * kPanel + kLanes * half, 4, g.levels);
-    add_bits(group + 5 * kPanel + kLanes * half, 5, g.levels);
-    const Float unit = load_halves(panel + kLanes / 2 * half);
-    for (int s = 0; s < 2; ++s) g.scale[s] = unit * to_float(load_bytes<int8_t>(bytes + kPanel * s));
-    return g;
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int j, int half, int k) {
+    const uint32_t* group = panel + kUnits + j * kPerGroup + kLanes * half;
+    return nibbles_at(group, k) | bits_at(group + 4 * kPanel, k, 4) | bits_at(group + 5 * kPanel, k, 5);
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* panel, int j, int half, int part) {
+    const int8_t* bytes = (const int8_t*)(panel + kUnits + j * kPerGroup + 6 * kPanel) + kLanes * half;
+    return load_halves(panel + kLanes / 2 * half) * to_float(load_bytes<int8_t>(bytes + kPanel * part));
   }
 };
 
 // Four-bit floats {0, 0.5, 1, 1.5, 2, 3, 4, 6} with a sign, in units of a power of two. Levels are twice the number
 // plus 12, so that they are not negative; the scale is halved.
 struct MXFP4 : Symmetric {
-  static constexpr int kInputs = 32, kBytes = 17, kZero = 12, kWords = kPanel * 4 + kPanel / 4;
+  static constexpr int kInputs = 32, kBytes = 17, kZero = 12, kMost = 24, kWords = kPanel * 4 + kPanel / 4;
   static void pack(const uint8_t* block, uint32_t* panel, int output) {
     pack_halves(panel, output, block + 1);
     ((uint8_t*)(panel + 4 * kPanel))[output] = block[0];
   }
-  __attribute__((always_inline)) static Group read(const uint32_t* panel, int, int half) {
-    Group g;
-    unpack_nibbles(panel + kLanes * half, g.levels);
-    for (int k = 0; k < kGroupWords; ++k) g.levels[k] = numbers(g.levels[k]);
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int, int half, int k) {
+    alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return lookup_bytes(kTable, nibbles_at(panel + kLanes * half, k));
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* panel, int, int half, int) {
     const Int e = load_bytes<uint8_t>((const uint8_t*)(panel + 4 * kPanel) + kLanes * half);
     // 2^(e - 128); below 2^-126 a denormal number.
-    g.scale[0] = g.scale[1] =
-        (Float)select(e < splat(1), splat(0x200000), select(e < splat(2), splat(0x400000), (e - splat(1)) << 23));
-    return g;
-  }
-
- private:
-  static Word numbers(Word codes) {
-    alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    return lookup_bytes(kTable, codes);
+    return (Float)select(e < splat(1), splat(0x200000), select(e < splat(2), splat(0x400000), (e - splat(1)) << 23));
   }
 };
 
@@ -260,15 +245,9 @@ size_t quantized_panel_words(int in) {
 
 // The offset b of the inputs that have a scale a: weights are a * u + b.
 template <class K>
-__attribute__((always_inline)) inline Float offset_of(const Group& g, int part) {
-  return K::kOffset ? g.offset[0] : -(g.scale[part] * splat((float)K::kZero));
-}
-
-// Weights of 16 outputs for input i of a group.
-template <class K>
-__attribute__((always_inline)) inline Float widen(const Group& g, const Float* offset, int i) {
-  const Word level = (g.levels[i / 4] >> (8 * (i % 4))) & splat(0xFFu);
-  return fma(to_float((Int)level), g.scale[i / 16], offset[i / 16]);
+__attribute__((always_inline)) inline Float offset_of(const uint32_t* panel, int group, int half, Float scale) {
+  if constexpr (K::kOffset) return K::offset(panel, group, half);
+  return -(scale * splat((float)K::kZero));
 }
 
 // Exact products: `widen_group` writes a group as words of P, [word of the input][32 outputs], as a panel of P has
@@ -276,13 +255,20 @@ __attribute__((always_inline)) inline Float widen(const Group& g, const Float* o
 template <class P, class K>
 void widen_group(const uint32_t* block, int group, uint32_t* words) {
   for (int half = 0; half < 2; ++half) {
-    const Group g = K::read(block, group, half);
-    const Float offset[2] = {offset_of<K>(g, 0), offset_of<K>(g, 1)};
+    Float scale[2], offset[2];
+    for (int part = 0; part < 2; ++part) {
+      scale[part] = K::scale(block, group, half, part);
+      offset[part] = offset_of<K>(block, group, half, scale[part]);
+    }
 #pragma GCC unroll 32
     for (int i = 0; i < kGroupInputs; i += P::kDepth) {
+      const Word levels = K::level(block, group, half, i / 4);
       Float numbers[P::kDepth];
-      for (int d = 0; d < P::kDepth; ++d) numbers[d] = widen<K>(g, offset, i + d);
-      store(words + i / P::kDepth * kPanel + kLanes * half, P::pack_columns(numbers));
+      for (int d = 0; d < P::kDepth; ++d) {
+        const Word level = (levels >> (8 * ((i + d) % 4))) & splat(0xFFu);
+        numbers[d] = fma(to_float((Int)level), scale[i / 16], offset[i / 16]);
+      }
+      P::store_columns(words + i / P::kDepth * P::kWeightWords * kPanel + kLanes * half, numbers);
     }
   }
 }
@@ -305,38 +291,45 @@ struct Int8Blocks {
       for (int half = 0; half < 2; ++half) {
         const Int number = round_product(half ? b : a, inverse);
         store_bytes(row + kGroupWords / 2 * half, number);
-        sums[half] = total(number);
+        sums[half] = sum(number);
       }
       const float scales[] = {scale, scale * (float)(sums[0] + sums[1]), scale * (float)sums[0],
                               scale * (float)sums[1]};
       std::memcpy(row + kScale, scales, sizeof scales);
     }
   }
-
- private:
-  static int32_t total(Int v) {
-#if FORETELL_AVX512
-    return _mm512_reduce_add_epi32((__m512i)v);
-#else
-    int32_t sum = 0;
-    for (int i = 0; i < kLanes; ++i) sum += v[i];
-    return sum;
-#endif
-  }
 };
 
 // Products with int8 activations: integers within a group, then one float32 step per group and scale, in the order of
-// the inputs.
+// the inputs. A tile has as many outputs and tokens as the registers hold sums: both halves of a panel where there are
+// 32 registers of 16 lanes, else one half after the other.
 template <class K>
 struct QuantizedProduct {
-  static constexpr int kMaxTokens = 6;
+  static constexpr int kHalves = kWholePanels ? 2 : 1;
+  static constexpr int kMaxTokens = kWholePanels ? 6 : kHalfTokens;
+  static constexpr int kFewTokens = kWholePanels ? kMaxTokens : 1;  // of which half of the lines are prefetched
   static constexpr bool kPrefetchesAhead = false;
-  static constexpr bool kSplitsTokens = true;
+  static constexpr bool kSplitsTokens = kHalves == 2;
 
   // Adds to out[2 * t], out[2 * t + 1]: the panel's 32 outputs for token t.
-  template <int T, Prefetch>
+  template <int T, Prefetch kPrefetch>
   static void tile(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out) {
-    unrolled(panel, x, stride, in, next, out, std::make_index_sequence<T>());
+    constexpr int kGroups = K::kInputs / kGroupInputs, kPrefetched = K::kWords / kGroups;  // words per group
+    Float sums[2 * T];  // where the registers hold them
+    Float* acc = kHalves == 2 ? sums : out;
+    if (kHalves == 2) std::copy(out, out + 2 * T, sums);
+    for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
+      for (int group = 0; group < kGroups; ++group, x += Int8Blocks::kRowWords, next += 4 * kPrefetched) {
+        for (int line = 0; line < kPrefetched; line += kPrefetch == Prefetch::kAhead ? kLanes : 2 * kLanes)
+          __builtin_prefetch(next + 4 * line, 0, 2);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half += kHalves) {
+          if (kHalves == 1) asm volatile("" ::: "memory");  // what one half has loaded is not kept for the other
+          add_group<T>(panel, group, half, x, stride, acc);
+        }
+      }
+    }
+    if (kHalves == 2) std::copy(sums, sums + 2 * T, out);
   }
 
   // The step of a group's sums for one token; `number`: word of its activations that the offset is multiplied with.
@@ -347,34 +340,63 @@ struct QuantizedProduct {
   }
 
  private:
-  template <size_t... T>
-  static void unrolled(const uint32_t* panel, const uint32_t* x, size_t stride, int in, const char* next, Float* out,
-                       std::index_sequence<T...>) {
-    Float acc[] = {out[2*T]..., out[2*T+1]...};
-    constexpr int kGroups = K::kInputs / kGroupInputs, kPrefetched = K::kWords / kGroups;  // words per group
-    for (int first = 0; first < in; first += K::kInputs, panel += K::kWords) {
-      for (int group = 0; group < kGroups; ++group, x += Int8Blocks::kRowWords, next += 4 * kPrefetched) {
-        for (int line = 0; line < kPrefetched; line += 2 * kLanes) __builtin_prefetch(next + 4 * line, 0, 2);
-        const Group low = K::read(panel, group, 0), high = K::read(panel, group, 1);
-        constexpr int kParts = K::kTwoScales ? 2 : 1, kWords = kGroupWords / kParts;
-        for (int part = 0; part < kParts; ++part) {
-          Int sums[] = {((void)T, Int{})..., ((void)T, Int{})...};
-          for (int k = part * kWords; k < (part + 1) * kWords; ++k)
-            (add(low.levels[k], high.levels[k], splat(x[T * stride + k]), sums[T], sums[sizeof...(T) + T]), ...);
-          const int number = kParts == 1 ? Int8Blocks::kSum : Int8Blocks::kFirstSum + part;
-          const Float offset[] = {offset_of<K>(low, part), offset_of<K>(high, part)};
-          ((finish(sums[T], low.scale[part], offset[0], x + T * stride, number, acc[T]),
-            finish(sums[sizeof...(T) + T], high.scale[part], offset[1], x + T * stride, number, acc[sizeof...(T) + T])),
-           ...);
+  // Levels of eight bits are two planes of four where sums are short.
+  static constexpr int kPlanes = kShortSums && K::kMost > 127 ? 2 : 1;
+  using Sum = LevelSum<kPlanes == 2 ? 15 : K::kMost>;
+  static constexpr int kParts = K::kTwoScales ? 2 : 1, kPartWords = kGroupWords / kParts;
+  static constexpr int kSumWords = std::min(kPartWords, Sum::kMostWords), kPartSums = kPartWords / kSumWords;
+
+  // A group for halves half .. half + kHalves - 1.
+  template <int T>
+  __attribute__((always_inline)) static void add_group(const uint32_t* panel, int group, int half, const uint32_t* x,
+                                                       size_t stride, Float* acc) {
+    const uint32_t* row[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      row[t] = x + t * stride;
+      if (kHalves == 1) asm("" : "+r"(row[t]));  // an address, not a sum of three numbers per word
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      Int total[kHalves][T];
+#pragma GCC unroll 8
+      for (int i = 0; i < kPlanes * kPartSums; ++i) {
+        const int plane = i / kPartSums, from = part * kPartWords + i % kPartSums * kSumWords;
+        if (kPlanes == 2) asm volatile("" ::: "memory");  // likewise for the planes
+        Int sums[kHalves][T] = {};
+#pragma GCC unroll 8
+        for (int k = from; k < from + kSumWords; ++k) {
+          Word levels[kHalves];
+#pragma GCC unroll 2
+          for (int h = 0; h < kHalves; ++h) {
+            levels[h] = K::level(panel, group, half + h, k);
+            if (kPlanes == 2) levels[h] = (plane ? levels[h] >> 4 : levels[h]) & splat(0x0F0F0F0Fu);
+          }
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) {
+            const Word word = splat(row[t][k]);
+#pragma GCC unroll 2
+            for (int h = 0; h < kHalves; ++h) sums[h][t] = Sum::add(sums[h][t], levels[h], word);
+          }
         }
+#pragma GCC unroll 2
+        for (int h = 0; h < kHalves; ++h)
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) {
+            const Int sum = Sum::whole(sums[h][t]) << 4 * plane;
+            total[h][t] = i ? total[h][t] + sum : sum;
+          }
+      }
+      const int number = kParts == 1 ? Int8Blocks::kSum : Int8Blocks::kFirstSum + part;
+#pragma GCC unroll 2
+      for (int h = 0; h < kHalves; ++h) {
+        const Float scale = K::scale(panel, group, half + h, part);
+        const Float offset = offset_of<K>(panel, group, half + h, scale);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t)
+          finish(total[h][t], scale, offset, row[t], number, acc[2 * t + half + h]);
       }
     }
-    ((out[2 * T] = acc[T], out[2 * T + 1] = acc[sizeof...(T) + T]), ...);
-  }
-
-  __attribute__((always_inline)) static void add(Word low, Word high, Word x, Int& low_sum, Int& high_sum) {
-    low_sum = K::kZero < 128 ? dot_u7s8(low_sum, low, x) : dot_u8s8(low_sum, low, x);
-    high_sum = K::kZero < 128 ? dot_u7s8(high_sum, high, x) : dot_u8s8(high_sum, high, x);
   }
 };
 

@@ -89,6 +89,9 @@ constexpr int kParts = kLanes / kPartLanes;
 // Sums of 16 lanes that fit in the registers beside what is added to them: of 32 registers 24 on AVX-512 and NEON, of
 // 16 registers 12 on AVX2 (and 12 of SSE's in the portable build).
 constexpr int kAccumulators = (FORETELL_AVX512 || FORETELL_NEON ? 24 : 12) / kParts;
+// Whether a tile of a product has the 32 outputs of a panel; else it has 16 of them, and up to kHalfTokens tokens.
+constexpr bool kWholePanels = kAccumulators >= 24;
+constexpr int kHalfTokens = 4;
 
 template <class T>
 struct PartOf {
@@ -276,7 +279,7 @@ inline Int splat(int32_t x) { return (Int)splat((uint32_t)x); }
 
 // Lanes of a where the mask is set, else of b.
 template <class V>
-inline V select(Int mask, V a, V b) {
+__attribute__((always_inline)) inline V select(Int mask, V a, V b) {
   return each_part<V>([](auto m, auto x, auto y) { return m ? x : y; }, mask, a, b);
 }
 
@@ -358,6 +361,60 @@ inline Int dot_u7s8(Int acc, Word w, Word x) {
       acc, w, x);
 #endif
 }
+
+// Whether the processor adds two products of bytes as a number of 16 bits.
+constexpr bool kShortSums =
+#if (FORETELL_AVX2 && !defined(__AVXVNNI__)) || (FORETELL_AVX512 && !FORETELL_VNNI)
+    true;
+#else
+    false;
+#endif
+
+// Sums of products of unsigned levels, at most kMost, with signed bytes above -128, four per lane and word: `add` for
+// up to kMostWords words, then `whole`. Short sums take as many words in 16 bits as fit, |sum| <= kMostWords * 2 * 127
+// * kMost <= 32767, and then the two numbers of a lane at once.
+template <int kMost>
+struct LevelSum {
+  static constexpr bool kShort = kShortSums && kMost < 128;
+  static constexpr int most_words() {
+    int words = 8;
+    while (kShort && words * 2 * 127 * kMost > 32767) words /= 2;
+    return words;
+  }
+  static constexpr int kMostWords = most_words();
+
+  __attribute__((always_inline)) static Int add(Int sum, Word levels, Word x) {
+    if constexpr (!kShort) return kMost < 128 ? dot_u7s8(sum, levels, x) : dot_u8s8(sum, levels, x);
+    return each_part<Int>(
+        [](IntPart s, WordPart u, WordPart v) {
+#if FORETELL_AVX512
+          return _mm512_add_epi16((__m512i)s, _mm512_maddubs_epi16((__m512i)u, (__m512i)v));
+#elif FORETELL_AVX2
+          __m256i out = _mm256_add_epi16((__m256i)s, _mm256_maddubs_epi16((__m256i)u, (__m256i)v));
+          asm("" : "+x"(out));  // else GCC adds in a tree, whose leaves do not fit in the registers
+          return out;
+#else
+          return s;
+#endif
+        },
+        sum, levels, x);
+  }
+
+  __attribute__((always_inline)) static Int whole(Int sum) {
+    if constexpr (!kShort) return sum;
+    return each_part<Int>(
+        [](IntPart s) {
+#if FORETELL_AVX512
+          return _mm512_madd_epi16((__m512i)s, _mm512_set1_epi16(1));
+#elif FORETELL_AVX2
+          return _mm256_madd_epi16((__m256i)s, _mm256_set1_epi16(1));
+#else
+          return s;
+#endif
+        },
+        sum);
+  }
+};
 
 // Whether the processor multiplies bfloat16 numbers; else they are multiplied as the float32 numbers that they are.
 constexpr bool kMultipliesBfloat16 =
@@ -535,6 +592,13 @@ inline void expand_halves(Word v, const uint32_t* masks, Word& a, Word& b) {
 inline void store_bytes(void* p, Int v) {
 #if FORETELL_AVX512
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif FORETELL_AVX2
+  const __m256i low = _mm256_set1_epi32(0xFF);
+  const __m256i halves = _mm256_packus_epi32(_mm256_and_si256((__m256i)v.part[0], low),
+                                             _mm256_and_si256((__m256i)v.part[1], low));
+  const __m256i words = _mm256_packus_epi16(halves, halves);  // lanes 0 to 3, 8 to 11; then 4 to 7, 12 to 15
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(words, order)));
 #else
   int32_t lane[kLanes];
   store(lane, v);

@@ -64,7 +64,7 @@ void widen_two_of_four(const uint32_t* block, uint32_t* words) {
 
 // Products of a few tokens in the order of `FloatProduct<Bfloat16>`.
 struct TwoOfFourProduct {
-  static constexpr int kMaxTokens = kAccumulators / 2;
+  static constexpr int kMaxTokens = kAccumulators / 2, kFewTokens = kMaxTokens;
   static constexpr bool kPrefetchesAhead = false;
   static constexpr bool kSplitsTokens = false;
 

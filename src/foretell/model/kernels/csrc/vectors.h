@@ -37,34 +37,54 @@ inline void store_part(void* p, V v, int n) {
   std::memcpy(p, lane, 4 * (size_t)n);
 }
 
-inline Float larger(Float a, Float b) { return select(a > b, a, b); }
-inline Float smaller(Float a, Float b) { return select(a < b, a, b); }
+__attribute__((always_inline)) inline Float larger(Float a, Float b) { return select(a > b, a, b); }
+__attribute__((always_inline)) inline Float smaller(Float a, Float b) { return select(a < b, a, b); }
 
-// The sum of all lanes, neighbours at distance 8, 4, 2, 1: one fixed order.
-inline float sum(Float v) {
-#if FORETELL_AVX512
-  return _mm512_reduce_add_ps((__m512)v);
+// Combines all lanes, neighbours at distance 8, 4, 2, 1: one fixed order.
+template <class V, class Function>
+inline auto reduce(V v, const Function& combine) {
+#if FORETELL_AVX2
+  const auto eight = combine(v.part[0], v.part[1]);
+  const auto four = combine(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
+                            __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+  const auto two = combine(four, __builtin_shufflevector(four, four, 2, 3, 2, 3));
+  return combine(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
 #else
-  float lane[kLanes];
+  std::remove_reference_t<decltype(v[0] + v[0])> lane[kLanes];
   store(lane, v);
   for (int s = kLanes / 2; s; s /= 2)
-    for (int i = 0; i < s; ++i) lane[i] += lane[i + s];
+    for (int i = 0; i < s; ++i) lane[i] = combine(lane[i], lane[i + s]);
   return lane[0];
 #endif
 }
 
+inline float sum(Float v) {
+#if FORETELL_AVX512
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  return reduce(v, [](auto a, auto b) { return a + b; });
+#endif
+}
+
 inline float largest(Float v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int s = kLanes / 2; s; s /= 2)
-    for (int i = 0; i < s; ++i) lane[i] = std::max(lane[i], lane[i + s]);
-  return lane[0];
+  return reduce(v, [](auto a, auto b) { return a < b ? b : a; });
+}
+
+inline int32_t sum(Int v) {
+#if FORETELL_AVX512
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  return reduce(v, [](auto a, auto b) { return a + b; });
+#endif
 }
 
 // Whether any lane of a comparison holds.
 inline bool any(Int holds) {
 #if FORETELL_AVX512
   return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds) != 0;
+#elif FORETELL_AVX2
+  const __m256i both = (__m256i)(holds.part[0] | holds.part[1]);
+  return !_mm256_testz_si256(both, both);
 #else
   int32_t lane[kLanes], found = 0;
   store(lane, holds);
@@ -76,13 +96,15 @@ inline bool any(Int holds) {
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds a float to the nearest integer
 
 // The integer in a number to which kRounder was added.
-inline Int rounded_integer(Float x) {
+__attribute__((always_inline)) inline Int rounded_integer(Float x) {
   constexpr int32_t kBits = 0x4B400000;  // of kRounder
   return (Int)x - splat(kBits);
 }
 
 // x * factor, rounded to the nearest integer.
-inline Int round_product(Float x, float factor) { return rounded_integer(fma(x, splat(factor), splat(kRounder))); }
+__attribute__((always_inline)) inline Int round_product(Float x, float factor) {
+  return rounded_integer(fma(x, splat(factor), splat(kRounder)));
+}
 
 // e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores vanish.
 __attribute__((always_inline)) inline Float exponential(Float x) {

@@ -1,8 +1,13 @@
-"""Times of passes that the roofline model predicts for a machine that was calibrated."""
+"""Times of passes: those that the roofline model predicts for a calibrated machine, and those of earlier runs."""
 
+import hashlib
 from collections.abc import Mapping
 
+import torch
+
 from foretell.api import Model
+from foretell.engine.pass_times import PassTimes
+from foretell.model.load.packed_cache import cache_folder, cache_limit
 from foretell.roofline.analysis import AnalyzedModel, predict_seconds
 from foretell.roofline.calibrate import pass_workload
 from foretell.roofline.formats import compute_class
@@ -11,6 +16,19 @@ from foretell.roofline.hardware import CALIBRATED, read_hardware_file, user_hard
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _CONTEXT = 256
 """Cached tokens of the predicted passes."""
+
+
+def kept_pass_times(model: Model, device: str) -> PassTimes:
+    """Seconds of a model's passes: those of earlier runs on this machine, kept beside the packed weights; before there
+    are any, those predicted.
+    """
+    from foretell.cli.roofline_machine import processor_name
+
+    machine = processor_name() if device == "cpu" else torch.cuda.get_device_name()
+    identity = f"{model.config} {model.precision} {machine} {device} {torch.get_num_threads()}"
+    digest, folder = hashlib.sha256(identity.encode()).hexdigest()[:16], cache_folder()
+    file = folder / f"{digest}.times.json" if cache_limit(folder) else None
+    return PassTimes(None, expected_pass(model) if device == "cpu" else None, file, digest)
 
 
 def expected_pass(model: Model) -> Mapping[int, float] | None:

@@ -1,0 +1,520 @@
+"""The draft budget: decides in every step which drafters are asked for which requests, and which of the drafts that
+they offer the target verifies: those that give the most expected tokens per second over all requests together.
+
+The goal is that of TurboSpec (arXiv 2406.14066), chosen per node and step; requests behind their deadline weigh more,
+as AdaServe (arXiv 2501.12162) serves them first.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from foretell.core.context import StepResult
+from foretell.core.tree import TokenTree
+from foretell.draft.base import Drafter, NoDrafter
+from foretell.engine.acceptance import Acceptance, OfferedTree
+from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
+from foretell.engine.method import BoundMethod
+from foretell.engine.pass_times import Key, PassTimes, load_key
+from foretell.engine.statistics import StepTime
+from foretell.engine.tuning import (
+    CHILD_SHARE,
+    FADING,
+    FIRST_STEPS,
+    FLOOR_SLACK,
+    HORIZON,
+    LEVEL_SHARE,
+    MOST_EXPANDED,
+    MOST_FACTOR,
+    MOST_LOSS,
+    OFF,
+    ON,
+    OWN_COST,
+    OWN_PRIOR,
+    OWN_WEIGHT,
+    REQUEST_WEIGHT,
+    TRIAL_INTERVAL,
+    TRIAL_NODES,
+    TRIAL_REQUESTS,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+)
+from foretell.shape.chain import Chain
+
+NO_CHOICE, LOAD, MEASURED, COST, PROTECTED = "no_choice", "load", "measured", "cost", "protected"
+REASONS = NO_CHOICE, LOAD, MEASURED, COST, PROTECTED
+"""Why a request got no drafts in a step: it may have none; more requests than `disable_by_batch_size`; a plain pass is
+measured; drafts would not pay; they would cost a request more than it may lose.
+"""
+
+
+_MARGIN = 4
+"""Drafts by which the time of a further one is told."""
+
+
+class DraftAccount:
+    """What drafting has given and taken from one request; it goes with the request through pauses."""
+
+    def __init__(self) -> None:
+        self.lead, self.tokens = 0.0, 0
+        """Times of plain steps that it is ahead of plain decoding, and its tokens so far."""
+        self._factors = dict[str, tuple[float, float]]()
+        self._right, self._tried = OWN_PRIOR * OWN_WEIGHT, OWN_WEIGHT
+
+    def factor(self, drafter: str) -> float:
+        """Chances of this request's drafts over those of all requests."""
+        predicted, right = self._factors.get(drafter, (0.0, 0.0))
+        return min(MOST_FACTOR, (REQUEST_WEIGHT + right) / (REQUEST_WEIGHT + predicted))
+
+    def hope(self, drafter: str) -> float:
+        """The same as far as luck may have made them small."""
+        return self.factor(drafter) * (1 + 1 / sqrt(REQUEST_WEIGHT + self._factors.get(drafter, (0.0, 0.0))[0]))
+
+    def count(self, drafter: str, predicted: float, right: int) -> None:
+        """Count a step: the summed chances of drafts before the factor, and how many of them were right."""
+        before, hits = self._factors.get(drafter, (0.0, 0.0))
+        self._factors[drafter] = FADING * before + predicted, FADING * hits + right
+
+    def overdrawn(self, room: int) -> bool:
+        """Whether it has lost all that it may over its life, of which `room` tokens are to come."""
+        return self.lead < -MOST_LOSS * (self.tokens + min(room, HORIZON))
+
+    def count_chain(self, drafted: int, accepted: int) -> None:
+        """Count a chain of the request."""
+        self._right = FADING * self._right + accepted
+        self._tried = FADING * self._tried + accepted + (accepted < drafted)
+
+    def own_depth(self, longest: int) -> int:
+        """The length of its next chain, from its earlier ones alone: the most tokens per time, where drafting a token
+        takes `OWN_COST` of a pass.
+        """
+        chance, tokens, best = min(1.0, self._right / self._tried), 1.0, (1, 0.0)
+        for depth in range(1, longest + 1):
+            tokens += chance**depth
+            best = max(best, (depth, tokens / (1 + OWN_COST * depth)), key=lambda pair: pair[1])
+        return min(best[0], longest)
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What a step reads before any draft; lists have an entry per request."""
+
+    tokens: int
+    """Tokens of the pass without drafts, those of prompts included."""
+    is_decode: bool
+    """Whether no prompt is read."""
+    weights: Sequence[float]
+    """What a token of each request is worth; 0: it gets none in this step."""
+    room: Sequence[int]
+    """How deep its drafts may be; 0: it may have none."""
+    sampled: Sequence[bool]
+    accounts: Sequence[DraftAccount]
+    context: float = 0.0
+    """Mean tokens of the sequences."""
+    crowd: int = 0
+    """Other requests that wait or run, beside each."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which requests a drafter is asked for, and the least scores of its drafts that matter; see `Context`."""
+
+    asked: list[int]
+    least_score: float = 0.0
+    least_expanded: float = 0.0
+
+
+@dataclass
+class BudgetStatistics:
+    """Sums over all steps that decode."""
+
+    steps: int = 0
+    drafting_steps: int = 0
+    """Steps with drafts to verify."""
+    trials: int = 0
+    """Steps in which drafters that do not pay were tried."""
+    switched_on: int = 0
+    """How often a drafter was asked again at a load where it had not paid."""
+    switched_off: int = 0
+    nodes_drafted: int = 0
+    nodes_verified: int = 0
+    undrafted: Counter[str] = field(default_factory=Counter)
+    """Steps of requests without drafts, by reason."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was expected of the last step."""
+
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    """Of the step without drafts."""
+    tokens: float | None = 0.0
+    """New ones; None: a method drafted that the budget does not govern."""
+
+
+@dataclass
+class _Trials:
+    """Of a drafter at one load."""
+
+    on: bool = True
+    next: int = 0
+    """Step of the next trial."""
+    left: int = 0
+    """Steps of the present trial that are left."""
+
+
+class _Source:
+    """What is known of one drafter of a method."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.steps, self.levels = name, 0, 1.0
+        """Steps in which it drafted, and mean levels of its trees."""
+        self.scored = True
+        self._acceptance = dict[tuple[bool, bool], Acceptance]()
+        self.trials = dict[Key, _Trials]()
+
+    def acceptance(self, sampled: bool) -> Acceptance:
+        """Of its drafts as they were last (with scores or without), for sampled or greedy requests."""
+        key = sampled, self.scored
+        if key not in self._acceptance:
+            self._acceptance[key] = Acceptance(self.scored)
+        return self._acceptance[key]
+
+
+@dataclass
+class _Offer:
+    source: _Source
+    indices: list[int]
+    tree: OfferedTree
+
+
+class _Offered(NamedTuple):
+    """Drafts that pay: their number and summed value, the rate with them, and per request number and summed chances."""
+
+    nodes: int
+    gained: float
+    rate: float
+    kept: dict[int, int]
+    expected: dict[int, float]
+
+
+class _Cut(NamedTuple):
+    """A least chance, the drafts down to it, the seconds of the step with them, and its rate."""
+
+    chance: float
+    nodes: float
+    seconds: float
+    rate: float
+
+
+class Budget:
+    """Chooses the drafts of every step. It governs lossless methods that keep the text of a seed whatever is drafted:
+    all of them, or with `every_method` False those whose shape is `elastic`. Of other methods it sees no drafts: they
+    draft by the request alone, and no measured time touches their texts.
+
+    `times`: of passes and drafters; None: learned. `disable_by_batch_size`: a request beside which so many others wait
+    or run gets no drafts (None: any number). A budget serves one engine.
+    """
+
+    def __init__(
+        self, times: PassTimes | None = None, *, every_method: bool = True, disable_by_batch_size: int | None = None
+    ) -> None:
+        self.times = PassTimes() if times is None else times
+        self.statistics, self.last = BudgetStatistics(), Forecast()
+        self._every_method, self._crowd = every_method, disable_by_batch_size
+        self._sources: WeakKeyDictionary[Drafter, list[_Source]] = WeakKeyDictionary()
+        """By the drafter of a method, which lives as long as the method does."""
+        self._step = 0
+        self.begin(StepLoad(1, False, (), (), (), ()))
+
+    def governs(self, bound: BoundMethod) -> bool:
+        """Whether it chooses the drafts of a method."""
+        method = bound.method
+        free = method.accept.same_seed and method.lossless and not isinstance(method.draft, NoDrafter)
+        return free and (self._every_method or method.tree.elastic)
+
+    def prunes(self, bound: BoundMethod) -> bool:
+        """Whether it leaves out predicted and forced drafts of requests of a method that do not pay."""
+        return self._every_method and bound.method.accept.same_seed
+
+    def depths(self, bound: BoundMethod, indices: Sequence[int]) -> list[int]:
+        """How deep the drafts of requests of a method may be, by each request alone."""
+        shape, accounts = bound.method.tree, self._load.accounts
+        if isinstance(shape, Chain) and shape.adaptive:
+            return [accounts[i].own_depth(shape.length) for i in indices]
+        return [NO_LIMIT] * len(indices)
+
+    def begin(self, load: StepLoad) -> None:
+        """Begin a step; the one before may have failed."""
+        self._load, self._step = load, self._step + 1
+        self._requests = sum(w > 0 for w in load.weights)
+        self._first = load.tokens - max(1, self._requests)
+        self._key = load_key(self._requests, load.context)
+        self._seconds = self.times.seconds(self._key, max(1, self._requests))
+        self._measures = load.is_decode and self.times.needs_plain(self._key)
+        self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
+        self._values, self._offers = list[float](), list[_Offer]()
+        self._offered = dict[int, list[float]]()
+        """Chances of the drafts offered to each request."""
+        self._fixed = 0
+        """Drafts that are verified whatever they cost."""
+        self._asked = set[_Source]()
+        self._overdrawn = [i for i, w in enumerate(load.weights) if w and load.accounts[i].overdrawn(load.room[i] + 1)]
+
+    def _at(self, drafts: float) -> float:
+        """Seconds of the pass with so many drafts."""
+        extra, table = self._first + drafts, self._seconds
+        low = int(extra)
+        if low + 1 < len(table):
+            return table[low] + (extra - low) * (table[low + 1] - table[low])
+        return table[-1] * (self._requests + extra) / (self._requests + len(table) - 1)
+
+    def plan(self, bound: BoundMethod, number: int, which: Sequence[int]) -> Plan | None:
+        """Which of the requests `which` the drafter of this number of a method is asked for; None: for none."""
+        open_ = [i for i in which if self._load.room[i] > 0]
+        reason = NO_CHOICE
+        if open_:
+            crowded = self._crowd is not None and self._load.crowd >= self._crowd
+            reason = LOAD if crowded else MEASURED if self._measures else ""
+        if not reason:
+            source = self._source(bound, number)
+            plan = self._weigh(source, open_)
+            if isinstance(plan, Plan):
+                self._asked.add(source)
+                return plan
+            reason = plan
+        if not number:
+            self.statistics.undrafted[reason] += len(which)
+        return None
+
+    def _source(self, bound: BoundMethod, number: int) -> _Source:
+        method = bound.method
+        if method.draft not in self._sources:
+            self._sources[method.draft] = [_Source(f"{method.name} {i}") for i in range(len(method.sources))]
+        return self._sources[method.draft][number]
+
+    def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
+        """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
+        load, plain, before = self._load, self._at(0), self._so_far
+        asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
+        weights = dict[bool, list[float]]()
+        for i in which:
+            kind, offered = load.sampled[i], before.expected.get(i, 0.0)
+            factor = load.accounts[i].factor(source.name)
+            if not offered or factor * source.acceptance(kind).hoped > offered:
+                asked.append(i)
+                weights.setdefault(kind, []).append(factor * load.weights[i])
+                if offered:
+                    nodes -= before.kept[i]
+                    tokens -= offered * load.weights[i]
+        spent = self._spent + self.times.draft_seconds(source.name, self._key, len(asked), plain)
+        best = self._best_cut(source, weights, nodes, tokens, spent)
+        for i in self._overdrawn:
+            expected = before.expected.get(i, 0.0)
+            if i in asked:
+                chances = source.acceptance(load.sampled[i]).promise
+                expected = load.accounts[i].hope(source.name) * sum(c * n for c, n in chances if c >= best.chance)
+            if asked and (1 + expected) * (1 + MOST_LOSS) * plain < best.seconds:
+                return PROTECTED
+        trials = source.trials.setdefault(self._key, _Trials())
+        is_new = source.steps < FIRST_STEPS and not self._overdrawn
+        on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
+        if on is not trials.on:
+            self._switch(trials, on)
+        if not on:
+            asked = self._tried(trials, source, which, plain)
+            if not asked:
+                return COST
+        rate, size = max(before.rate, best.rate), best.nodes
+        # Where the time of a pass has a step, further drafts cost more than those that lead up to it are worth.
+        floor = FLOOR_SLACK * min(best.chance, rate * (self._at(size + _MARGIN) - self._at(size)) / _MARGIN, 1.0)
+        raw = max(source.acceptance(kind).least_score(floor) for kind in {load.sampled[i] for i in asked})
+        level = LEVEL_SHARE * (spent - self._spent) / source.levels
+        return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
+
+    @property
+    def _so_far(self) -> "_Offered":
+        """The drafts that pay of those that were offered before."""
+        if not self._values:
+            return _Offered(0, 0.0, self._worth / (self._at(0) + self._spent), {}, {})
+        values, weights = sorted(self._values, reverse=True), self._load.weights
+        nodes, gained = self._best_of(values)
+        least = values[nodes - 1] if nodes else inf
+        paying = {i: [c for c in chances if c * weights[i] >= least] for i, chances in self._offered.items()}
+        return _Offered(
+            nodes,
+            gained,
+            (self._worth + gained) / (self._at(nodes) + self._spent),
+            {i: len(chances) for i, chances in paying.items()},
+            {i: sum(chances) for i, chances in paying.items()},
+        )
+
+    def _best_cut(
+        self, source: _Source, weights: dict[bool, list[float]], nodes: float, tokens: float, spent: float
+    ) -> "_Cut":
+        """The least chance down to which the expected drafts of requests of these weights, by kind, are best taken."""
+        drafts = list[tuple[float, float, float]]()
+        for kind, own in weights.items():
+            acceptance = source.acceptance(kind)
+            requests, worth = len(own), sum(own) * acceptance.hope
+            drafts += [(chance, n * requests, chance * n * worth) for chance, n in acceptance.promise]
+        if len(weights) > 1:
+            drafts.sort(reverse=True)
+        best = _Cut(inf, nodes, self._at(nodes) + spent, 0.0)
+        for chance, count, more in drafts:
+            tokens, nodes = tokens + more, nodes + count
+            seconds = self._at(nodes) + spent
+            if tokens > best.rate * seconds:
+                best = _Cut(chance, nodes, seconds, tokens / seconds)
+        return best
+
+    def _switch(self, trials: _Trials, on: bool) -> None:
+        trials.on, trials.left, trials.next = on, 0, self._step + TRIAL_INTERVAL
+        self.statistics.switched_on += on
+        self.statistics.switched_off += not on
+
+    def _tried(self, trials: _Trials, source: _Source, which: list[int], plain: float) -> list[int]:
+        """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
+        if not trials.left:
+            if self._step < trials.next or self._overdrawn:
+                return []
+            lost = self._at(TRIAL_NODES) - plain
+            lost += self.times.draft_seconds(source.name, self._key, TRIAL_REQUESTS, plain)
+            trials.left = TRIAL_STEPS
+            trials.next = self._step + max(TRIAL_INTERVAL, int(TRIAL_STEPS * lost / (TRIAL_SHARE * plain)))
+        trials.left -= 1
+        self.statistics.trials += 1
+        self._trial_nodes = TRIAL_NODES
+        start = trials.next % len(which)
+        return (which[start:] + which[:start])[:TRIAL_REQUESTS]
+
+    def offer(self, bound: BoundMethod, number: int, indices: list[int], tree: TokenTree) -> TokenTree:
+        """Take the trees that a drafter offers to these requests of the step; the same with chances as scores."""
+        source, load = self._source(bound, number), self._load
+        source.scored = tree.score is not None
+        offer = _Offer(source, indices, OfferedTree.of(tree))
+        self._offers.append(offer)
+        self._spent += self.times.draft_seconds(source.name, self._key, len(indices), self._at(0))
+        chances = list[list[float]]()
+        for i, rungs, valid in zip(indices, offer.tree.rungs, offer.tree.valid, strict=True):
+            table, factor = source.acceptance(load.sampled[i]).chance, load.accounts[i].factor(source.name)
+            row = [min(1.0, factor * table[rung]) if yes else 0.0 for rung, yes in zip(rungs, valid, strict=True)]
+            row[0] = 1.0
+            chances.append(row)
+            self._offered[i] = self._offered.get(i, []) + row[1:]
+            self._values += [load.weights[i] * chance for chance in row[1:] if chance]
+        return replace(tree, score=np.array(chances))
+
+    def _best_of(self, values: Sequence[float]) -> tuple[int, float]:
+        """How many of the drafts with these falling values to verify, and their summed value."""
+        worth, best = self._worth, (0, 0.0)
+        rate, gained = worth / (self._at(0) + self._spent), 0.0
+        for count, value in enumerate(values, 1):
+            gained += value
+            now = (worth + gained) / (self._at(count) + self._spent)
+            if now > rate:
+                rate, best = now, (count, gained)
+        return best
+
+    def choose(self, parts: Sequence[DraftedTrees]) -> None:
+        """Leave in the trees only the drafts that pay, of all requests together; those of methods that are not governed
+        stay.
+        """
+        drafts, weights = list[tuple[float, int, int, int]](), self._load.weights
+        for p, part in enumerate(parts):
+            if not part.removable:
+                self._fixed += sum(part.tree.drafted_counts)
+            elif part.tree.nodes > 1:
+                pairs = zip(part.indices, part.chances(), part.tree.valid.tolist(), strict=True)
+                drafts += [
+                    (weights[i] * chance, p, row, node)
+                    for row, (i, chances, valid) in enumerate(pairs)
+                    for node, chance in enumerate(chances)
+                    if node and valid[node]
+                ]
+        self._first += self._fixed
+        # Stable: of equals the earlier ones stay, so that a node's parent is kept.
+        drafts.sort(key=lambda draft: -draft[0])
+        count = self._count([value for value, *_ in drafts], drafts, parts)
+        self.statistics.nodes_drafted += len(drafts)
+        self.statistics.nodes_verified += count
+        if count < len(drafts):
+            for p, part in enumerate(parts):
+                left = [(row, node) for _, q, row, node in drafts[count:] if q == p]
+                if left:
+                    valid = part.tree.valid.copy()
+                    rows, nodes = zip(*left, strict=True)
+                    valid[rows, nodes] = False
+                    part.tree = replace(part.tree, valid=valid)
+        tokens = sum(value / weights[parts[p].indices[row]] for value, p, row, _ in drafts[:count])
+        speed = self.times.speed
+        self.last = Forecast(speed * (self._at(count) + self._spent), speed * self._at(0), self._requests + tokens)
+
+    def _count(
+        self, values: Sequence[float], drafts: Sequence[tuple[float, int, int, int]], parts: Sequence[DraftedTrees]
+    ) -> int:
+        """How many of the drafts, the best first, are verified."""
+        if self._measures:
+            return 0
+        count = self._best_of(values)[0]
+        most = self._at(0) * (1 + MOST_LOSS)
+        for i in self._overdrawn:
+            own = sum(v for v, p, row, _ in drafts[:count] if parts[p].indices[row] == i) / self._load.weights[i]
+            if self._at(count) > max(most, (1 + own) * self._at(0)):
+                while count and self._at(count) > most:
+                    count -= 1
+        return min(len(values), count + self._trial_nodes)
+
+    def observe(self, step: StepResult, time: StepTime, shared: bool) -> None:
+        """Learn from the result of the step that began last; `shared`: several methods drafted in it."""
+        load, tree = self._load, step.tree
+        for offer in self._offers:
+            self._learn(offer, step)
+        if load.is_decode:
+            drafts = tree.active_count - load.tokens
+            lost = (self._at(drafts - self._fixed) + self._spent) / self._at(0)
+            for account, new, weight in zip(load.accounts, step.new_tokens, load.weights, strict=True):
+                if weight:
+                    account.lead += len(new) - lost
+            self.statistics.steps += 1
+            self.statistics.drafting_steps += drafts > 0
+            self.times.observe_pass(self._key, self._requests, tree.active_count, time.total - time.draft)
+            if not shared:
+                self._learn_drafting(time.draft)
+        for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
+            account.tokens += len(new)
+            if new and (drafted := step.num_drafted(i)):
+                account.count_chain(drafted, step.num_accepted(i))
+
+    def _learn_drafting(self, seconds: float) -> None:
+        """Learn the time of the drafter that was asked last: what those before it and the engine take is known."""
+        *before, last = [_HOST, *(offer.source.name for offer in self._offers)]
+        known = sum(self.times.draft_seconds(name, self._key, self._requests, 0.0) for name in before)
+        plain = 0.0 if last == _HOST else self._at(0)
+        self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
+
+    def _learn(self, offer: _Offer, step: StepResult) -> None:
+        source, tree, load = offer.source, offer.tree, self._load
+        source.steps += 1
+        levels = 0
+        for row, i in enumerate(offer.indices):
+            drafted = tree.drafted(row)
+            acceptance, new = source.acceptance(load.sampled[i]), step.new_tokens[i]
+            acceptance.count_offer(drafted, load.room[i])
+            levels = max(levels, tree.levels(row))
+            judged, right = tree.judge(row, new)
+            acceptance.count(judged, right, load.room[i])
+            predicted = sum(acceptance.chance[rung] for rung in judged)
+            load.accounts[i].count(source.name, predicted, len(right))
+        if levels:
+            source.levels += (levels - source.levels) / min(source.steps, HORIZON)
+
+
+_HOST = "engine"
+"""Stands for what a step without drafts takes beside the pass."""

@@ -1,0 +1,286 @@
+"""Seconds of passes and of drafting for a model on a machine, given or fitted from the engine's own steps."""
+
+import json
+import logging
+import os
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import isfinite, log2
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from foretell.engine.tuning import (
+    DRIFT,
+    DRIFT_WINDOW,
+    EXPECTED_TIMES,
+    PLAIN_INTERVALS,
+    PRIOR_DRAFT,
+    PRIOR_SLOPE,
+    QUANTILE,
+    ROW_SLOPE,
+    WINDOW,
+)
+
+log = logging.getLogger(__name__)
+_FORMAT = "foretell pass times 1"
+_KNOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of further tokens with times of their own."""
+_LARGEST = _KNOTS[-1]
+_SIZES = np.arange(_LARGEST + 1)
+_MOST_TOKENS = 512
+"""Largest pass with a prior of its own; the time of larger ones grows in proportion."""
+_KNOWN = 12
+"""Times of a size after which it tells how fast the machine is."""
+_FINE = 2.0
+"""Loads per factor of two in the number of requests."""
+_CONTEXT_BITS = 10
+"""Contexts of fewer than `1 << _CONTEXT_BITS` tokens are one kind; then each factor of two is one."""
+_REFIT = 8
+"""Passes of a load between two fits, after its first ones."""
+_FIRST_SAVED = 256
+"""Passes after which the times are written first; then after each doubling."""
+
+Key = tuple[int, int]
+"""Of a load: number of requests and length of their contexts, both by powers of two."""
+
+
+def load_key(requests: int, context: float) -> Key:
+    """The key of so many requests with this mean context, in tokens."""
+    return round(_FINE * log2(max(1, requests))), (int(context) >> _CONTEXT_BITS).bit_length()
+
+
+class _Times:
+    """The last times of one kind."""
+
+    def __init__(self, times: Iterable[float] = ()) -> None:
+        self.last = deque(times, maxlen=WINDOW)
+        self._low: float | None = None
+        if not all(isfinite(time) for time in self.last):
+            raise ValueError("a time that is no number")
+
+    def add(self, time: float) -> None:
+        """Count one."""
+        self.last.append(time)
+        self._low = None
+
+    @property
+    def low(self) -> float:
+        """The quantile that stands for them."""
+        if self._low is None:
+            self._low = low(self.last)
+        return self._low
+
+
+@dataclass
+class _Curve:
+    """Measured over prior seconds of the passes of one load, by their tokens beyond one per request."""
+
+    start: list[float]
+    """Where it begins, by knot: those of the nearest load."""
+    windows: dict[int, _Times] = field(default_factory=dict)
+    """The last ones by knot."""
+    steps: int = 0
+    plain_at: int = 0
+    """The step of the last plain pass; 0: there was none."""
+    ratios: Float[np.ndarray, " n"] = field(default_factory=lambda: np.zeros(0))
+    """Fitted, by number of further tokens."""
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    """Fitted seconds by number of requests, and by number of further tokens."""
+
+    def __post_init__(self) -> None:
+        self.fit()
+
+    def add(self, extra: int, ratio: float) -> None:
+        """Count a pass."""
+        self.steps += 1
+        if not extra:
+            self.plain_at = self.steps
+        knot = _nearest(extra)
+        if knot not in self.windows:
+            # What the sizes around it say counts as some times of its own: a single one may be disturbed.
+            self.windows[knot] = _Times([float(self.ratios[extra])] * EXPECTED_TIMES if self.windows else ())
+        self.windows[knot].add(ratio)
+        if self.steps < _REFIT or self.steps % _REFIT == 0:
+            self.fit()
+
+    def fit(self) -> None:
+        """Interpolate the deviations from the start between the knots that were measured."""
+        at, ratios = sorted(self.windows), np.array(self.start)
+        if at:
+            deviation = [self.windows[knot].low / self.start[knot] for knot in at]
+            ratios = ratios * np.interp(_KNOTS, [_KNOTS[k] for k in at], deviation)
+        self.ratios = np.interp(_SIZES, _KNOTS, ratios)
+        self.seconds.clear()
+
+
+class PassTimes:
+    """Seconds of a pass by requests, tokens and context, and of a drafter's step by requests.
+
+    `table`: seconds of a pass by its tokens, interpolated; then nothing is learned about passes. `expected`: the same
+    as a prior; without it, every further token is first assumed to cost `PRIOR_SLOPE` times the first one. `file`:
+    where the times are kept for the next start; one that cannot be read, or is of something else than `identity`, is
+    ignored.
+
+    Times are quantiles of the last ones of a size, and what makes all sizes slower alike counts for none of them: they
+    are seconds of the machine at the speed of its first passes. So only their quotients mean something.
+
+    Raises:
+        ValueError: an empty table, or values that are not positive.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[int, float] | None = None,
+        expected: Mapping[int, float] | None = None,
+        file: Path | None = None,
+        identity: str = "",
+    ) -> None:
+        self.fixed = table is not None
+        prior = expected if table is None else table
+        self._prior = _filled({1: 1.0, 101: 1 + 100 * PRIOR_SLOPE} if prior is None else prior)
+        self._curves = dict[Key, _Curve]()
+        self._drafts = dict[str, dict[int, _Times]]()
+        self._deviations = deque[float](maxlen=DRIFT_WINDOW)
+        self.speed = 1.0
+        """Seconds of the last passes over those of the first ones."""
+        self.passes = 0
+        self._file, self._identity = file, identity
+        if file is not None:
+            self._read(file)
+
+    def seconds(self, key: Key, requests: int) -> list[float]:
+        """Seconds of passes over `requests` and 0, 1, … further tokens; they do not fall."""
+        curve = self._curve(key)
+        if requests not in curve.seconds:
+            seconds = self._prior_of(requests + _SIZES) * curve.ratios
+            # A smaller pass takes at most the time of a larger one: what exceeds that was disturbed.
+            curve.seconds[requests] = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
+        return curve.seconds[requests]
+
+    def needs_plain(self, key: Key) -> bool:
+        """Whether a plain pass should be measured: none was for long."""
+        curve = self._curves.get(key)
+        if self.fixed or curve is None:
+            return False
+        return curve.steps - curve.plain_at >= PLAIN_INTERVALS[curve.plain_at > 0 or 0 in curve.windows]
+
+    def draft_seconds(self, drafter: str, key: Key, requests: int, plain: float) -> float:
+        """Seconds of a drafter's step for so many requests; `plain`: those of a plain pass."""
+        loads = self._drafts.get(drafter)
+        if not loads:
+            return PRIOR_DRAFT * plain
+        if key[0] in loads:
+            return max(0.0, loads[key[0]].low)
+        nearest = min(loads, key=lambda load: abs(load - key[0]))
+        rows = 2 ** (nearest / _FINE)
+        return max(0.0, loads[nearest].low) * (1 + ROW_SLOPE * (requests - 1)) / (1 + ROW_SLOPE * (rows - 1))
+
+    def observe_pass(self, key: Key, requests: int, tokens: int, seconds: float) -> None:
+        """Count a pass that read no prompt."""
+        if seconds <= 0:
+            return
+        if not self.fixed and 0 <= tokens - requests <= _LARGEST:
+            curve, extra = self._curve(key), tokens - requests
+            prior = float(self._prior[min(tokens, _MOST_TOKENS) - 1]) * max(1.0, tokens / _MOST_TOKENS)
+            ratio, known = seconds / prior, curve.windows.get(_nearest(extra))
+            if known is not None and len(known.last) >= _KNOWN:
+                self._follow_speed(ratio / known.low)
+            curve.add(extra, ratio / self.speed)
+        self.passes += 1
+        if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
+            self.save()
+
+    def observe_draft(self, drafter: str, key: Key, requests: int, seconds: float, plain: float) -> None:
+        """Count a drafter's step for so many requests; negative: less than is measurable. `plain`: seconds of a plain
+        pass.
+        """
+        expected = self.draft_seconds(drafter, key, requests, plain)
+        known = self._drafts.setdefault(drafter, {})
+        known.setdefault(key[0], _Times([expected] * EXPECTED_TIMES)).add(seconds / self.speed)
+
+    def _follow_speed(self, deviation: float) -> None:
+        self._deviations.append(deviation)
+        now = low(self._deviations)
+        # Small deviations go into the times of the sizes: else the speed would wander, and leave sizes not seen behind.
+        self.speed = now if abs(now - 1) > DRIFT else 1.0
+
+    def _curve(self, key: Key) -> _Curve:
+        if key not in self._curves:
+            known = [k for k, curve in self._curves.items() if curve.windows]
+            start = [1.0] * len(_KNOTS)
+            if known:
+                nearest = min(known, key=lambda k: abs(k[0] - key[0]) + _FINE * abs(k[1] - key[1]))
+                further = round(2 ** (key[0] / _FINE)) - round(2 ** (nearest[0] / _FINE))
+                places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
+                start = self._curves[nearest].ratios[places].tolist()
+            self._curves[key] = _Curve(start)
+        return self._curves[key]
+
+    def _prior_of(self, tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        prior: Float[np.ndarray, " n"] = self._prior[np.minimum(tokens, _MOST_TOKENS) - 1]
+        return prior * np.maximum(1.0, tokens / _MOST_TOKENS)
+
+    def save(self) -> None:
+        """Write the file; a failure is logged."""
+        if self._file is None:
+            return
+        curves = [[*key, {k: list(w.last) for k, w in curve.windows.items()}] for key, curve in self._curves.items()]
+        drafts = {name: {load: list(w.last) for load, w in loads.items()} for name, loads in self._drafts.items()}
+        text = json.dumps({"format": _FORMAT, "identity": self._identity, "curves": curves, "drafts": drafts})
+        unfinished = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(text, "utf-8")
+            unfinished.replace(self._file)
+        except OSError as error:
+            log.warning("%s: the times of passes cannot be kept: %s", self._file, error)
+            with suppress(OSError):
+                unfinished.unlink()
+
+    def _read(self, file: Path) -> None:
+        try:
+            known: Any = json.loads(file.read_text("utf-8"))
+            if known["format"] != _FORMAT or known["identity"] != self._identity:
+                return
+            curves = {(int(r), int(c)): {int(k): _Times(w) for k, w in ws.items()} for r, c, ws in known["curves"]}
+            drafts = {str(n): {int(r): _Times(w) for r, w in ws.items()} for n, ws in known["drafts"].items()}
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            log.warning("%s holds no times of passes: it is written anew", file)
+            return
+        for key, windows in curves.items():
+            kept = {knot: window for knot, window in windows.items() if window.last and 0 <= knot < len(_KNOTS)}
+            self._curves[key] = _Curve([1.0] * len(_KNOTS), kept)
+        self._drafts = drafts
+
+
+def low(times: Iterable[float]) -> float:
+    """The quantile that stands for measured times."""
+    ordered = sorted(times)
+    return ordered[int(QUANTILE * (len(ordered) - 1))]
+
+
+def _nearest(extra: int) -> int:
+    """Index of the knot next to a number of further tokens."""
+    above = min(bisect_left(_KNOTS, extra), len(_KNOTS) - 1)
+    return above - (above > 0 and extra - _KNOTS[above - 1] < _KNOTS[above] - extra)
+
+
+def _filled(table: Mapping[int, float]) -> Float[np.ndarray, " n"]:
+    """The seconds of all sizes; beyond the last known one they grow as between the last two."""
+    if not table or min(table) < 1 or min(table.values()) <= 0:
+        raise ValueError("a cost table needs positive seconds for pass sizes of 1 token or more")
+    known, sizes = sorted(table), np.arange(1, _MOST_TOKENS + 1)
+    seconds = np.interp(sizes, known, [table[k] for k in known])
+    if len(known) > 1:
+        before, last = known[-2:]
+        slope = max(0.0, (table[last] - table[before]) / (last - before))
+        seconds += slope * np.maximum(0, sizes - last)
+    return seconds

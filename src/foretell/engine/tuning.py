@@ -1,0 +1,78 @@
+"""The constants by which drafting is budgeted.
+
+They were set by hand, and checked on simulated machines and histories: passes whose further tokens cost nothing, 3 %,
+10 % or 30 % of the first one, drafters that take 2 to 60 % of a pass, chances of 0.3 to 0.9 a token, 1 to 64 requests,
+and other programs on the processor. `python tools/fit_budget.py` prints the speed in each of them over that of plain
+decoding and of the best fixed number of drafts; `python tools/fit_budget.py NAME VALUE…` compares values of one.
+"""
+
+PRIOR_SLOPE = 0.03
+"""Time of a further token over that of a pass over one, before any is measured: about that of the CPU kernels."""
+PRIOR_DRAFT = 0.1
+"""Time of drafting over that of a plain pass, before it is measured."""
+PRIOR_SURVIVAL = 0.7
+"""Probability that a draft without a score is accepted if its parent is, before any is seen."""
+PRIOR_WEIGHT = 8.0
+"""Weight of a prior chance, in drafts: a speculator's own probabilities are close to its acceptance."""
+PRIOR_PROMISE = 1.0, 4.0
+"""Accepted tokens and drafts of a request's step before any is seen."""
+REQUEST_WEIGHT = 8.0
+"""Weight of the method's chances against those of a single request, in accepted tokens."""
+MOST_FACTOR = 1.5
+"""Most by which the chances of a request exceed those of its method."""
+FADING = 0.95
+"""Share of a request's counts that is kept per step."""
+MEMORY = 512.0
+"""Drafts of a kind, and steps of a drafter, after which older ones begin to fade."""
+ROW_SLOPE = 0.1
+"""Time of drafting for a further request over that for the first one, before it is measured."""
+LEVEL_SHARE = 0.5
+"""Time of a further level over the mean time of a level: the first one reads what the target has accepted."""
+CHILD_SHARE = 0.8
+"""Expected accepted tokens that a level adds, over the score of the best node that it expands."""
+FLOOR_SLACK = 0.7
+"""A draft is grown if its chance is at least this share of the least one that pays: the next step's may differ."""
+MOST_EXPANDED = 0.5
+"""Greatest least score of a node that is expanded."""
+FIRST_STEPS = 3
+"""Steps of a drafter before its times decide: the first one often takes ten times as long as the others."""
+ROOM = 8
+"""Tokens that a request must still get to count in what a drafter offers: a shorter rest cuts its trees."""
+QUANTILE = 0.3
+"""Share of the measured times that are below the estimate: other programs on the processor only add time, and with
+half of the steps disturbed this one is still an undisturbed one.
+"""
+EXPECTED_TIMES = 2
+"""Times that what is expected of a size counts for when it is seen first: a longer time is believed after six of it."""
+WINDOW = 64
+"""Last times of a size that are kept."""
+DRIFT_WINDOW = 24
+"""Last passes that say how fast the machine is now: fewer than a size keeps, so that another speed is noticed before it
+goes into the times.
+"""
+DRIFT = 0.15
+"""Least deviation of these that counts as another speed of the machine."""
+PLAIN_INTERVALS = 8, 256
+"""Steps of a load without a plain pass after which one is measured: the first time, and later."""
+TRIAL_REQUESTS, TRIAL_STEPS, TRIAL_NODES = 2, 2, 4
+"""Size of a trial of a drafter that does not pay: requests, steps (some drafters need a pass before they draft again),
+and drafts that are verified beyond those that pay.
+"""
+TRIAL_SHARE = 0.01
+"""Share of the time that trials take at most."""
+TRIAL_INTERVAL = 64
+"""Least number of steps between two trials."""
+OFF, ON = 0.99, 1.01
+"""Rates over those without a drafter below which it is no longer asked, and from which on it is asked again."""
+MOST_LOSS = 0.03
+"""Share of its plain time that a request may lose over its life."""
+HORIZON = 64
+"""Tokens to come that count in this life."""
+NEAR_STEPS, LATE_WEIGHT = 32, 4.0
+"""Steps before its deadline from which on a request counts as late, and what a token of it is worth then."""
+MOST_PRIORITY = 2
+"""Steps of priority that count; each doubles the worth of a token."""
+OWN_PRIOR, OWN_WEIGHT, OWN_COST = 0.7, 3.0, 0.1
+"""Of chains whose text depends on their length, which no time may choose: prior chance of a token and its weight, and
+the time of drafting a token over that of a pass.
+"""

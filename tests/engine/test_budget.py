@@ -1,0 +1,399 @@
+"""Any choice of drafts gives the same texts; the budget follows costs and chances; predictions; prompt chunks."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from foretell.accept import Match, Rejection
+from foretell.core.context import Context
+from foretell.core.sampling import SamplingParams
+from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever
+from foretell.draft.cached_states import _HELD_STEPS
+from foretell.draft.prediction import Prediction
+from foretell.engine.budget import Budget, DraftAccount, Plan, StepLoad
+from foretell.engine.drafted_trees import DraftedTrees
+from foretell.engine.engine import Engine
+from foretell.engine.method import AnyMethod, BoundMethod, Method
+from foretell.engine.pass_times import PassTimes
+from foretell.engine.request import Completion, Request
+from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.shape import BranchingTree, Chain, DynamicTree, RootOnly, Trie
+from foretell.speculator.network.base import TargetInfo
+from foretell.speculator.network.eagle import Eagle3, EagleConfig, EagleNetwork
+from foretell.testing import TINY
+from helpers import (
+    VARIANTS,
+    VOCAB,
+    Phrases,
+    Variant,
+    context_of,
+    exact_distribution,
+    good_model,
+    naive,
+    p_value,
+    random_tokens,
+    small_model,
+    target,
+    unchecked,
+)
+
+PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
+CHEAP = {1: 1.0, 128: 1.3}
+EXPENSIVE = {1: 1.0, 2: 2.0, 128: 128.0}
+"""A further token costs as much as a pass."""
+REQUESTS = [
+    Request(random_tokens(5 + 4 * i, seed=i), SamplingParams(i % 3 / 2, seed=i), 12 + i, deadline=i - 2.0)
+    for i in range(4)
+]
+NAMES = ("ngram", "eagle3", "hybrid_model", "lookahead", "draft_model", "pass", "pass_tree", "medusa", "dynamic_match")
+
+
+class Clock:
+    """A clock that advances at every call."""
+
+    def __init__(self, tick: float = 0.001) -> None:
+        self.now, self._tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.now += self._tick
+        return self.now
+
+
+class RandomBudget(Budget):
+    """Chooses at random: requests, depths (also of methods that it does not govern), and nodes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(PassTimes(CHEAP))
+        self._rng = np.random.default_rng(seed)
+
+    def depths(self, bound, indices):  # type: ignore[no-untyped-def]
+        super().depths(bound, indices)
+        return self._rng.integers(0, 5, len(indices)).tolist()
+
+    def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
+        asked = [i for i in which if self._rng.integers(0, 3)]
+        return Plan(asked, *(self._rng.random(2) / 10)) if asked else None
+
+    def _count(self, values, drafts, parts):  # type: ignore[no-untyped-def]
+        return int(self._rng.integers(0, len(values) + 1))
+
+
+class Scripted(Budget):
+    """Drafts in the steps whose bits are set, and then verifies all drafts."""
+
+    def __init__(self, bits: str) -> None:
+        super().__init__()
+        self._bits, self.seen = bits, list[bool]()
+
+    def begin(self, load: StepLoad) -> None:
+        super().begin(load)
+        if load.weights:
+            self.seen.append(self._bits[len(self.seen) % len(self._bits)] == "1")
+
+    def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
+        return Plan(list(which)) if self.seen[-1] else None
+
+    def _count(self, values, drafts, parts):  # type: ignore[no-untyped-def]
+        return len(values)
+
+
+class Oracle(Retriever):
+    """Retrieves the target's own tokens, or wrong ones."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], chance: float = 0.9) -> None:
+        self._texts, self.chance, self.wrong, self.calls = texts, chance, False, 0
+
+    def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+        out = []
+        for text in context.sequences:
+            self.calls += 1
+            known = next(t for t in self._texts if list(t[: text.length]) == text.tokens.tolist())
+            copy = [(t + self.wrong) % VOCAB for t in known[text.length : text.length + 5]]
+            out.append([Continuation(tuple(copy), tuple(self.chance ** (i + 1) for i in range(len(copy))))])
+        return out
+
+
+def engine(method: AnyMethod, budget: Budget | None, rows: int = 4, tick: float = 0.001) -> Engine:
+    return Engine(DecoderRunner(target()), method, rows, 16, clock=Clock(tick), budget=budget)
+
+
+def tokens(completions: Sequence[Completion]) -> list[list[int]]:
+    return [list(c.tokens) for c in completions]
+
+
+def expected() -> list[list[int]]:
+    return [naive(target(), r) for r in REQUESTS]
+
+
+def long_texts(requests: Sequence[Request]) -> list[list[int]]:
+    return [[*r.prompt, *naive(target(), r)] for r in requests]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_choice_of_drafts_changes_a_text(seed: int) -> None:
+    methods = [v.make(VOCAB) for v in VARIANTS if v.name in NAMES]
+    with unchecked():
+        mixed = [replace(REQUESTS[i % 4], method=m, prediction=REQUESTS[i % 3].prompt) for i, m in enumerate(methods)]
+        budget = RandomBudget(seed)
+        found = engine(PLAIN, budget, rows=6).complete(mixed)
+        texts = expected()
+        assert tokens(found) == [texts[i % 4] for i in range(len(mixed))]
+    s = budget.statistics
+    assert s.nodes_drafted >= s.nodes_verified > 0
+
+
+@pytest.mark.parametrize("table", [None, CHEAP, EXPENSIVE], ids=["learned", "cheap", "expensive"])
+def test_the_budget_keeps_texts_and_counts(table: dict[int, float] | None) -> None:
+    budget = Budget(PassTimes(table))
+    with unchecked():
+        found = engine(Method(PromptLookup(2, 1, 4), Trie(4), Match()), budget).complete(REQUESTS)
+        assert tokens(found) == expected()
+    s = budget.statistics
+    assert s.steps > 0 and s.nodes_drafted >= s.nodes_verified
+
+
+@pytest.mark.parametrize("tree", [Chain(3), BranchingTree((2, 2), distinct=False)], ids=["chain", "tree"])
+def test_sampled_drafts_keep_the_law_under_limits_of_depth_and_predictions(tree: AnyMethod) -> None:
+    method = Method(small_model(4), tree, Rejection())  # type: ignore[arg-type]
+    sampling, count = SamplingParams(2.5), 300
+    requests = [Request([1, 0, 2], replace(sampling, seed=i), 3, prediction=[i % 4, 1, 2, 0, 3]) for i in range(count)]
+    with unchecked():
+        run = Engine(DecoderRunner(target(4)), method, 32, clock=Clock(), budget=RandomBudget(0))
+        found = tokens(run.complete(requests))
+    counts = np.bincount([16 * a + 4 * b + c for a, b, c in found], minlength=64)
+    assert p_value(counts, exact_distribution(target(4), [1, 0, 2], 3, sampling)) > 1e-3
+
+
+def test_drafts_stop_where_nodes_are_expensive_and_return_when_they_pay() -> None:
+    requests = [Request(random_tokens(4, seed=9), max_new_tokens=240)]
+    oracle = Oracle(long_texts(requests))
+    budget = Budget(PassTimes(EXPENSIVE))
+    oracle.chance, oracle.wrong = 0.3, True
+    run = engine(Method(oracle, Trie(4), Match()), budget, rows=1, tick=0.02)
+    run.submit(requests[0])
+    found = list[int]()
+    with unchecked():
+        while run.busy:
+            found += [t for u in run.step() for t in u.tokens]
+            if len(found) == 50:
+                silent, calls = budget.statistics.nodes_verified, oracle.calls
+                budget.times, oracle.wrong, oracle.chance = PassTimes(CHEAP), False, 0.95
+    assert found == long_texts(requests)[0][4:]
+    assert silent < 10 and calls < 10, "it still drafts, though nothing pays"
+    assert budget.statistics.switched_off and budget.statistics.switched_on
+    assert budget.statistics.nodes_verified > 30
+
+
+def _load(weights: Sequence[float]) -> StepLoad:
+    accounts = [DraftAccount() for _ in weights]
+    return StepLoad(len(weights), True, weights, [9] * len(weights), [False] * len(weights), accounts)
+
+
+def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come_first() -> None:
+    bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
+    continuations = [[Continuation((1, 2, 3), (p, p**2, p**3))] for p in (0.9, 0.5)]
+
+    class Two(Retriever):
+        def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+            return continuations
+
+    tree = Method(Two(), Trie(4), Match()).grow(context_of([1], [1]))
+
+    def chosen(weights: list[float], table: dict[int, float]) -> list[int]:
+        budget = Budget(PassTimes(table))
+        budget.begin(_load(weights))
+        plan = budget.plan(bound, 0, [0, 1])
+        assert plan is not None and plan.asked == [0, 1]
+        part = DraftedTrees(bound, [0, 1], budget.offer(bound, 0, [0, 1], tree), removable=True)
+        budget.choose([part])
+        valid = part.tree.valid
+        assert all(valid[row, part.tree.parent[row, n]] for row, n in zip(*np.nonzero(valid), strict=True) if n)
+        return [int(n) - 1 for n in valid.sum(1)]
+
+    assert chosen([1, 1], CHEAP) == [3, 3]
+    assert chosen([1, 1], EXPENSIVE) == [0, 0]
+    middle = {1: 1.0, 2: 2.0, 128: 2.0 + 126 * 0.6}
+    few, late = chosen([1, 1], middle), chosen([1, 4], middle)
+    assert few[0] > few[1] and late[1] >= late[0]
+
+
+def test_a_prediction_gives_the_same_text_in_fewer_passes_and_is_counted() -> None:
+    request = Request(random_tokens(6, seed=3), SamplingParams(0.7, seed=4), 40)
+    text = naive(target(), request)
+    # Two tokens are replaced, one is inserted, and there is a rest that never comes.
+    predicted = [*text[:10], (text[10] + 1) % VOCAB, *text[11:22], 5, 6, *text[22:], 1, 2, 3]
+    with unchecked():
+        for method in (PLAIN, Method(good_model(VOCAB), Chain(3, draw=False), Match())):
+            for budget in (None, Budget(PassTimes(CHEAP))):
+                found = engine(method, budget).complete([replace(request, prediction=predicted)])[0]
+                plain = engine(method, None).complete([request])[0]
+                s = found.statistics
+                assert list(found.tokens) == list(plain.tokens) == text
+                assert s.target_passes < plain.statistics.target_passes
+                assert s.accepted_prediction_tokens + s.rejected_prediction_tokens == len(predicted)
+                assert 34 <= s.accepted_prediction_tokens <= 40
+        limited = engine(PLAIN, None).complete([replace(request, prediction=predicted, max_drafts=0)])[0]
+        assert limited.statistics.drafted == 0 and list(limited.tokens) == text
+
+
+def test_forced_tokens_and_predictions_are_drafted_though_the_method_is_switched_off() -> None:
+    class Off(Budget):
+        def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
+            return None
+
+    oracle = Oracle([])
+    method: AnyMethod = Method(oracle, Trie(4), Match())
+    constrained = Request([1, 2], SamplingParams(0.5, seed=1), 12, constraint=Phrases(), prediction=[3, 7, 12, 1])
+    with unchecked():
+        found = engine(method, Off(PassTimes(CHEAP))).complete([constrained] * 2)
+        plain = engine(PLAIN, None).complete([replace(constrained, prediction=None)])[0]
+    assert tokens(found) == [list(plain.tokens)] * 2
+    assert oracle.calls == 0 and found[0].statistics.target_passes < plain.statistics.target_passes
+
+
+def test_a_prediction_is_found_again_after_a_difference() -> None:
+    sequence = context_of([9, 9, 1, 2, 3], prompt=2).sequences[0]
+    prediction = Prediction([1, 2, 3, 4, 5, 6, 7, 8, 2, 3])
+    assert prediction.propose(2).tokens == (1, 2)
+    prediction.follow(sequence)
+    assert prediction.propose(3).tokens == (4, 5, 6)
+    sequence.append([11, 6])
+    prediction.follow(sequence)
+    assert prediction.propose(8).tokens[:1] == (7,)
+    assert (prediction.appeared, prediction.missing) == (3, 7)
+    with pytest.raises(ValueError, match="the prediction is empty"):
+        Prediction([])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prediction": [VOCAB]}, "the prediction holds a token outside the model's vocabulary"),
+        ({"prediction": "text"}, "the prediction must be a sequence of token ids"),
+    ],
+)
+def test_bad_predictions_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine(PLAIN, None).submit(replace(REQUESTS[0], **change))  # type: ignore[arg-type]
+
+
+def texts(method: AnyMethod, budget: Budget | None, temperature: float, new: int = 60) -> list[list[int]]:
+    engine = Engine(DecoderRunner(target()), method, rows=3, chunk=8, prefix_caching=True, budget=budget)
+    shared = random_tokens(20, seed=1)
+    prompts = [shared, random_tokens(9, seed=2), [*shared, 3], random_tokens(30, seed=3), [*shared, 4]]
+    requests = [Request(p, SamplingParams(temperature, seed=i), max_new_tokens=new) for i, p in enumerate(prompts)]
+    return [list(completion.tokens) for completion in engine.complete(requests)]
+
+
+@cache
+def network() -> EagleNetwork:
+    """EAGLE-3 with random weights."""
+    config = EagleConfig.model_validate(
+        {"kind": "eagle3", "target": TargetInfo(name="tiny", hidden=TINY.hidden, vocab=VOCAB, layers=2), "heads": 4}
+        | {"kv_heads": 2, "head_dim": 4, "ffn": 24, "context": 256, "fc_norm": True, "hidden_layers": (0, 1, 3)}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        found = Eagle3(config, EmbeddingAndHead(target().embedding.detach(), target().head.weight.detach()))
+        for parameter in found.parameters():
+            parameter.data = parameter.data.double() + 0.3 * torch.randn_like(parameter.data.double())
+    return found.double()
+
+
+def eagle() -> AnyMethod:
+    return Method(EagleDrafter(network(), 5), DynamicTree(3, 3, 6), Match())
+
+
+@cache
+def always_drafted(temperature: float) -> list[list[int]]:
+    return texts(eagle(), None, temperature)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bits", ["0", "01", "1110000", "1" * 9 + "0" * (_HELD_STEPS + 8)])
+def test_the_text_is_the_same_however_drafting_is_switched(bits: str, temperature: float) -> None:
+    budget = Scripted(bits)
+    assert texts(eagle(), budget, temperature) == always_drafted(temperature)
+    assert set(budget.seen) == {bit == "1" for bit in bits}
+
+
+def test_no_drafts_are_verified_in_a_step_without_drafting() -> None:
+    budget = Scripted("0" * 20 + "1" * 20)
+    engine = Engine(DecoderRunner(target()), eagle(), rows=1, budget=budget)
+    engine.submit(Request(random_tokens(5, seed=1), SamplingParams(0), max_new_tokens=200))
+    drafted = list[bool]()
+    for _ in range(40):
+        engine.step()
+        drafted.append(engine.last_step.counts.drafted > 0)
+    assert not any(drafted[:20])
+    assert sum(drafted[20:]) > 15
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_prefix_that_others_have_read_is_not_read_again(drafts: bool) -> None:
+    budget = None if drafts else Scripted("0")
+    engine = Engine(DecoderRunner(target()), eagle(), rows=2, prefix_caching=True, budget=budget)
+    prompt = random_tokens(50, seed=5)
+    [first] = engine.complete([Request(prompt, SamplingParams(0), max_new_tokens=8, max_drafts=0)])
+    [second] = engine.complete([Request([*prompt, 1], SamplingParams(0), max_new_tokens=8)])
+    assert first.statistics.cached_tokens == 0
+    assert second.statistics.cached_tokens == 49
+    [alone] = Engine(DecoderRunner(target()), eagle(), rows=2).complete(
+        [Request([*prompt, 1], SamplingParams(0), max_new_tokens=8)]
+    )
+    assert second.tokens == alone.tokens
+
+
+class Failing(Budget):
+    """Fails once, after the tokens of a step are in the sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def observe(self, step, time, shared) -> None:  # type: ignore[no-untyped-def]
+        self.calls += 1
+        if self.calls == 12:
+            raise ZeroDivisionError("the fifth wheel")
+
+
+def test_an_error_after_the_commit_ends_the_requests_and_leaves_no_token_out() -> None:
+    requests = [Request(random_tokens(9, seed=i), SamplingParams(0), max_new_tokens=60) for i in range(3)]
+    expected = Engine(DecoderRunner(target()), eagle(), rows=2).complete(requests)
+    engine = Engine(DecoderRunner(target()), eagle(), rows=2, budget=Failing())
+    found = engine.complete(requests, raise_errors=False)
+    assert [c.finish_reason for c in found] == ["error", "error", "length"]
+    for completion, whole in zip(found, expected, strict=True):
+        assert completion.tokens == whole.tokens[: len(completion.tokens)]
+    assert found[2].tokens == expected[2].tokens
+    assert engine.unowned_rows == 0
+
+
+class JumpingClock:
+    """A clock that goes on by very different times, in an order of its own per seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.now, self._rng = 0.0, np.random.default_rng(seed)
+
+    def __call__(self) -> float:
+        self.now += float(10 ** self._rng.uniform(-6, 2))
+        return self.now
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless and not v.same_seed], ids=str)
+def test_no_measured_time_is_in_a_text_that_depends_on_drafts(variant: Variant) -> None:
+    requests = [Request(random_tokens(6 + 3 * i, seed=i), SamplingParams(1.0, seed=i), 24) for i in range(3)]
+    copies: AnyMethod = Method(PromptLookup(2, 1, 4), Trie(4, elastic=True), Match())
+    others = [Request([1, 2, 3] * 4, max_new_tokens=20, method=copies)] * 2
+    texts = list[list[list[int]]]()
+    with unchecked():
+        for seed, company in ((0, False), (1, True), (2, False)):
+            run = Engine(DecoderRunner(target()), variant.make(VOCAB), 6, clock=JumpingClock(seed), budget=Budget())
+            texts.append(tokens(run.complete([*requests, *(others if company else ())])[:3]))
+    assert texts[0] == texts[1] == texts[2]

@@ -1,0 +1,121 @@
+"""Times of passes: robust to other programs, kept between starts, and read from damaged files without harm."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foretell.engine.pass_times import PassTimes, load_key
+
+ONE, SIXTEEN = load_key(1, 100), load_key(16, 100)
+
+
+def true(tokens: int, context: int = 100) -> float:
+    return 0.01 * (1 + 0.2 * (tokens - 1)) * (1 + context / 10_000)
+
+
+def learned(times: PassTimes, noise: float = 0.0, steps: int = 400) -> PassTimes:
+    random = np.random.default_rng(0)
+    for i in range(steps):
+        tokens, slow = (1, 4, 8, 12)[i % 4], 2.0 if random.random() < noise else 1.0
+        times.observe_pass(ONE, 1, tokens, true(tokens) * slow * float(random.lognormal(0, 0.03)))
+        times.observe_draft("eagle", ONE, 1, 0.002 * slow, 0.01)
+    return times
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_the_times_of_sizes_are_learned_beside_other_programs_too(noise: float) -> None:
+    times = learned(PassTimes(), noise)
+    found = np.array(times.seconds(ONE, 1))
+    for tokens in (4, 8, 12):
+        assert found[tokens - 1] / found[0] == pytest.approx(true(tokens) / true(1), rel=0.12)
+    assert times.draft_seconds("eagle", ONE, 1, found[0]) / found[0] == pytest.approx(0.2, rel=0.12)
+    assert (np.diff(found) >= 0).all()
+
+
+def test_a_slower_machine_changes_no_quotient() -> None:
+    times = learned(PassTimes())
+    before = np.array(times.seconds(ONE, 1))[[0, 7]]
+    for _ in range(100):
+        times.observe_pass(ONE, 1, 8, 3 * true(8))
+    after = np.array(times.seconds(ONE, 1))[[0, 7]]
+    assert times.speed == pytest.approx(3.0, rel=0.1)
+    assert after[1] / after[0] == pytest.approx(before[1] / before[0], rel=0.1)
+
+
+def test_a_new_load_begins_with_the_nearest_one_and_contexts_are_kept_apart() -> None:
+    times, long = learned(PassTimes()), load_key(1, 20_000)
+    assert times.seconds(SIXTEEN, 16)[0] == pytest.approx(true(16), rel=0.3)
+    for _ in range(30):
+        times.observe_pass(long, 1, 1, true(1, 20_000))
+        times.observe_pass(long, 1, 8, 5 * true(8, 20_000))
+    short, deep = (np.array(times.seconds(key, 1)) for key in (ONE, long))
+    assert short[7] / short[0] == pytest.approx(true(8) / true(1), rel=0.1)
+    assert deep[7] / deep[0] == pytest.approx(5 * true(8) / true(1), rel=0.2)
+
+
+def test_a_plain_pass_is_measured_where_none_was_for_long() -> None:
+    times = PassTimes()
+    assert not times.needs_plain(ONE)
+    for _ in range(8):
+        times.observe_pass(ONE, 1, 5, 0.02)
+    assert times.needs_plain(ONE)
+    times.observe_pass(ONE, 1, 1, 0.01)
+    for _ in range(255):
+        assert not times.needs_plain(ONE)
+        times.observe_pass(ONE, 1, 5, 0.02)
+    times.observe_pass(ONE, 1, 5, 0.02)
+    assert times.needs_plain(ONE)
+    fixed = PassTimes({1: 1.0, 2: 2.0})
+    fixed.observe_pass(ONE, 1, 5, 0.02)
+    assert not fixed.needs_plain(ONE) and fixed.seconds(ONE, 1)[:3] == [1.0, 2.0, 3.0]
+
+
+def test_the_next_start_knows_what_this_one_has_learned(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "times.json"
+    times = learned(PassTimes(file=file, identity="a model"), steps=256)
+    assert file.exists() and [p.name for p in file.parent.iterdir()] == ["times.json"]
+    times.save()
+    again = PassTimes(file=file, identity="a model")
+    assert again.seconds(ONE, 1) == pytest.approx(times.seconds(ONE, 1), rel=0.05)
+    assert again.draft_seconds("eagle", ONE, 1, 1.0) == times.draft_seconds("eagle", ONE, 1, 1.0)
+    assert not again.needs_plain(ONE)
+    fresh = PassTimes().seconds(ONE, 1)
+    assert PassTimes(file=file, identity="another one").seconds(ONE, 1) == fresh
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 1}', "window", "keys"])
+def test_a_damaged_file_is_ignored_and_written_anew(damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    learned(PassTimes(file=file, identity="m"), steps=256)
+    known = json.loads(file.read_text("utf-8"))
+    if damage == "window":
+        known["curves"][0][2]["0"] = ["a"]
+        damage = json.dumps(known)
+    elif damage == "keys":
+        known["curves"] = {"0": 1}
+        damage = json.dumps(known)
+    file.write_text(damage, "utf-8")
+    again = PassTimes(file=file, identity="m")
+    assert again.seconds(ONE, 1) == PassTimes().seconds(ONE, 1)
+    learned(again, steps=256)
+    assert PassTimes(file=file, identity="m").seconds(ONE, 1) != PassTimes().seconds(ONE, 1)
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", "utf-8")
+    learned(PassTimes(file=tmp_path / "file" / "times.json"), steps=256)
+
+
+@pytest.mark.parametrize("table", [{}, {0: 1.0}, {1: 0.0}, {1: -1.0}])
+def test_tables_without_positive_seconds_are_refused(table: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="cost table"):
+        PassTimes(table)
+    with pytest.raises(ValueError, match="cost table"):
+        PassTimes(expected=table)
+
+
+def test_large_passes_cost_in_proportion() -> None:
+    times = PassTimes({1: 1.0, 512: 2.0})
+    assert times.seconds(load_key(1000, 0), 1000)[24] == pytest.approx(4.0, rel=0.01)

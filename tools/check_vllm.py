@@ -1,0 +1,145 @@
+"""Checks that vLLM runs what `foretell export` writes (`make vllm`): every export gives vLLM's own texts, and about as
+many tokens a pass as the same speculator in chains here. Prints the table of docs/formats.md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from foretell.api import Model
+from foretell.load import load
+from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
+from foretell.verify.prompts import PROMPTS
+
+MORE = (
+    "List three fruits and say what colour each of them is.",
+    "Explain in two sentences why the sky is blue.",
+)
+CONTEXT, TOLERANCE = 512, 0.05
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export, how vLLM is told to draft with it, and how the same is drafted here."""
+
+    speculator: str
+    format: str
+    config: dict[str, Any]
+    method: str
+    steps: int
+
+
+EXPORTS = (
+    Export("eagle3", "speculators", {"method": "eagle3"}, "eagle3", 3),
+    Export("eagle3", "eagle3", {"method": "eagle3"}, "eagle3", 3),
+    Export("medusa", "vllm-medusa", {"method": "medusa"}, "medusa", 3),
+    Export("draft_model", "hf", {"method": "draft_model"}, "draft_model", 4),
+)
+METHODS = {"p_eagle": ("speculators", {"method": "eagle3", "parallel_drafting": True})}
+METHODS |= {"dflash": ("speculators", {"method": "dflash"}), "eagle3": ("speculators", {"method": "eagle3"})}
+"""Formats and options for speculators of one's own, by kind."""
+
+
+def main() -> None:
+    """Print the table; exit with a sentence where an export differs."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--vllm", required=True, help="Python of vLLM's environment")
+    asked.add_argument("--out", type=Path, default=Path("build/vllm"))
+    asked.add_argument("--tokens", type=int, default=64)
+    asked.add_argument("--speculator", action="append", default=[], metavar="DIR", help="a trained one, too")
+    options = asked.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = target_directory(options.out / "target")
+    model = load(str(target), "float32")
+    prompts = [model.tokens(prompt) for prompt in (*PROMPTS, *MORE)]
+    job = {"model": str(target), "context": CONTEXT, "tokens": options.tokens, "prompts": prompts}
+    plain = answers(options, "plain", job | {"speculative_config": None}).get("answers")
+    if plain is None:
+        sys.exit(f"vLLM does not run: see {options.out / 'plain.log'}")
+    print("| speculator | format | same texts | tokens a pass, vLLM | here |\n|---|---|---|---|---|", flush=True)
+    wrong = [e for e in (*EXPORTS, *own(options.speculator)) if not check(e, options, job, plain, model)]
+    if wrong:
+        sys.exit(f"{len(wrong)} of the exports differ")
+
+
+def target_directory(folder: Path) -> Path:
+    """The embedded model as a directory of safetensors that every engine reads."""
+    if not (folder / "config.json").is_file():
+        path = resolve_reference(DEFAULT_MODEL)
+        source, file = str(path.parent), path.name
+        wide = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=file, dtype=torch.float32, quantization_config=wide
+        )
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
+    return folder.absolute()
+
+
+def own(folders: list[str]) -> list[Export]:
+    """The exports of speculators in these directories."""
+    exports = []
+    for folder in folders:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        format_name, options = METHODS[config["kind"]]
+        steps = config.get("depth") or config.get("block_size", 4) - 1
+        exports.append(Export(folder, format_name, options, config["kind"], min(steps, 5)))
+    return exports
+
+
+def answers(options: argparse.Namespace, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM answers, from a file where it has answered before."""
+    out = options.out / f"{name}.json"
+    if not out.is_file():
+        (options.out / f"{name}.job").write_text(json.dumps(job | {"out": str(out)}))
+        script = Path(__file__).with_name("vllm_answers.py")
+        with (options.out / f"{name}.log").open("w") as log:
+            subprocess.run(
+                [options.vllm, script, options.out / f"{name}.job"], stdout=log, stderr=log, check=False,
+            )  # fmt: skip
+    return dict(json.loads(out.read_text())) if out.is_file() else {}
+
+
+def check(
+    export: Export, options: argparse.Namespace, job: dict[str, Any], plain: list[list[int]], model: Model
+) -> bool:
+    """Whether vLLM runs an export as it is run here; prints a row."""
+    name = f"{Path(export.speculator).name}-{export.format}"
+    folder = options.out / name
+    if not folder.is_dir():
+        common = ("--format", export.format, "--out", folder, "--model", job["model"], "--dtype", "float32")
+        subprocess.run([sys.executable, "-m", "foretell", "export", export.speculator, *common], check=True)
+    drafts = {"model": str(folder.absolute()), "num_speculative_tokens": export.steps} | export.config
+    theirs = answers(options, name, job | {"speculative_config": drafts})
+    if not theirs:
+        print(f"| {export.speculator} | {export.format} | fails: see {options.out / name}.log | | |", flush=True)
+        return False
+    chain = {"speculative_tree": [[0] * length for length in range(1, export.steps + 1)]}
+    chain = {"num_speculative_tokens": export.steps} if export.method == "draft_model" else chain
+    draft = load(str(folder), "float32") if export.method == "draft_model" else folder
+    method = model.method(export.method, chain, drafts=[draft])
+    ours = model.generate([*PROMPTS, *MORE], method, max_new_tokens=job["tokens"], rows=1)
+    # The pass over a prompt has no drafts; vLLM counts those that have.
+    passes = sum(a.statistics.target_passes - 1 for a in ours)
+    here = sum(a.statistics.new_tokens - 1 for a in ours) / passes
+    # Not its count of accepted tokens, which includes those beyond the end of an answer.
+    there = sum(len(answer) - 1 for answer in theirs["answers"]) / max(theirs["num_drafts"], 1)
+    same = theirs["answers"] == plain
+    print(
+        f"| {export.speculator} | {export.format} | {'yes' if same else 'no'} | {there:.2f} | {here:.2f} |", flush=True
+    )
+    return same and abs(there - here) <= TOLERANCE * here
+
+
+if __name__ == "__main__":
+    main()
