@@ -109,7 +109,7 @@ def test_latent_attention_of_a_prompt_equals_the_flop_counter() -> None:
     assert found + 2.0 * config.hidden * config.vocab * 2 * 32 == expected
 
 
-FIRST_OF_TYPE = {str(model["model_type"]): name for name, model in reversed(builtin_models().items())}
+FIRST_OF_TYPE = {str(model["model_type"]): name for name, model in reversed(list(builtin_models().items()))}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from foretell.train.loop.settings import DatasetWeight, TrainingSettings
 from foretell.train.loop.trainer import Trainer, TrainingCallback
 from helpers import unchecked
 
-PROCESSES = get_context("spawn" if torch.cuda.is_available() else "fork")
+PROCESSES = get_context("spawn") if torch.cuda.is_available() else get_context("fork")
 """Starts a process that has imported everything; what uses CUDA cannot be copied."""
 
 
