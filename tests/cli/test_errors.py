@@ -94,7 +94,8 @@ def test_numbers_out_of_range() -> None:
 
 def test_speculative_config() -> None:
     assert "sets num_steps and names no method" in generate_hello("--speculative-config", '{"num_steps": 3}')
-    assert "method specinfer does not read 'num_steps'; it reads: num_draft_tokens" in generate_hello(
+    reads = "it reads: rejection_sample_method, num_draft_tokens"
+    assert f"method specinfer does not read 'num_steps'; {reads}" in generate_hello(
         "--method", "specinfer", "--speculative-config", '{"num_steps": 3}'
     )
     assert "not valid JSON" in generate_hello("--speculative-config", "{method: ngram}")
