@@ -10,7 +10,10 @@ from foretell.api import Model, named_inputs
 from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.schema import FileModel, FrozenModel
 from foretell.core.sampling import SamplingParams
+from foretell.engine.budget import Budget
+from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
+from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.lab.reproduce.preparation.preparation import Preparation
 from foretell.utils.store import RunStore
@@ -158,8 +161,10 @@ class Lab:
         temperature: float = 0.0,
         references: Sequence[str] = (),
         repeat: int = 1,
+        pass_seconds: Mapping[int, float] | None = None,
     ) -> LabRun:
         """Decode `prompts` (default: `mixed`) with a method, `repeat` times with other seeds; once per folder.
+        `pass_seconds`: times of passes by their tokens, by which drafts are chosen; None: measured ones.
 
         Raises:
             PromptTooLongError: the model reads no prompt of this length.
@@ -168,9 +173,10 @@ class Lab:
         prompts = tuple(prompts or self.mixed)
         lacks = "" if self.preparation is None else self.preparation.label(method)
         what = [method, options or {}, prompts, temperature, list(references), repeat, *([lacks] if lacks else [])]
+        what += [pass_seconds] if pass_seconds else []
         key = json.dumps(what, sort_keys=True)
         if key not in self._runs:
-            run = self._decode(key, method, options, prompts, temperature, references, repeat)
+            run = self._decode(key, method, options, prompts, temperature, references, repeat, pass_seconds)
             self._store.append(run)
             self._runs[key] = run
         if self._runs[key].prepared:
@@ -190,6 +196,7 @@ class Lab:
         temperature: float,
         references: Sequence[str],
         repeat: int,
+        pass_seconds: Mapping[int, float] | None,
     ) -> LabRun:
         made = None if self.preparation is None else self.preparation.prepared(method)
         drafts, wanted = self._drafts, dict(options or {})
@@ -197,6 +204,10 @@ class Lab:
             drafts, wanted = made.drafts, wanted | dict(made.options)
         built = self.model.method(method, wanted or None, drafts=drafts, references=references, shared=made is None)
         engine, longest = self.model.engine(built, rows=self._rows), self._settings.new_tokens
+        if pass_seconds is not None:
+            budget = Budget(PassTimes(pass_seconds))
+            runner, detokenizer = self.model.runner(), self.model.codec.detokenizer
+            engine = Engine(runner, built, self._rows, detokenizer=detokenizer, budget=budget)
         requests = [
             self.model.request(text, SamplingParams(temperature=temperature, seed=seed), max_new_tokens=longest)
             for seed in range(repeat)
