@@ -63,7 +63,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     source = tmp_path / "csrc" / "kernels.cpp"
     source.parent.mkdir()
     source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "SOURCES", source.parent)
     monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
     monkeypatch.setattr(packaged, "DIRECTORY", tmp_path / "lib")
     monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_of_those_that_need_the_kernels_at_once_one_compiles(tmp_path: Path, mon
     source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nsleep 0.2\nexec {build.find_compiler()} "$@"\n')
     compiler.chmod(0o755)
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "SOURCES", source.parent)
     monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
