@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 _MOST_GROUPS = 4096
 """Variables of the integer program; neurons are placed in groups where there are more."""
@@ -79,6 +77,9 @@ def _solve(
     ranked: Float[np.ndarray, "l f"], capacity: int, least: int, size: int, seconds: float
 ) -> Int[np.ndarray, " l"] | None:
     """Variables: whether a group is hot, then whether a layer has hot neurons."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
+    from scipy.sparse import csr_array
+
     layers, neurons = ranked.shape
     starts = np.arange(0, neurons, size)
     sizes = np.minimum(size, neurons - starts).astype(np.float64)
