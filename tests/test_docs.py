@@ -208,3 +208,13 @@ def test_code_is_wrapped_at_120_columns() -> None:
         if len(re.sub(r"\s*# (type: ignore|noqa|fmt:).*$", "", line)) > CODE
     ]
     assert not wide, "\n".join(wide)
+
+
+def test_a_translation_is_old_by_paragraphs_and_not_by_line_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdocs = pytest.importorskip("mkdocs.exceptions")
+    pages = _tool("site_pages")
+    assert pages.paragraphs("one\ntwo\n\n```\ncode\n```\nthree\n") == pages.paragraphs("one two\n\nthree")
+    record = {"README.md": pages.paragraphs("nothing of it")}
+    monkeypatch.setattr(pages, "translations", lambda: record)
+    with pytest.raises(mkdocs.PluginError, match=r"README.zh.md: \d+ paragraphs of README.md changed"):
+        pages.check_translations()

@@ -4,9 +4,12 @@ translations.
 `README.md` is the start page, so that text stands once. Links between it and `docs/` are rewritten to pages.
 """
 
+import json
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,21 +33,12 @@ PAGES = {
     "RELEASING.md": "releasing.md",
 }
 """Files of the repository's root, and the pages that they become."""
-TRANSLATED = (
-    "README.md",
-    "docs/choose-a-method.md",
-    "docs/howto/add-a-drafter.md",
-    "docs/howto/deploy.md",
-    "docs/howto/read-a-roofline.md",
-    "docs/howto/reproduce.md",
-    "docs/howto/verify.md",
-    "docs/kv-caches.md",
-    "docs/offload.md",
-    "docs/plans.md",
-    "docs/roofline.md",
-    "docs/tour.md",
-)
-"""Files of which a Chinese translation must exist with the same headings, code, links and figures."""
+RECORD = ROOT / "tools" / "translations.json"
+"""By file that has a Chinese translation with the same headings, code, links and figures: its paragraphs as they were
+translated. `python tools/site_pages.py FILE.md ...` writes them after a translation.
+"""
+MOST_CHANGES = 8
+"""Paragraphs that may have changed since."""
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 _COMPLETION = re.compile(r"^\* `--(install|show)-completion`: .*\n", re.MULTILINE)
@@ -109,14 +103,40 @@ def _deeper(text: str) -> Iterator[str]:
 
 
 def check_translations() -> None:
-    """Raise `PluginError` where a translation is missing, or differs from its source in structure."""
-    for name in TRANSLATED:
+    """Raise `PluginError` where a translation is missing, differs from its source in structure, or is old."""
+    for name, translated in translations().items():
         source = ROOT / name
         translation = source.with_suffix(".zh.md")
         if not translation.is_file():
             raise PluginError(f"{name} has no translation {translation.name}")
-        for what, found, expected in differences(source.read_text("utf-8"), translation.read_text("utf-8")):
+        text = source.read_text("utf-8")
+        for what, found, expected in differences(text, translation.read_text("utf-8")):
             raise PluginError(f"{translation.name}: {what} {found}, but {name} has {expected}; translate the change")
+        changed = len(set(paragraphs(text)) - set(translated))
+        if changed > MOST_CHANGES:
+            raise PluginError(
+                f"{translation.name}: {changed} paragraphs of {name} changed since its translation, at most "
+                f"{MOST_CHANGES} may; translate them, then run python tools/site_pages.py {name}"
+            )
+
+
+def translations() -> dict[str, list[str]]:
+    """The record of translations."""
+    record: dict[str, list[str]] = json.loads(RECORD.read_text("utf-8"))
+    return record
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs of prose, each by a hash that does not depend on its line breaks."""
+    parts = re.split(r"\n\s*\n", _LANGUAGES.sub("", _CODE.sub("", text)))
+    return [sha256(" ".join(part.split()).encode()).hexdigest()[:8] for part in parts if part.strip()]
+
+
+def record_translations(names: Sequence[str]) -> None:
+    """Record that these files are translated as they are."""
+    record = translations() | {name: paragraphs((ROOT / name).read_text("utf-8")) for name in names}
+    lines = [f"{json.dumps(name)}: {json.dumps(record[name])}" for name in sorted(record)]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 def differences(source: str, translation: str) -> Iterator[tuple[str, Any, Any]]:
@@ -145,3 +165,7 @@ def _targets(text: str) -> list[str]:
     """Targets of links, sorted, without anchors; the languages' links to each other are left out."""
     found = re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", _CODE.sub("", text))
     return sorted({target.replace(".zh.md", ".md") for target in found} - {"", "README.md", "tour.md"})
+
+
+if __name__ == "__main__":
+    record_translations(sys.argv[1:])

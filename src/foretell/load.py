@@ -18,6 +18,7 @@ from foretell.model.config.readers.hf import from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
+from foretell.model.load.adapter import with_adapter
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import gguf_config
@@ -69,6 +70,7 @@ def load(
     sparsity: str | Path | None = None,
     pre_tokenizer: str | None = None,
     chat_template_date: datetime | None = None,
+    lora: str | Path | None = None,
 ) -> Model:
     """Load a model.
 
@@ -96,6 +98,8 @@ def load(
     are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
     `pre_tokenizer`: llama.cpp's name of the pre-tokenizer of a GGUF file, in place of the one that the file names.
     `chat_template_date`: the date that chat templates are told; None: that of the day.
+    `lora`: an adapter that is merged into the weights while they are read, a directory of PEFT or a GGUF file, also as
+    NAME=PLACE; the file of the model stays as it is. Matrices that it changes are not quantised afterwards.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -115,16 +119,19 @@ def load(
         )
     refuse_other_kinds(reference, path, raw)
     if raw is not None and not is_decoder_family(raw):
-        options = rope_scaling, max_model_len, policy, sparsity
+        options = rope_scaling, max_model_len, policy, sparsity, lora
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
-                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy and sparsity are for "
+                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity and lora are for "
                 "architectures of the own decoder"
             )
         model = _load_with_transformers(reference, path, raw, dtype, torch_device)
         model.codec = replace(model.codec, template_date=chat_template_date)
         return model
     opened = open_checkpoint(path, raw, pre_tokenizer)
+    if lora is not None:
+        adapted, merged = with_adapter(opened.config, opened.weights, str(lora))
+        opened = opened._replace(config=adapted, weights=merged)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":
         raise ValueError(
@@ -147,7 +154,8 @@ def load(
     variant = weights.variant or precision
     tokenizer = replace(codec.result(), template_date=chat_template_date)
     eos = tuple(sorted({*opened.eos, *tokenizer.eos_ids}))
-    return Model(reference, config, tokenizer, network, variant, eos, checkpoint, policy)
+    name = reference if lora is None else f"{reference} with {lora}"
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy)
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,7 @@ class TargetOptions:
     pre_tokenizer: str | None = None
     chat_template_date: str | None = None
     """In the form of ISO 8601."""
+    lora: str | None = None
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options."""
@@ -179,6 +188,7 @@ class TargetOptions:
             sparsity=self.sparsity,
             pre_tokenizer=self.pre_tokenizer,
             chat_template_date=date,
+            lora=self.lora,
         )
 
 

@@ -56,7 +56,7 @@ class BenchPlan:
         if names and settings.target != PLAIN_TARGET:
             raise ValueError(
                 "peers run the model as it is: leave out --peers, or --max-model-len, --rope-scaling, "
-                "--kv-cache-dtype, --kv-cache-policy and --sparsity"
+                "--kv-cache-dtype, --kv-cache-policy, --sparsity and --lora"
             )
         registry.require_installed(names)
         return BenchPlan(settings, tuple(specs), tuple(names), folder)

@@ -42,6 +42,7 @@ def chat(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    lora: options.Lora = None,
     pre_tokenizer: options.PreTokenizer = None,
     chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -57,7 +58,12 @@ def chat(
 
     selection = parse_method(method, speculative_config, draft_model)
     target_options = TargetOptions(
-        max_model_len, rope_scaling, kv_cache_dtype, pre_tokenizer=pre_tokenizer, chat_template_date=chat_template_date
+        max_model_len,
+        rope_scaling,
+        kv_cache_dtype,
+        pre_tokenizer=pre_tokenizer,
+        chat_template_date=chat_template_date,
+        lora=lora,
     )
     setup = load_models(model, dtype, device, selection, reference, target_options=target_options)
     if setup.model.codec.chat_template is None:

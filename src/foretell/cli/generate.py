@@ -57,6 +57,7 @@ def generate(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    lora: options.Lora = None,
     pre_tokenizer: options.PreTokenizer = None,
     chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -125,6 +126,7 @@ def generate(
         sparsity,
         pre_tokenizer=pre_tokenizer,
         chat_template_date=chat_template_date,
+        lora=lora,
     )
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, target_options)
     if image:

@@ -129,6 +129,14 @@ PreTokenizer = Annotated[
         help="Cut texts as llama.cpp's pre-tokenizer of this name does, in place of the one that a GGUF file names.",
     ),
 ]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="[NAME=]PATH",
+        help="A LoRA adapter that is merged into the model: a directory of PEFT, or an adapter's .gguf file.",
+    ),
+]
 ChatTemplateDate = Annotated[
     str | None,
     typer.Option(

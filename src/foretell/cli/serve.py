@@ -192,6 +192,7 @@ def serve(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    lora: options.Lora = None,
     pre_tokenizer: options.PreTokenizer = None,
     chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -212,6 +213,7 @@ def serve(
     from foretell.cli.served_model import ServedModel
     from foretell.cli.setup import parse_method
     from foretell.load import TargetOptions
+    from foretell.model.load.adapter import adapter_name
     from foretell.serve.auth import read_keys
     from foretell.serve.loaded import EngineSettings
     from foretell.serve.origin import is_local
@@ -219,8 +221,9 @@ def serve(
     from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
     refuse_unused(ctx, ("host", "port"), "--uds listens on a unix socket", uds is not None)
+    adapter = None if lora is None else adapter_name(lora).name
     settings = ServerSettings(
-        served_names=tuple(served_model_name or (model,)),
+        served_names=tuple(served_model_name or (adapter if adapter else model,)),
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),
         cors_origins=tuple(allowed_origins or ()),
         allowed_hosts=tuple(allowed_hosts or ()) if allowed_hosts or (is_local(host) and uds is None) else None,
@@ -253,6 +256,7 @@ def serve(
             kv_cache_dtype,
             pre_tokenizer=pre_tokenizer,
             chat_template_date=chat_template_date,
+            lora=lora,
         ),
         engine=EngineSettings(
             rows=max_num_seqs,

@@ -7,6 +7,7 @@ from foretell.catalogue import catalogue, find
 from foretell.cli.drafter_check import checked
 from foretell.cli.setup import MethodSelection, load_models, set_threads
 from foretell.load import TargetOptions
+from foretell.model.load.adapter import adapter_name
 from foretell.model.load.memory import available_memory
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.runner import shares_prefixes
@@ -64,8 +65,10 @@ class ServedModel:
         if not self.allowed:
             # References are for the retrieval methods that requests may ask for.
             replace(setup.inputs, references=()).require_used({first.name: first.inputs})
+        lora = self.target_options.lora
+        adapter = None if lora is None else adapter_name(lora).place
         runner, memory, engine = setup.model.runner(), available_memory(), self.engine
         if engine.cache_bytes is None and shares_prefixes(runner) and memory is not None:
             engine = replace(engine, cache_bytes=int(memory * CACHE_SHARE / self.sharing))
-        fingerprint = system_fingerprint(path, runner.backend)
+        fingerprint = system_fingerprint(path, adapter, runner.backend)
         return LoadedModel(setup.model, methods, engine, fingerprint, defaults, file_bytes(path))

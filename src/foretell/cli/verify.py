@@ -30,6 +30,7 @@ def verify(
     reference: options.Reference = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    lora: options.Lora = None,
     pre_tokenizer: options.PreTokenizer = None,
     chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -73,7 +74,12 @@ def verify(
     texts = PROMPTS if prompts is None else read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
     target_options = TargetOptions(
-        max_model_len, rope_scaling, kv_cache_dtype, pre_tokenizer=pre_tokenizer, chat_template_date=chat_template_date
+        max_model_len,
+        rope_scaling,
+        kv_cache_dtype,
+        pre_tokenizer=pre_tokenizer,
+        chat_template_date=chat_template_date,
+        lora=lora,
     )
     ready = load_models(model, dtype, device, selection, reference, target_options=target_options)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()

@@ -11,11 +11,12 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _DIGITS = 12
 
 
-def system_fingerprint(path: Path, backend: Backend) -> str:
-    """Name of the weights, the kernels and the arithmetic."""
+def system_fingerprint(path: Path, adapter: Path | None, backend: Backend) -> str:
+    """Name of the weights, of the adapter that is merged into them, of the kernels and the arithmetic."""
+    weights = "+".join(weights_digest(each) for each in (path, adapter) if each is not None)
     kernels = "-".join(part for part in (backend.name, backend.instructions, backend.device) if part)
     cache = "" if backend.cache_dtype == "auto" else f"+{backend.cache_dtype}-cache"
-    return f"fp_{weights_digest(path)}_{kernels}_{backend.precision}{cache}".replace(" ", "-")
+    return f"fp_{weights}_{kernels}_{backend.precision}{cache}".replace(" ", "-")
 
 
 def weights_digest(path: Path) -> str:

@@ -68,6 +68,7 @@ def run(
     ] = None,
     max_model_len: options.MaxModelLen = None,
     rope_scaling: options.RopeScaling = None,
+    lora: options.Lora = None,
     pre_tokenizer: options.PreTokenizer = None,
     chat_template_date: options.ChatTemplateDate = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -117,6 +118,7 @@ def run(
             sparsity,
             pre_tokenizer=pre_tokenizer,
             chat_template_date=chat_template_date,
+            lora=lora,
         ),
     )
     named = [*split_commas(methods), *(speculative_config or ())]

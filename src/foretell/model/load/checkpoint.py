@@ -85,8 +85,13 @@ class Checkpoint(ABC):
         return embedding_and_head_of(build_without_blocks(self.config, self._weights, dtype, self._device))
 
     def fingerprint(self) -> str:
-        """See `model_fingerprint`."""
-        return model_fingerprint(self.config, self._weights)
+        """See `model_fingerprint`; with an adapter it is another one."""
+        base, adapter = self.base_fingerprint(), self._weights.adapter
+        return hashlib.sha256(f"{base} {adapter}".encode()).hexdigest()[:16] if adapter else base
+
+    def base_fingerprint(self) -> str:
+        """The fingerprint of the model without its adapter, for which speculators are trained and installed."""
+        return model_fingerprint(self.config, self._weights.unadapted)
 
 
 def model_fingerprint(config: ModelConfig, weights: Weights) -> str:

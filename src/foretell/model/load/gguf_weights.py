@@ -201,6 +201,10 @@ class GGUFWeights(Weights):
             first = StoredMatrix(first.kind, first.inputs, torch.cat([piece.data for piece in pieces]))
         return first if columns is None else _with_columns(first, columns)
 
+    def has(self, name: str) -> bool:
+        """Whether the file has all parts of a tensor."""
+        return bool(self._parts(name))
+
     @property
     def storage(self) -> Storage:
         """By the types of the tensors in the blocks."""

@@ -1,11 +1,10 @@
 """Loads the multi-token prediction layer of a checkpoint, which shares embedding and head with the model."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
 
 from foretell.model.block.decoder import Decoder, RMSNorm, decoder_rope_tables
 from foretell.model.block.linear import Int8Linear, Linear, quantize_int8
@@ -17,8 +16,8 @@ from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.load.build import build_block
 from foretell.model.load.native import packable_block
-from foretell.model.load.weights import Storage, Weights
-from foretell.model.matrices.stored import Matrix, StoredMatrix
+from foretell.model.load.weights import DelegatedWeights, Weights
+from foretell.model.matrices.stored import StoredMatrix
 from foretell.model.run.mtp import MTPLayer
 from foretell.model.run.network import Network
 
@@ -26,49 +25,17 @@ Tensor = torch.Tensor
 _FIRST_LAYER = "model.layers.0."
 
 
-class _LayerWeights(Weights):
+class _LayerWeights(DelegatedWeights):
     """The tensors of the layer under the names of a model of one layer."""
 
     def __init__(self, weights: Weights, names: PredictionNames) -> None:
-        self.source, self._weights, self._names = weights.source, weights, names
+        super().__init__(weights)
+        self._names = names
 
     def _name(self, name: str) -> str:
         if name.startswith(_FIRST_LAYER):
             return name.replace(_FIRST_LAYER, self._names.layer, 1)
         return name
-
-    @property
-    def storage(self) -> Storage:
-        """That of the model."""
-        return self._weights.storage
-
-    def maps(self, name: str) -> bool:
-        """As the model's."""
-        return self._weights.maps(self._name(name))
-
-    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
-        """The tensor of this name, or None."""
-        return self._weights.get(self._name(name))
-
-    def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
-        """The tensor of this name and shape."""
-        return self._weights.require(self._name(name), *shape)
-
-    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
-        """The matrix of this name and shape, as the file stores it."""
-        return self._weights.matrix(self._name(name), outputs, inputs)
-
-    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
-        """The matrices of all experts of one tensor."""
-        return self._weights.expert_matrices(self._name(name), count, outputs, inputs)
-
-    def round_matrix(self, name: str, matrix: Matrix) -> Matrix:
-        """As the model's."""
-        return self._weights.round_matrix(self._name(name), matrix)
-
-    def release_pages(self) -> None:
-        """Return the file's memory pages to the system."""
-        self._weights.release_pages()
 
 
 def _known() -> list[str]:

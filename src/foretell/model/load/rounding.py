@@ -1,17 +1,15 @@
 """Rounds the matrices of a checkpoint of floats to four bits before they are packed."""
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from jaxtyping import Float
 
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build
 from foretell.model.kernels.structures import PANEL_KINDS
-from foretell.model.load.weights import Weights
+from foretell.model.load.weights import DelegatedWeights, Weights
 from foretell.model.matrices.kinds import BLOCKS, Kind
 from foretell.model.matrices.stored import FLOAT_KINDS, Matrix, StoredMatrix
 
@@ -44,46 +42,22 @@ def round_to_blocks(matrix: StoredMatrix, kind: Kind) -> StoredMatrix:
     return StoredMatrix(kind, matrix.inputs, out)
 
 
-class RoundedWeights(Weights):
+class RoundedWeights(DelegatedWeights):
     """A checkpoint whose matrices in blocks become Q4_1 and whose head becomes Q8_0; the embedding stays as it is.
 
     Matrices whose rows are no multiple of 32 stay as they are, with a message.
     """
 
-    variant = "int4"
     storage = "quantized"
 
     def __init__(self, inner: Weights) -> None:
-        self._inner, self.source, self.files = inner, inner.source, inner.files
+        super().__init__(inner)
+        self.variant = "int4"
         self._kept = set[str]()
-
-    def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
-        """The tensor of this name, or None; matrices unrounded."""
-        return self._inner.get(name)
-
-    def require(self, name: str, *shape: int) -> Float[torch.Tensor, "*shape"]:
-        """The tensor of this name and shape; matrices unrounded."""
-        return self._inner.require(name, *shape)
-
-    def head(self, vocab: int, hidden: int) -> Float[torch.Tensor, "v d"] | None:
-        """The output matrix, unrounded."""
-        return self._inner.head(vocab, hidden)
-
-    def maps(self, name: str) -> bool:
-        """As in the checkpoint."""
-        return self._inner.maps(name)
-
-    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
-        """The matrix of this name and shape, unrounded."""
-        return self._inner.matrix(name, outputs, inputs)
 
     def round_matrix(self, name: str, matrix: Matrix) -> StoredMatrix:
         """A matrix of a block, rounded."""
         return self._rounded(name, matrix if isinstance(matrix, StoredMatrix) else StoredMatrix.of(matrix), "Q4_1")
-
-    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
-        """The matrices of all experts, unrounded."""
-        return self._inner.expert_matrices(name, count, outputs, inputs)
 
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The head, rounded to eight bits."""
@@ -98,7 +72,3 @@ class RoundedWeights(Weights):
             self._kept.add(name)
             log.warning("%s stays in bfloat16: %d inputs are no multiple of 32", name, matrix.inputs)
         return matrix
-
-    def release_pages(self) -> None:
-        """Return the file's pages."""
-        self._inner.release_pages()

@@ -62,6 +62,13 @@ class Weights(ABC):
 
     variant = ""
     """What distinguishes the weights from others of the same files."""
+    adapter = ""
+    """Digits that identify the adapter that is merged into them; empty: none."""
+
+    @property
+    def unadapted(self) -> "Weights":
+        """The same without an adapter."""
+        return self
 
     @property
     def storage(self) -> Storage:
@@ -141,6 +148,68 @@ class Weights(ABC):
     @abstractmethod
     def release_pages(self) -> None:
         """Return the file's memory pages to the system; later calls of `get` read them again."""
+
+
+class DelegatedWeights(Weights):
+    """The tensors of another checkpoint, `inner`, some of which a subclass changes or names otherwise."""
+
+    def __init__(self, inner: Weights) -> None:
+        self._inner, self.source, self.files = inner, inner.source, inner.files
+        self.variant, self.adapter = inner.variant, inner.adapter
+
+    @property
+    def unadapted(self) -> Weights:
+        """The tensors without an adapter, before any change."""
+        return self._inner.unadapted
+
+    def _name(self, name: str) -> str:
+        """The name of a tensor in the inner checkpoint."""
+        return name
+
+    @property
+    def storage(self) -> Storage:
+        """As in the checkpoint."""
+        return self._inner.storage
+
+    def maps(self, name: str) -> bool:
+        """As in the checkpoint."""
+        return self._inner.maps(self._name(name))
+
+    def get(self, name: str) -> Float[Tensor, "*shape"] | None:
+        """The tensor of this name, or None."""
+        return self._inner.get(self._name(name))
+
+    def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]:
+        """The tensor of this name and shape."""
+        return self._inner.require(self._name(name), *shape)
+
+    def matrix(self, name: str, outputs: int, inputs: int) -> StoredMatrix:
+        """The matrix of this name and shape, as the file stores it."""
+        return self._inner.matrix(self._name(name), outputs, inputs)
+
+    def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
+        """The matrices of all experts of one tensor."""
+        return self._inner.expert_matrices(self._name(name), count, outputs, inputs)
+
+    def prediction_names(self, names: PredictionNames) -> PredictionNames:
+        """Those of the checkpoint."""
+        return self._inner.prediction_names(names)
+
+    def round_matrix(self, name: str, matrix: Matrix) -> Matrix:
+        """As the checkpoint does it."""
+        return self._inner.round_matrix(self._name(name), matrix)
+
+    def head(self, vocab: int, hidden: int) -> Float[Tensor, "v d"] | None:
+        """The output matrix; None: it is tied to the embedding."""
+        return self._inner.head(vocab, hidden)
+
+    def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
+        """As `head`, but as the file stores it."""
+        return self._inner.head_matrix(vocab, hidden)
+
+    def release_pages(self) -> None:
+        """Return the file's memory pages to the system."""
+        self._inner.release_pages()
 
 
 def refuse_quantized(file: Path, name: str, dtype: str) -> None:
