@@ -11,11 +11,12 @@ INSTALL := install --quiet --constraint constraints.txt
 # Packages of trained speculators, one for each target.
 PACKAGES := $(wildcard packages/*)
 # Half of the tests for each process, in order, so that the tests of a file share what they prepare.
-# The bytecode of the library and of the tests is kept for the second run and the processes that tests start.
+# The bytecode of the library and of the tests is kept for the next run and the processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --dist worksteal
 # Which exhaustive tests `make test-all` runs: all, or a part such as 2/3.
 SHARE ?= all
-# Tests of single parts and one of all methods, which run again with the shapes and types of all calls checked.
+# Tests of single parts and one of all methods, which `make test-all` runs again with the shapes and types of all calls
+# checked: the representatives of every setting, and of the others those of SHARE.
 CHECKED_TESTS := $(addprefix tests/,accept core distributions draft shape model/test_layout.py model/test_kernels.py \
   test_general.py) -k "not test_general or test_greedy_tokens"
 
@@ -34,9 +35,8 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST)
-	OMP_NUM_THREADS=1 FORETELL_CHECK_TYPES=1 $(PYTEST) $(CHECKED_TESTS)
 
-# The tests that `make test` leaves out.
+# The tests that `make test` leaves out, then the run with checked types.
 test-all: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(PYTEST) --exhaustive $(SHARE)
 	OMP_NUM_THREADS=1 FORETELL_CHECK_TYPES=1 $(PYTEST) --exhaustive $(SHARE) $(CHECKED_TESTS)

@@ -4,7 +4,8 @@ package are checked at every call, where beartype is installed.
 
 Which tests run is the choice of --exhaustive. The exhaustive tests are those marked `exhaustive` and, of the tests
 marked `covering`, the cases that add no combination of settings. With checked types, which take several times as long,
-they are also the cases that add no value of any setting, the tests marked `exhaustive_types` and `ENGINE_TESTS`.
+they are also the cases that add no value of any setting, the tests marked `exhaustive_types` and `ENGINE_TESTS`; a part
+of them runs together with all tests that are not exhaustive.
 """
 
 import argparse
@@ -52,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", metavar="none|all|K/N", type=_share, default=Share(0, 1),
         help="which exhaustive tests to run: none of them but all others (the default), all of them, or the K-th of N "
-        "parts, chosen by the hash of a test's name; tests that are named with :: always run",
+        "parts, chosen by the hash of a test's name; with checked types all others run, too; tests that are named with "
+        ":: always run",
     )  # fmt: skip
 
 
@@ -83,12 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     exhaustive = set[pytest.Item]()
     for _, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         exhaustive |= _exhaustive(list(cases))
-    kept = [item for item in items if (item in exhaustive) == (share.number > 0)]
-    if share.number:
-        kept = [item for item in kept if item.nodeid in share]
-    chosen = set(kept)
+    others = share.number == 0 or CHECKED
+    chosen = {item for item in items if (item.nodeid in share if item in exhaustive else others)}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = kept
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_collection_finish() -> None:

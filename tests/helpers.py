@@ -2,7 +2,7 @@
 
 import atexit
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -350,13 +350,12 @@ among the exhaustive tests; what every method must fulfil is in `test_general`.
 
 
 def methods_by_kind(
-    methods: Sequence[Entry] | Sequence[Variant], others: pytest.MarkDecorator = pytest.mark.exhaustive
+    methods: Sequence[Entry] | Sequence[Variant],
+    others: pytest.MarkDecorator = pytest.mark.exhaustive,
+    of: Collection[str] = REPRESENTATIVES,
 ) -> list[Any]:
-    """Parameters of a test: the methods; those that are not representatives have the mark `others`."""
-    return [
-        pytest.param(method, marks=() if method.name in REPRESENTATIVES else others, id=method.name)
-        for method in methods
-    ]
+    """Parameters of a test: the methods; those that are not in `of` have the mark `others`."""
+    return [pytest.param(method, marks=() if method.name in of else others, id=method.name) for method in methods]
 
 
 def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
@@ -672,8 +671,13 @@ def p_value(counts: np.ndarray, distribution: Distribution) -> float:
     expected = distribution * counts.sum()
     common = expected >= 5
     found, wanted = counts[common], expected[common]
-    if expected[~common].sum() > 0:
-        found, wanted = np.append(found, counts[~common].sum()), np.append(wanted, expected[~common].sum())
+    rare = expected[~common].sum()
+    if rare >= 5 or not common.any():
+        found, wanted = np.append(found, counts[~common].sum()), np.append(wanted, rare)
+    else:  # Even together they are too rare for the test's approximation.
+        least = wanted.argmin()
+        found[least] += counts[~common].sum()
+        wanted[least] += rare
     return float(chisquare(found, wanted).pvalue)
 
 

@@ -67,6 +67,7 @@ kinds_of_matching = pytest.mark.parametrize("variant", methods_by_kind([v for v 
 kinds_of_rejecting = pytest.mark.parametrize(
     "variant", methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed])
 )
+few_samples = pytest.mark.parametrize("samples", [200, pytest.param(2000, marks=pytest.mark.exhaustive)])
 
 PARAMETERS: dict[str, dict[str, float]] = {
     "nothing": {},
@@ -253,7 +254,7 @@ def sample_sizes() -> list[Any]:
     counted = [PLAIN, *(v for v in VARIANTS if not v.same_seed)]
     well = [v for v in counted if v is PLAIN or v.name in {*KINDS, *REPRESENTATIVES}]
     few = [v for v in counted if v.lossless and v not in well]
-    sizes = [(v, 300 if v.lossless else 400) for v in well] + [(v, 100) for v in few]
+    sizes = [(v, 200 if v.lossless else 400) for v in well] + [(v, 100) for v in few]
     return [pytest.param(v, number, id=f"{v}-{number}") for v, number in sizes] + [
         pytest.param(v, 3000, id=f"{v}-3000", marks=pytest.mark.exhaustive) for v in counted
     ]
@@ -287,6 +288,16 @@ def test_answers_do_not_depend_on_batch_order_rows_or_chunks(variant: Variant) -
             alone = [*sampled_texts()[:-1], *alone]
             assert alone == sampled_texts()
         assert generate(variant.make(VOCAB), requests[::-1], rows=4, chunk=7)[::-1] == alone
+
+
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+def test_requests_that_join_late_get_the_answers_they_get_alone(variant: Variant) -> None:
+    requests = requests_of(1.0)[1:3]
+    with unchecked():
+        if variant.same_seed:
+            alone = sampled_texts()
+        else:
+            alone = [generate(variant.make(VOCAB), [r], rows=1, chunk=512)[0] for r in requests]
         assert late_joiners(variant.make(VOCAB), requests) == alone
 
 
@@ -398,16 +409,20 @@ def test_sampled_drafts_and_lossy_rules_never_break_the_rules(variant: Variant) 
     ],
     ids=["truncated", "penalised", "ruled"],
 )
-def test_every_sampling_parameter_keeps_the_distribution(variant: Variant, sampling: SamplingParams) -> None:
-    assert fit(variant, sampling, 300) > 1e-3
+@few_samples
+def test_every_sampling_parameter_keeps_the_distribution(
+    variant: Variant, sampling: SamplingParams, samples: int
+) -> None:
+    assert fit(variant, sampling, samples) > 1e-3
 
 
 TEXTS = ((0, 1), (0, 2, 1), (2, 2), (2, 1, 1, 0), (1, 1, 1), (1, 0))
 """The texts of a choice over the small vocabulary; token 3 ends an answer."""
 
 
+@few_samples
 @kinds_of_rejecting
-def test_a_choice_whose_end_is_forbidden_keeps_its_distribution(variant: Variant) -> None:
+def test_a_choice_whose_end_is_forbidden_keeps_its_distribution(variant: Variant, samples: int) -> None:
     """Drafts reach the ends of answers, where no token may follow: the law is that of the texts, by enumeration."""
     sampling = replace(FLAT, min_tokens=9)
     choice = Choice(TEXTS, (3,))
@@ -415,7 +430,7 @@ def test_a_choice_whose_end_is_forbidden_keeps_its_distribution(variant: Variant
     with unchecked():
         answers = generate(
             variant.make(SMALL),
-            [replace(request, sampling_params=replace(sampling, seed=i)) for i in range(800)],
+            [replace(request, sampling_params=replace(sampling, seed=i)) for i in range(samples)],
             rows=512, chunk=1 << 14, vocab=SMALL,
         )  # fmt: skip
 

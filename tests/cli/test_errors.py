@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from command import ENVIRONMENT, TEMPLATE, expect_error, run_foretell, save_tiny_model, tiny_draft, tiny_target
 from foretell.bench.peers.hf import load as load_peer
+from foretell.cli import app
 
 
 def generate(*arguments: str | Path, stdin: str | None = None, status: int = 1) -> str:
@@ -67,10 +69,8 @@ def test_text_with_lone_surrogates_or_invalid_utf8() -> None:
     surrogate = "x\udcff"  # How Python decodes an argument with a byte that is not UTF-8.
     for arguments in ((surrogate,), (surrogate, "--raw"), ("hello", "--system", surrogate)):
         assert "U+DCFF, which is no character" in generate(*arguments, "--model", tiny_target())
-    strict = environment() | {"PYTHONIOENCODING": "utf-8:strict"}
-    piped = command("generate", "-", "--model", tiny_target())
-    done = subprocess.run(piped, input=b"x\xff", capture_output=True, env=strict, check=False)
-    assert done.returncode == 1 and done.stderr == b"foretell: the input is not UTF-8 text (byte 1); convert it first\n"
+    piped = CliRunner(env=ENVIRONMENT).invoke(app, ["generate", "-", "--model", str(tiny_target())], input=b"x\xff")
+    assert piped.exit_code == 1 and piped.stderr == "foretell: the input is not UTF-8 text (byte 1); convert it first\n"
 
 
 def test_a_template_that_exceeds_the_limits(tmp_path: Path) -> None:
@@ -94,7 +94,8 @@ def test_numbers_out_of_range() -> None:
 
 def test_speculative_config() -> None:
     assert "sets num_steps and names no method" in generate_hello("--speculative-config", '{"num_steps": 3}')
-    assert "method specinfer does not read 'num_steps'; it reads: num_draft_tokens" in generate_hello(
+    reads = "it reads: rejection_sample_method, num_draft_tokens"
+    assert f"method specinfer does not read 'num_steps'; {reads}" in generate_hello(
         "--method", "specinfer", "--speculative-config", '{"num_steps": 3}'
     )
     assert "not valid JSON" in generate_hello("--speculative-config", "{method: ngram}")
@@ -228,7 +229,7 @@ def environment() -> dict[str, str]:
 def test_no_space_for_the_output() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            command("methods"), stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False
+            command("help", "sampling"), stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), check=False
         )
     assert done.returncode == 1
     assert done.stderr.startswith("foretell: no space left") and len(done.stderr.splitlines()) == 1

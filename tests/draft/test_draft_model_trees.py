@@ -97,7 +97,7 @@ def watched(made: type[DraftModel], precision: Precision, subset: bool, shape: S
     return trees.found
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("subset", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -64,7 +64,11 @@ def answers(method: Method[Any], requests: Sequence[Request] = REQUESTS, rows: i
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [Chain(4, draw=False), DynamicTree(3, 2, 6)], ids=["chain", "tree"])
-@pytest.mark.parametrize("thresholds", [(), (0.05, 0.1, 0.2), (0, 1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "thresholds",
+    [(), (0.05, 0.1, 0.2), *(pytest.param(t, marks=pytest.mark.exhaustive) for t in ((0, 1, 1), (1, 1, 1)))],
+    ids=str,
+)
 def test_tokens_are_those_of_naive_decoding_wherever_drafts_leave(shape: Chain, thresholds: tuple[float, ...]) -> None:
     expected = [naive(target(layers=LAYERS), r) for r in REQUESTS]
     draft = drafter(*thresholds)

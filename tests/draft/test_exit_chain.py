@@ -104,7 +104,7 @@ def test_answers_of_exits_in_one_call_are_those_token_by_token(confidence: str, 
     assert found[0] == found[1] and 0 < found[0][2] < 42
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("in_one_call", [True, False])
 @pytest.mark.parametrize("confidence", ["softmax", "probability"])

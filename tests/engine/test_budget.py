@@ -34,6 +34,7 @@ from helpers import (
     context_of,
     exact_distribution,
     good_model,
+    methods_by_kind,
     naive,
     p_value,
     random_tokens,
@@ -386,7 +387,7 @@ class JumpingClock:
         return self.now
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.lossless and not v.same_seed], ids=str)
+@pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.lossless and not v.same_seed]))
 def test_no_measured_time_is_in_a_text_that_depends_on_drafts(variant: Variant) -> None:
     requests = [Request(random_tokens(6 + 3 * i, seed=i), SamplingParams(1.0, seed=i), 24) for i in range(3)]
     copies: AnyMethod = Method(PromptLookup(2, 1, 4), Trie(4, elastic=True), Match())

@@ -19,6 +19,7 @@ from foretell.shape import Chain, DynamicTree, RootOnly, Trie
 from foretell.testing import TINY, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 from helpers import (
+    FAMILIES,
     VARIANTS,
     VOCAB,
     Variant,
@@ -291,7 +292,7 @@ def test_a_method_serves_one_engine_at_a_time(make: Callable[[int], Predictor]) 
         one.submit(request)
 
 
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
 def test_a_method_bound_to_another_engine_has_released_all_rows(variant: Variant) -> None:
     """Even those of an engine that was deleted with requests running."""
     requests = [Request(random_tokens(n, seed=n), SamplingParams(1.0, seed=n), 9) for n in (13, 4)]

@@ -27,6 +27,7 @@ from foretell.shape import Chain, RootOnly, Trie
 from foretell.testing import TINY, letter_codec, tiny_decoder
 from foretell.tokenizer.stream import Detokenizer
 from helpers import (
+    FAMILIES,
     VARIANTS,
     VOCAB,
     Variant,
@@ -43,7 +44,7 @@ from helpers import (
     wide_target,
 )
 
-every_entry = pytest.mark.parametrize("entry", methods_by_kind(BUILT_IN))
+every_entry = pytest.mark.parametrize("entry", methods_by_kind(BUILT_IN, of=FAMILIES))
 kernels_only = pytest.mark.skipif(not native.available(), reason="the CPU kernels are not available")
 PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
 
@@ -109,7 +110,7 @@ def plain_texts(temperature: float) -> list[list[int]]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
 def test_requests_of_any_length_run_in_one_batch(variant: Variant, temperature: float) -> None:
     with unchecked():
         found = RaisingEngine(DecoderRunner(target()), variant.make(VOCAB), rows=2).complete(unequal(temperature))
@@ -232,17 +233,23 @@ SHORT: Mapping[str, Callable[[], AnyMethod]] = {
 }
 
 
+@cache
+def beyond_the_context() -> tuple[list[Request], list[list[int]]]:
+    lengths = ((170, 20), (30, 60), (5, 12), (7, 15))
+    requests = [Request(random_tokens(n, seed=n), max_new_tokens=new) for n, new in lengths]
+    return requests, [naive(target(), r) for r in requests]
+
+
 @pytest.mark.parametrize("name", SHORT)
 def test_sequences_beyond_the_draft_context_are_decoded_plainly(name: str) -> None:
     """One prompt is too long, one sequence grows too long, one stays short, one follows the long one in its row."""
-    lengths = ((170, 20), (30, 60), (5, 12), (7, 15))
-    requests = [Request(random_tokens(n, seed=n), max_new_tokens=new) for n, new in lengths]
+    requests, expected = beyond_the_context()
     with unchecked():
         # Hybrids draft where the times of passes say that it pays: a clock of its own makes these times the same.
         clock = partial(next, count(0.0, 0.001))
         engine = RaisingEngine(DecoderRunner(target()), SHORT[name](), rows=3, chunk=64, clock=clock)
         found = engine.complete(requests)
-    assert tokens(found) == [naive(target(), r) for r in requests]
+    assert tokens(found) == expected
     drafted = [c.statistics.drafted for c in found]
     assert min(drafted[1:]) > 0
     if name not in ("nested cascade", "hybrid", "hybrid eagle"):
@@ -267,7 +274,7 @@ def test_sequences_beyond_the_draft_context_are_decoded_plainly_on_the_kernels(k
 # Prompt chunks.
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3"])
 def test_sampled_drafts_of_eagle_do_not_depend_on_the_chunk_size(kind: str) -> None:
     parts = BuildContext(VOCAB, target(), speculators=(speculator(kind),))
     config = SpeculativeConfig(draft_sample_method="probabilistic")
@@ -297,7 +304,7 @@ def conversation(method: AnyMethod, prefix_caching: bool) -> list[Completion]:
     return found
 
 
-@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS, of=FAMILIES))
 def test_a_cached_prefix_changes_no_answer(variant: Variant) -> None:
     with unchecked():
         plain, cached = (conversation(variant.make(VOCAB), yes) for yes in (False, True))

@@ -317,6 +317,7 @@ def test_the_target_over_all_of_a_short_text_is_never_wrong() -> None:
     assert (s.new_tokens, s.target_passes, list(s.accepted_per_position)) == (21, 5, [4, 4, 4, 4])
 
 
+@pytest.mark.covering(1)
 @networks
 @pytest.mark.parametrize(
     ("name", "policy"),

@@ -90,7 +90,7 @@ def test_the_kernels_equal_torch_up_to_rounding(config: ModelConfig) -> None:
             runner.commit(0, range(size))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @every_config
 @every_precision
 @pytest.mark.parametrize("threads", [1, 3])

@@ -86,7 +86,7 @@ def test_the_budget_holds_and_the_outputs_are_those_of_the_model_in_memory(block
     assert store.resident_blocks == (6 if blocks >= 6 else max(0, blocks - 3))
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 4, 6])
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4, 6])
 def test_blocks_that_are_not_resident_are_dropped(blocks: int) -> None:
     source = BlockSource()
     network = offloaded(blocks, source)

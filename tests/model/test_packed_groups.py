@@ -152,6 +152,7 @@ def test_rows_go_back_as_far_as_their_whole_numbers_reach(kind: str) -> None:
     assert runner.length(0) == 0
 
 
+@pytest.mark.covering(1)
 @networks
 @pytest.mark.parametrize("method", ["ngram", "layer_skip", "recycling"])
 def test_methods_give_the_text_of_plain_decoding(kind: str, method: str) -> None:

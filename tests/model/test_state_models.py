@@ -39,7 +39,7 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.training.full_forward import full_forward
 from foretell.shape import BranchingTree, Chain
 from foretell.testing import TINY, tiny_decoder
-from helpers import VOCAB, all_logits, chain_tree, methods_by_kind, of_catalogue, random_tokens, speculator
+from helpers import FAMILIES, VOCAB, all_logits, chain_tree, methods_by_kind, of_catalogue, random_tokens, speculator
 
 LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -205,7 +205,7 @@ SPARSE = ("sparse_mlp_draft", "matformer_draft")
 LOSSLESS = [entry for entry in BUILT_IN if entry.lossless and entry.name not in (*REFUSED, *SPARSE)]
 
 
-@pytest.mark.parametrize("entry", methods_by_kind(LOSSLESS))
+@pytest.mark.parametrize("entry", methods_by_kind(LOSSLESS, of=FAMILIES))
 def test_lossless_methods_give_the_tokens_of_plain_decoding(entry: Entry) -> None:
     target = state_target("delta_net")
     drafts = DecoderRunner(state_target("delta_net", seed=5)), DecoderRunner(target.first_layers(1))

@@ -272,7 +272,9 @@ def test_figures_have_the_numbers_that_are_known() -> None:
     assert twenty[200e9] == pytest.approx(132.84e-3, rel=0.005) and twenty[4000e9] == pytest.approx(6.642e-3, rel=0.005)
 
 
-@pytest.mark.parametrize("number", FIGURES)
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n in (8, 20) else pytest.mark.exhaustive) for n in FIGURES]
+)
 def test_figures_are_drawn(tmp_path: Path, number: int) -> None:
     pytest.importorskip("matplotlib")
     run_cli("figure", str(number), "--out", str(tmp_path / "f.png"))

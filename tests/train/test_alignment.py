@@ -107,7 +107,7 @@ def test_the_loss_of_a_layer_with_all_of_them(kind: str) -> None:
     torch.testing.assert_close(loss.total, total)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.exhaustive), "eagle3"])
 def test_a_layer_learns_with_them(tmp_path: Path, kind: str) -> None:
     options = {"steps": "3", "top_k_weight": "1", "aligned_width": "10", "coral_weight": "0.1"}
     found = losses(trained(settings(tmp_path, recipe=kind, options=options, steps=30, lr=1e-2, measure_every=0)))

@@ -200,7 +200,14 @@ def test_only_answers_that_can_be_drafted_count() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("candidates", ["0", "16"])
-@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "jsd", "tvd", "tvd++"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "reverse_kl",
+        "tvd++",
+        *(pytest.param(f"{n}", marks=pytest.mark.exhaustive) for n in ("forward_kl", "jsd", "tvd")),
+    ],
+)
 def test_every_divergence_raises_acceptance_on_texts_that_were_not_trained_on(loss: str, candidates: str) -> None:
     train_set, held_out = (
         batch_of([random_tokens(40, 24, seed=i) for i in range(24)]),

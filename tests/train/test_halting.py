@@ -130,7 +130,10 @@ def _mean_depth(exits: Exits, found: LayerStates, halting: Halting) -> float:
     return float((q @ depth).mean())
 
 
-@pytest.mark.parametrize("halting", ["geometric", "policy", "token", "sequence"])
+@pytest.mark.parametrize(
+    "halting",
+    ["policy", "sequence", *(pytest.param(f"{n}", marks=pytest.mark.exhaustive) for n in ("geometric", "token"))],
+)
 def test_trained_classifiers_stop_earlier_the_more_layers_cost(halting: Halting) -> None:
     cheap, dear = (_mean_depth(*_fitted(halting, penalty), halting) for penalty in (0.0, 30.0))
     assert dear < 0.55 < 0.75 < cheap

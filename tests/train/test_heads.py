@@ -204,7 +204,7 @@ def learn(recipe: HeadsRecipe, batch: Batch, steps: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("candidates", ["0", "200"])
+@pytest.mark.parametrize("candidates", [pytest.param("0", marks=pytest.mark.exhaustive), "200"])
 def test_heads_taught_by_distributions_come_to_give_them(candidates: str) -> None:
     decoder = tiny_decoder(replace(WIDE, vocab=300), dtype=torch.float32, sharpness=0.1)
     texts, _ = answers(decoder, PLAIN)

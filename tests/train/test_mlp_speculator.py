@@ -122,7 +122,7 @@ def test_the_cross_entropy_is_least_for_the_distribution_itself() -> None:
     "options",
     [
         pytest.param({}, marks=pytest.mark.exhaustive),
-        {"candidates": "24"},
+        pytest.param({"candidates": "24"}, marks=pytest.mark.exhaustive),
         pytest.param({"tied": "1", "scale_input": "1"}, marks=pytest.mark.exhaustive),
         {"soft": "0", "more_hidden_layers": "1", "own_head": "1"},
         {"kind": "redrafter", "stages": "4"},

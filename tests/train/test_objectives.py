@@ -25,8 +25,12 @@ def test_a_loss_is_the_objective_and_a_share_of_the_best_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, objective", [("eagle", "tvd"), ("eagle3", "nla"), ("dflash", "nla"), ("mlp_speculator", "lk_hybrid")]
-)
+    ("kind", "objective"),
+    [
+        pytest.param("eagle", "tvd", marks=pytest.mark.exhaustive), ("eagle3", "nla"),
+        pytest.param("dflash", "nla", marks=pytest.mark.exhaustive), ("mlp_speculator", "lk_hybrid"),
+    ],
+)  # fmt: skip
 def test_every_kind_learns_what_is_accepted(tmp_path: Path, kind: str, objective: str) -> None:
     options = {"objective": objective} | ({"inner": "32", "soft": "1"} if kind == "mlp_speculator" else {})
     done = trained(settings(tmp_path, recipe=kind, options=options, steps=30, lr=1e-2, measure_every=0))

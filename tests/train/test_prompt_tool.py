@@ -47,25 +47,37 @@ def talks(folder: Path) -> Path:
     return folder
 
 
-def test_prompts_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def asked(folder: Path) -> list[str]:
+    """A call of the tool that writes `out.jsonl`."""
     for name, text in (
         ("english", "A passage about the town of Springfield, where little happens. " * 9),
         ("german", "Der Hund schläft den ganzen Tag im Garten."),
     ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_text(text)
-    command: list[str | Path] = [sys.executable, TOOL, tmp_path / "out.jsonl", "--count", "300", "--seed", "3"]
-    command += ["--wordnet", wordnet(tmp_path / "data.noun"), "--talks", talks(tmp_path / "talks")]
-    command += ["--passages", tmp_path / "english", "--german", tmp_path / "german"]
-    # Two processes order sets differently.
-    subprocess.run(command, check=True, capture_output=True)
-    made = [(tmp_path / "out.jsonl").read_bytes()]
-    monkeypatch.setattr(sys, "argv", [str(part) for part in command[1:]])
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text(text)
+    command: list[str | Path] = [TOOL, folder / "out.jsonl", "--count", "300", "--seed", "3"]
+    command += ["--wordnet", wordnet(folder / "data.noun"), "--talks", talks(folder / "talks")]
+    command += ["--passages", folder / "english", "--german", folder / "german"]
+    return [str(part) for part in command]
+
+
+def written(command: list[str], monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """What the tool writes in this process."""
+    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(str(TOOL), run_name="__main__")
-    made.append((tmp_path / "out.jsonl").read_bytes())
-    assert made[0] == made[1]
-    lines = made[0].splitlines()
+    return Path(command[1]).read_bytes()
+
+
+@pytest.mark.exhaustive
+def test_processes_that_order_sets_differently_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = asked(tmp_path)
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    assert (tmp_path / "out.jsonl").read_bytes() == written(command, monkeypatch)
+
+
+def test_prompts_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written(asked(tmp_path), monkeypatch).splitlines()
     assert len(set(lines)) == len(lines) == 300
     turns = [parse_line(line).messages or [] for line in lines]
     texts = [t[-1].content for t in turns]

@@ -7,13 +7,16 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from rich.console import Console
-from training_helpers import answers, shared, target
+from training_helpers import PROCESSES, answers, shared, target
 
 from command import ENVIRONMENT, expect_error, run_foretell, save_tiny_model, tiny_target
 from foretell.cli.train import LogCallback, ProgressBarCallback
@@ -190,29 +193,74 @@ def test_a_terminal_shows_a_bar_and_a_log_shows_lines() -> None:
 FSDP = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"
 
 
-@pytest.mark.parametrize(
-    "sharded", [pytest.param(False, marks=pytest.mark.exhaustive, id="copies"), pytest.param(True, id="shards")]
-)
-def test_two_processes_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -> None:
-    """Copies that exchange gradients, and shards (FSDP) under `accelerate launch`."""
-    data = tmp_path / "answers"
-    shutil.copytree(shared(), data)
-    (tmp_path / "launch.yaml").write_text(FSDP)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def launched(command: Sequence[str], sharded: bool, port: int, folder: Path) -> str:
+    """Run a command line in two processes that a launcher starts; returns what they told."""
+    (folder / "launch.yaml").write_text(FSDP)
     # Without MPI, accelerate's own launcher starts several processes on a CPU for FSDP only; torchrun is what it calls
     # then.
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml"),
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "launch.yaml"),
     "--num_processes", "2",
               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port",
               str(port)]  # fmt: skip
     if not sharded:
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    command = [*launch, "-m", "foretell", *(str(a) for a in arguments(tmp_path / "out", data=data))]
-    result = subprocess.run(command, env=os.environ | dict(ENVIRONMENT), capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [*launch, "-m", "foretell", *command],
+        env=os.environ | dict(ENVIRONMENT),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("2 processes") == 1, result.stderr
+    return result.stderr
+
+
+def forked(command: Sequence[str], sharded: bool, port: int, folder: Path) -> str:
+    """The same in copies of this process, which have imported everything, with the environment of a launcher."""
+    processes = [PROCESSES.Process(target=one_of_two, args=(rank, command, sharded, port, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    told = "".join((folder / f"told-{rank}").read_text() for rank in range(2))
+    assert [process.exitcode for process in processes] == [0, 0], told
+    return told
+
+
+def one_of_two(rank: int, command: Sequence[str], sharded: bool, port: int, folder: Path) -> None:
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if sharded else {}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    warnings.simplefilter("ignore")
+    result = run_foretell(*command)
+    (folder / f"told-{rank}").write_text(f"{result.stderr}{result.exception or ''}")
+    os._exit(result.exit_code)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+def test_two_copies_of_a_process_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -> None:
+    check_two(forked, made, tmp_path, sharded)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharded", [False, True], ids=["copies", "shards"])
+def test_two_processes_learn_as_one(made: Path, tmp_path: Path, sharded: bool) -> None:
+    """Under `torchrun` and `accelerate launch`."""
+    check_two(launched, made, tmp_path, sharded)
+
+
+def check_two(
+    start: Callable[[Sequence[str], bool, int, Path], str], made: Path, tmp_path: Path, sharded: bool
+) -> None:
+    """Copies that exchange gradients, or shards (FSDP), train as one process does."""
+    data = tmp_path / "answers"
+    shutil.copytree(shared(), data)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = start([str(a) for a in arguments(tmp_path / "out", data=data)], sharded, port, tmp_path)
+    assert told.count("2 processes") == 1, told
     one, two = (list(csv.DictReader((p / "curve.csv").read_text().splitlines())) for p in (made, tmp_path / "out"))
     for name, exactly in (("tokens", 0.0), ("loss", 1e-3), ("top-1 1", 2e-2)):
         assert [float(r[name]) for r in two] == pytest.approx([float(r[name]) for r in one], rel=exactly)

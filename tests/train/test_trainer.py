@@ -5,17 +5,16 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_helpers import answers, losses, settings, shared, target, task, trained, trainer
+from training_helpers import PROCESSES, answers, losses, settings, shared, target, task, trained, trainer
 
 from command import ENVIRONMENT
+from foretell.cli.train import run
 from foretell.speculator.checkpoint import load_own
 from foretell.train.loop import checkpoint
 from foretell.train.loop import trainer as loop
@@ -89,28 +88,26 @@ def test_a_budget_of_processor_time_ends_a_training_and_its_learning_rate(tmp_pa
         trained(wanted(0.01))
 
 
+def train_without_kernels(wanted: TrainingSettings) -> None:
+    os.environ |= ENVIRONMENT
+    run(wanted, "")
+
+
 def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     wanted = settings(tmp_path / "killed", steps=200, measure_every=0, features="stream", save_minutes=1e-6, seed=3)
-    code = (
-        "import sys, torch; torch.set_num_threads(1); from foretell.cli.train import run; "
-        "from foretell.train.loop.settings import TrainingSettings; "
-        "run(TrainingSettings.model_validate_json(sys.argv[1]), '')"
-    )
-    command = [sys.executable, "-c", code]
-    process = subprocess.Popen(
-        [*command, wanted.model_dump_json()], env=os.environ | dict(ENVIRONMENT), stderr=subprocess.PIPE
-    )
+    process = PROCESSES.Process(target=train_without_kernels, args=(wanted,))
+    process.start()
     store = checkpoint.CheckpointStore(tmp_path / "killed", checkpoint.TrainState)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_alive():
         newest = store.latest()
         if newest is not None and checkpoint.step_of(newest) >= 8:
             break
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     stand = store.load_state()
-    assert process.returncode == -signal.SIGKILL and stand is not None and 8 <= stand.step < 200
+    assert process.exitcode == -signal.SIGKILL and stand is not None and 8 <= stand.step < 200
     # The rest of two hundred steps is not needed to see whether it goes on alike: some steps of both are.
     resumed, whole = trainer(wanted), trainer(wanted.model_copy(update={"out": str(tmp_path / "whole")}))
     for one in (resumed, whole):

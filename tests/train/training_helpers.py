@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,6 +24,9 @@ from foretell.train.loop.job import TrainingJob, feature_source, find_recipe, pr
 from foretell.train.loop.settings import DatasetWeight, TrainingSettings
 from foretell.train.loop.trainer import Trainer, TrainingCallback
 from helpers import unchecked
+
+PROCESSES = get_context("spawn") if torch.cuda.is_available() else get_context("fork")
+"""Starts a process that has imported everything; what uses CUDA cannot be copied."""
 
 
 @cache

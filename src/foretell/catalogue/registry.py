@@ -99,6 +99,9 @@ def find(name: str) -> Entry:
     Raises:
         ValueError: there is none; the message suggests the nearest name.
     """
+    for built_in in BUILT_IN:
+        if built_in.name == name:  # No other package replaces it, so none needs to be loaded.
+            return built_in
     entries = catalogue()
     by_alias = {a: e for e in entries.values() for a in e.aliases}
     entry = entries.get(name) or by_alias.get(name)

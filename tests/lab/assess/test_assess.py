@@ -45,11 +45,16 @@ def other() -> Path:
 
 
 @cache
-def assessed(*arguments: str | Path) -> dict[str, dict[str, Any]]:
-    result = run_foretell("assess", *arguments, *SMALL, "--json")
+def reported(*arguments: str | Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """The folder of a report, and the results."""
+    folder = Path(mkdtemp()) / "report"
+    result = run_foretell("assess", *arguments, *SMALL, "--json", "--out", folder)
     assert result.exit_code == 0, (result.output, result.exception)
-    found: dict[str, dict[str, Any]] = json.loads(result.stdout)
-    return found
+    return folder, json.loads(result.stdout)
+
+
+def assessed(*arguments: str | Path) -> dict[str, dict[str, Any]]:
+    return reported(*arguments)[1]
 
 
 def measures(*arguments: str | Path) -> dict[str, float]:
@@ -102,12 +107,11 @@ def test_a_smaller_cache_costs_something_where_it_evicts() -> None:
     assert found["kl"] > 1e-3
 
 
-def test_the_report_is_written_and_a_budget_ends_with_status_one(tmp_path: Path) -> None:
-    result = run_foretell("assess", other(), "--against", tiny_target(), *SMALL, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    names = {p.name for p in tmp_path.iterdir()}
+def test_the_report_is_written_and_a_budget_ends_with_status_one() -> None:
+    folder, _ = reported(other(), "--dtype", "float32", "--against", tiny_target())
+    names = {p.name for p in folder.iterdir()}
     assert {"assess.json", "report.md", "report.html", "kl-divergence-by-text.png"} <= names
-    assert "Knowledge probes" in (tmp_path / "report.md").read_text() and "Knowledge probes" in result.output
+    assert "Knowledge probes" in (folder / "report.md").read_text()
     assert broken_budgets({"kl": 0.5}, {"kl": 0.5}) == []
     (sentence,) = broken_budgets({"kl": 0.5}, {"kl": 0.1})
     assert "0.5" in sentence and "0.1" in sentence
@@ -152,6 +156,7 @@ def test_progress_is_printed_where_there_is_no_terminal(monkeypatch: pytest.Monk
     monkeypatch.setattr("foretell.lab.cli.assess._LINE_INTERVAL", 0.0)
     result = run_foretell("assess", tiny_target(), *SMALL)
     assert "reading texts: 0% of the assessment done" in result.stderr and "writing answers: " in result.stderr
+    assert "Knowledge probes" in result.stdout
 
 
 def test_a_quick_assessment_does_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def _solve(
     ranked: Float[np.ndarray, "l f"], capacity: int, least: int, size: int, seconds: float
 ) -> Int[np.ndarray, " l"] | None:
     """Variables: whether a group is hot, then whether a layer has hot neurons."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
+    from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
     layers, neurons = ranked.shape
