@@ -33,13 +33,13 @@ def compile_kernels(flags: Sequence[str]) -> ctypes.CDLL:
 def compile_driver(compiler: str, flags: Sequence[str]) -> Path:
     """`kernel_driver.cpp` compiled for another processor; kept beside the kernels' other builds."""
     source = Path(__file__).parent / "model" / "kernel_driver.cpp"
-    key = [packaged.source_hash(build.SOURCE.parent), source.read_text(), compiler, *flags]
+    key = [packaged.source_hash(build.SOURCES), source.read_text(), compiler, *flags]
     target = build.cache_directory() / f"driver-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             program = Path(scratch, "driver")
-            command = [compiler, *packaged.FLAGS, *flags, "-static", f"-I{build.SOURCE.parent}", str(source)]
+            command = [compiler, *packaged.FLAGS, *flags, "-static", f"-I{build.SOURCES}", str(source)]
             subprocess.run([*command, "-o", str(program)], check=True)
             program.replace(target)
     return target

@@ -4,6 +4,8 @@ import gc
 import io
 import json
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +39,18 @@ def test_an_answer_of_one_token_has_no_rate() -> None:
     assert "tokens/s" in run_foretell(*arguments, "9").output
     one = run_foretell(*arguments, "1").output
     assert "tokens/s" not in one and "1.00 tokens per pass" in one
+
+
+@pytest.mark.exhaustive
+def test_an_answer_of_a_gguf_file_imports_nothing_heavy_beside_torch() -> None:
+    code = (
+        "import sys; from foretell.cli import main\n"
+        "sys.argv = ['foretell', 'generate', 'hi', '--max-new-tokens', '1', '--model', 'smollm2-135m']\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code\n"
+        "assert not {'transformers', 'scipy', 'huggingface_hub', 'llguidance', 'PIL'} & {*sys.modules}, sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout, run.stderr
 
 
 def test_the_garbage_collector_passes_over_what_was_loaded() -> None:

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "kernels.cpp"
+#include "products.cpp"
 
 namespace {
 

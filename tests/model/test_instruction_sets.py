@@ -1,6 +1,8 @@
 """Which build of the kernels a processor gets, from a wheel and from the compiler."""
 
 import ctypes
+import os
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +65,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     source = tmp_path / "csrc" / "kernels.cpp"
     source.parent.mkdir()
     source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "SOURCES", source.parent)
     monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
     monkeypatch.setattr(packaged, "DIRECTORY", tmp_path / "lib")
     monkeypatch.setattr(
@@ -103,18 +105,92 @@ def test_the_compiler_knows_the_flags(entry: instruction_sets.InstructionSet) ->
     subprocess.run([compiler, *entry.flags, "-x", "c++", "-fsyntax-only", "-"], input=b"", check=True)
 
 
-def test_of_those_that_need_the_kernels_at_once_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock of the file system keeps threads apart as it does processes."""
-    source, compiler = tmp_path / "kernels.cpp", tmp_path / "compiler"
-    source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')
+@pytest.fixture
+def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two small translation units in place of the kernels, the interface in one and its text in the other, and a
+    compiler that lists its calls in `calls`.
+    """
+    sources, compiler = tmp_path / "csrc", tmp_path / "compiler"
+    sources.mkdir()
+    (sources / "kernels.cpp").write_text('const char* text(); extern "C" const char* foretell_abi() { return text(); }')
+    (sources / "products.cpp").write_text(f'const char* text() {{ return R"({structures.interface()})"; }}')
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nsleep 0.2\nexec {build.find_compiler()} "$@"\n')
     compiler.chmod(0o755)
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
+    return tmp_path
+
+
+def test_of_those_that_need_the_kernels_at_once_one_compiles(units: Path) -> None:
+    """A lock of the file system keeps threads apart as it does processes."""
     with ThreadPoolExecutor(3) as threads:
         results = list(threads.map(lambda _: build.build(), range(3)))
     assert all(isinstance(result.library, ctypes.CDLL) for result in results), results
-    assert len((tmp_path / "calls").read_text().splitlines()) == 2, "one compiles, and links"
+    assert len((units / "calls").read_text().splitlines()) == 3, "one compiles both units, and links"
     assert [file.suffix for file in build.cache_directory().iterdir()] == [".so"]
+
+
+def test_units_are_compiled_at_the_same_time(units: Path) -> None:
+    """Every unit waits until the other one is being compiled."""
+    (units / "compiler").write_text(
+        f"""#!/bin/sh
+case "$*" in *" -c "*)
+  touch {units}/started-$$
+  for i in $(seq 200); do [ $(ls {units}/started-* | wc -l) = 2 ] && break; sleep 0.05; done
+  [ $(ls {units}/started-* | wc -l) = 2 ] || exit 1;;
+esac
+exec g++ "$@"
+"""
+    )
+    assert build.build().library is not None
+
+
+def test_the_terminal_shows_that_kernels_are_compiled(
+    units: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert build.build(name="any").library is not None
+    assert re.fullmatch(
+        r"Compiling kernels for any \(once\) ...\nCompiled kernels for any in \d+ s\n", capsys.readouterr().err
+    )
+    assert build.build(name="any").library is not None, "from the cache"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    with caplog.at_level("INFO"):
+        build.build(["-DOTHER"], "any")
+    assert capsys.readouterr() == ("", "")
+    assert caplog.messages[0] == "Compiling kernels for any (once) ..."
+
+
+def test_kernels_are_kept_among_temporary_files_where_the_cache_cannot_be_written(
+    units: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (units / "cache").write_text("a file")
+    (units / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(units / "temporary"))
+    folder = units / "temporary" / f"foretell-{os.getuid()}"
+    for _ in range(2):
+        built = build.build()
+        assert built.library is not None and built.path is not None and built.path.parent == folder
+    assert len((units / "calls").read_text().splitlines()) == 3, "the second time it is there"
+    assert caplog.messages == [
+        f"{units}/cache/foretell cannot be written: kernels are kept in {folder}; set XDG_CACHE_HOME."
+    ]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert "can be written by other users" in build.build().reason
+
+
+def test_why_there_are_no_kernels_is_said_once(
+    units: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("foretell.model.kernels.packaged.packaged_kernels", lambda *_: None)
+    (units / "csrc" / "products.cpp").write_text("#error no such processor")
+    build._loaded.cache_clear()
+    try:
+        assert not build.available() and not build.available()
+    finally:
+        build._loaded.cache_clear()
+    (message,) = caplog.messages
+    assert "could not be built" in message and "no such processor" in message and "PyTorch" in message

@@ -477,7 +477,7 @@ def test_a_field_that_a_structure_has_not_is_refused() -> None:
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library whose interface text is given by a source file, in place of the kernels, with its own cache."""
     source = tmp_path / "small.cpp"
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(structures, "declare_signatures", lambda library: library)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source.write_text(f'extern "C" const char* foretell_abi() {{ return R"({structures.interface()})"; }}')

@@ -36,7 +36,7 @@ def test_hot_loops_hardly_touch_the_stack(tmp_path: Path) -> None:
     ]
     source, assembly = tmp_path / "tiles.cpp", tmp_path / "tiles.s"
     source.write_text('#include "attention_products.h"\n' + "\n".join(calls))
-    flags = [*packaged.FLAGS, "-march=x86-64-v3", f"-I{build.SOURCE.parent}"]
+    flags = [*packaged.FLAGS, "-march=x86-64-v3", f"-I{build.SOURCES}"]
     subprocess.run([str(_GCC), *flags, "-S", str(source), "-o", str(assembly)], check=True)
     text = assembly.read_text()
     for name, (_, _, most) in _HOT.items():

@@ -13,7 +13,9 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,11 +27,12 @@ import torch
 from foretell.model.kernels import instruction_sets, packaged, structures
 from foretell.utils.unfinished import remove_unfinished, unfinished_prefix
 
-log = logging.getLogger(__name__)
-SOURCE = Path(__file__).parent / "csrc" / "kernels.cpp"
+SOURCES = structures.SOURCES
+"""Directory of the translation units and their headers."""
 FLAGS = (*packaged.FLAGS, "-march=native")
 _KERNELS = re.compile(r"kernels-[0-9a-f]{20}\.so")
 """Names of compiled kernels."""
+log = logging.getLogger(__name__)
 _UNUSED_SECONDS = 30 * 86400
 """Time without use after which compiled kernels are removed: those of other versions of the library."""
 
@@ -86,10 +89,14 @@ def build_result() -> BuildResult:
 @functools.cache
 def _loaded(forced: instruction_sets.InstructionSet | None) -> BuildResult:
     for entry in [forced] if forced else instruction_sets.usable():
-        path = packaged.packaged_kernels(entry.name, SOURCE.parent)
+        path = packaged.packaged_kernels(entry.name, SOURCES)
         if path is not None and (library := _open_packaged(path)) is not None:
             return BuildResult(structures.declare_signatures(library), "", f"packaged for {entry.name}", path)
-    return build(forced.flags if forced else _without_forbidden())
+    best = forced or next(iter(instruction_sets.usable()), None)
+    built = build(forced.flags if forced else _without_forbidden(), best.name if best else platform.machine())
+    if built.library is None:
+        log.warning("%s Decoding goes on with PyTorch, which is several times slower.", built.reason)
+    return built
 
 
 def _open_packaged(path: Path) -> ctypes.CDLL | None:
@@ -111,8 +118,10 @@ def _without_forbidden() -> tuple[str, ...]:
     return ()
 
 
-def build(flags: Sequence[str] = ()) -> BuildResult:
-    """Load the kernels built with extra flags from the cache directory; compile them if they are not there."""
+def build(flags: Sequence[str] = (), name: str = "this processor") -> BuildResult:
+    """Load the kernels built with extra flags from the cache directory; compile them if they are not there. name: what
+    they are for, in words.
+    """
     compiler = find_compiler()
     if compiler is None:
         return BuildResult(
@@ -120,14 +129,12 @@ def build(flags: Sequence[str] = ()) -> BuildResult:
             "The native CPU kernels need a C++ compiler: none of $CXX, g++, clang++ and c++ was found; install one of "
             "them.",
         )
-    reason = ""
+    result = BuildResult(None)
     for variant in _variants():
-        compile_flags = [*FLAGS, *flags, *variant.compile]
-        library, reason = _load(compiler, compile_flags, variant.link)
-        if library is not None:
-            path = _cache_path(compiler, compile_flags, variant.link)
-            return BuildResult(library, "", f"compiled by {compiler} {' '.join(compile_flags)}", path)
-    return BuildResult(None, f"The native CPU kernels could not be built with {compiler}: {reason}")
+        result = _load(compiler, [*FLAGS, *flags, *variant.compile], variant.link, name)
+        if result.library is not None:
+            return result
+    return BuildResult(None, f"The native CPU kernels could not be built with {compiler}: {result.reason}.")
 
 
 @dataclass(frozen=True)
@@ -152,22 +159,57 @@ def find_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> tuple[ctypes.CDLL | None, str]:
+def _load(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str], name: str) -> BuildResult:
     try:
-        target = _cache_path(compiler, compile_flags, link_flags)
+        target = cache_directory() / _library_name(compiler, compile_flags, link_flags)
         if (library := _open_cached(target)) is None:
+            cache, target = target.parent, _writable_folder(target.parent) / target.name
             with _locked(target):
                 if (library := _open_cached(target)) is None:
-                    log.warning("compiling the CPU kernels, once on this machine; it takes a minute or two")
-                    library = _compile(target, compiler, compile_flags, link_flags)
-        return structures.declare_signatures(library), ""
+                    if target.parent != cache:
+                        log.warning(
+                            "%s cannot be written: kernels are kept in %s; set XDG_CACHE_HOME.", cache, target.parent
+                        )
+                    with _announced(name):
+                        library = _compile(target, compiler, compile_flags, link_flags)
+        origin = f"compiled by {compiler} {' '.join(compile_flags)}"
+        return BuildResult(structures.declare_signatures(library), "", origin, target)
     except subprocess.CalledProcessError as error:
         lines = [line for line in str(error.stderr).splitlines() if "error" in line] or ["the compiler failed"]
-        return None, lines[0]
+        return BuildResult(None, lines[0])
     except _InterfaceMismatchError:
-        return None, "the compiled library does not have the interface that structures.py describes"
+        return BuildResult(None, "the compiled library does not have the interface that structures.py describes")
     except (OSError, subprocess.SubprocessError) as error:
-        return None, str(error)
+        return BuildResult(None, str(error))
+
+
+@contextlib.contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Say on a terminal, else in the log, that kernels are compiled, and how long it took."""
+    show = functools.partial(print, file=sys.stderr, flush=True) if sys.stderr.isatty() else log.info
+    start = time.perf_counter()
+    show(f"Compiling kernels for {name} (once) ...")
+    yield
+    show(f"Compiled kernels for {name} in {time.perf_counter() - start:.0f} s")
+
+
+def _writable_folder(cache: Path) -> Path:
+    """The folder that kernels are compiled into: the cache, or this user's folder among the temporary files where the
+    cache cannot be written.
+
+    Raises:
+        OSError: neither can be written, or the latter belongs to another user, who could put a library there.
+    """
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+    if os.access(cache, os.W_OK | os.X_OK):
+        return cache
+    folder = Path(tempfile.gettempdir(), f"foretell-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{cache} cannot be written, and {folder} can be written by other users; set TMPDIR")
+    return folder
 
 
 class _InterfaceMismatchError(Exception):
@@ -198,7 +240,6 @@ def _locked(target: Path) -> Iterator[None]:
 
     Where the file system has no locks each compiles, and the last one replaces an equal file atomically.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_suffix(".lock")
     with path.open("w") as file:
         with contextlib.suppress(OSError):
@@ -209,10 +250,10 @@ def _locked(target: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> Path:
-    """Path of the shared library in the cache directory; its name is a hash of everything that the build depends on."""
+def _library_name(compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> str:
+    """Name of the shared library in its folder: a hash of everything that the build depends on."""
     key = [
-        packaged.source_hash(SOURCE.parent),
+        packaged.source_hash(SOURCES),
         structures.interface(),
         compiler,
         *compile_flags,
@@ -220,22 +261,18 @@ def _cache_path(compiler: str, compile_flags: Sequence[str], link_flags: Sequenc
         *link_flags,
         _machine_id(),
     ]
-    return cache_directory() / f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
+    return f"kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.so"
 
 
 def _compile(target: Path, compiler: str, compile_flags: Sequence[str], link_flags: Sequence[str]) -> ctypes.CDLL:
     """Compile the library and keep it in the cache directory."""
     remove_unfinished(target.parent)
-    for old in kernel_files():
+    for old in kernel_files(target.parent):
         if time.time() - old.stat().st_mtime > _UNUSED_SECONDS:
             old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=unfinished_prefix(), dir=target.parent) as scratch:
-        object_file, library = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
-        for command in (
-            [compiler, *compile_flags, "-c", str(SOURCE), "-o", str(object_file)],
-            [compiler, "-shared", str(object_file), "-o", str(library), *link_flags],
-        ):
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        library = Path(scratch, "kernels.so")
+        packaged.compile_library(compiler, compile_flags, SOURCES, library, link_flags)
         # Opened before the move: under the target's name the loader could return an older library that is open already.
         opened = _open(library)
         if opened is None:
@@ -250,15 +287,17 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretell"
 
 
-def kernel_files() -> list[Path]:
-    """The kernels that were compiled on this machine; the time of a file is that of its last use."""
-    return sorted(p for p in cache_directory().glob("kernels-*.so") if _KERNELS.fullmatch(p.name))
+def kernel_files(folder: Path | None = None) -> list[Path]:
+    """The kernels that were compiled on this machine, by default those in the cache directory; the time of a file is
+    that of its last use.
+    """
+    return sorted(p for p in (folder or cache_directory()).glob("kernels-*.so") if _KERNELS.fullmatch(p.name))
 
 
 @functools.cache
 def packing_key() -> str:
     """A hash of what the layout of packed weights depends on: the kernels, the code that packs, the instructions."""
-    files = [*sorted(SOURCE.parent.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))]
+    files = [*sorted(SOURCES.iterdir()), *sorted(Path(__file__).parent.glob("*.py"))]
     key = [path.read_bytes() for path in files if path.is_file()]
     return hashlib.sha256(repr([*key, library().foretell_instructions()]).encode()).hexdigest()
 

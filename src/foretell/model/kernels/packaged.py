@@ -31,6 +31,31 @@ def packaged_kernels(name: str, sources: Path) -> Path | None:
     return path
 
 
+def compile_library(
+    compiler: str, compile_flags: Iterable[str], sources: Path, library: Path, link_flags: Iterable[str]
+) -> None:
+    """Compile the translation units of a directory, all at once, and link them. Objects are written beside the library.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler failed; the error has its output.
+        OSError, subprocess.SubprocessError: it could not be run, or did not end in five minutes.
+    """
+
+    def run(command: list[str]) -> None:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+
+    units = sorted(sources.glob("*.cpp"))
+    objects = [str(library.with_suffix(f".{unit.stem}.o")) for unit in units]
+    commands = [
+        [compiler, *compile_flags, "-c", str(unit), "-o", made] for unit, made in zip(units, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(units)) as threads:
+        list(threads.map(run, commands))
+    run([compiler, "-shared", *objects, "-o", str(library), *link_flags])
+    for made in objects:
+        os.unlink(made)
+
+
 def compile_packaged(
     compiler: str, sets: Iterable[tuple[str, tuple[str, ...]]], sources: Path, out: Path
 ) -> list[Path]:
@@ -47,24 +72,10 @@ def compile_packaged(
 
     def compile_one(entry: tuple[str, tuple[str, ...]]) -> Path:
         name, flags = entry
-        library, object_file = out / f"kernels-{name}.so", out / f"kernels-{name}.o"
-        for command in (
-            [
-                compiler,
-                *FLAGS,
-                "-fopenmp",
-                *flags,
-                *old,
-                "-c",
-                str(sources / "kernels.cpp"),
-                "-o",
-                str(object_file),
-            ],
-            [compiler, "-shared", "-s", str(object_file), "-o", str(library)],
-        ):
-            subprocess.run(command, check=True)
-        object_file.unlink()
+        library = out / f"kernels-{name}.so"
+        compile_library(compiler, [*FLAGS, "-fopenmp", *flags, *old], sources, library, ["-s"])
         return library
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    # Every library has threads of its own.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
         return [out / HASH_FILE, *threads.map(compile_one, sets)]

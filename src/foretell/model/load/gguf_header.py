@@ -99,11 +99,13 @@ class _Cursor:
         data, position, end, size_of = self.data, self.position, len(self.data), struct.Struct("<Q").unpack_from
         texts = []
         for _ in range(count):
-            self.position, first = position, position + 8
-            self.require(8)
+            first = position + 8
+            if first > end:
+                raise _CutShortError
             position = first + size_of(data, position)[0]
             if position > end:
-                self.require(8 + position - first)
+                self.position = first
+                self.require(position - first)
             texts.append(data[first:position].decode("utf-8", errors="replace"))
         self.position = position
         return texts

@@ -150,7 +150,8 @@ class GGUFWeights(Weights):
             made: Tensor = join(*map(self._load, joined), self._config)
             return made
         loaded = [(self._load(part), part.rows) for part in parts]
-        tensor = torch.cat([whole if rows is None else whole[rows] for whole, rows in loaded])
+        pieces = [whole if rows is None else whole[rows] for whole, rows in loaded]
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         _, own, _ = _split(name)
         change = self._family.gguf_vectors.get(own)
         tensor = tensor if change is None else change(tensor, self._config, self._kind)

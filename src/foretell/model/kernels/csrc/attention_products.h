@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "amx.h"
 #include "linear.h"
 #include "precisions.h"
 

@@ -12,7 +12,8 @@
 #include <omp.h>
 #endif
 
-namespace {
+// Both translation units use these.
+namespace foretell __attribute__((visibility("hidden"))) {
 
 // A barrier for the threads of a pass, which wait at it some two hundred times. OpenMP's own barrier spins for
 // milliseconds, which stalls threads that share a core with other work. This one yields after some tens of
@@ -64,6 +65,12 @@ struct Team {
     return {(int)((int64_t)n * thread / threads), (int)((int64_t)n * (thread + 1) / threads)};
   }
 };
+
+}  // namespace foretell
+
+using namespace foretell;
+
+namespace {
 
 struct Free {
   void operator()(void* p) const { std::free(p); }

@@ -1,0 +1,251 @@
+// The matrix products: half of what the compiler has to do, so that two processors compile the kernels at once.
+
+#include "product.h"
+
+#include "amx.h"
+#include "by_input.h"
+#include "linear.h"
+
+namespace {
+
+inline bool has_blocks(const Weight& w) { return w.kind > kInt8; }
+
+inline bool is_by_input(const Weight& w) { return w.kind >= kFloat32ByInput; }
+
+inline void apply_epilogue(const Output& output, const Weight& w, const Float* tile, int panel, int token) {
+  Float v[2] = {tile[0], tile[1]};
+  if (w.bias)
+    for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
+  float* row = output.y + (size_t)token * output.stride;
+  if (output.epilogue == Epilogue::kGate) {
+    store_operand(output.operand, row, kLanes * panel, gated(v[0], v[1], output.activation));
+    return;
+  }
+  for (int i = 0; i < 2; ++i) {
+    const int first = kPanel * panel + kLanes * i, remaining = output.width - first;
+    if (remaining <= 0) return;
+    if (output.epilogue == Epilogue::kSquare) {
+      const Float positive = larger(v[i], Float{});
+      store_operand(output.operand, row, first, positive * positive);
+      continue;
+    }
+    if (output.epilogue == Epilogue::kAdd) v[i] += load_part<Float>(row + first, remaining);
+    store_part(row + first, v[i], remaining);
+  }
+}
+
+using Tile = void (*)(const uint32_t*, const uint32_t*, size_t, int, const char*, Float*);
+
+template <class P, Prefetch kPrefetch, size_t... T>
+Tile tile_of(int tokens, std::index_sequence<T...>) {
+  constexpr Tile all[] = {P::template tile<T + 1, kPrefetch>...};
+  return all[tokens - 1];
+}
+
+template <class P, Prefetch kPrefetch>
+Tile pick_tile(int tokens) {
+  return tile_of<P, kPrefetch>(tokens, std::make_index_sequence<P::kMaxTokens>());
+}
+
+const uint32_t* first_panel(const Weight& w, const Team& team) {
+  if (is_by_input(w)) return w.words;
+  return w.words + team.share((w.outputs + kPanel - 1) / kPanel).first * panel_words(w);
+}
+
+// Tokens are multiplied with a panel in blocks of nearly equal size, at most `most` each: block b of them.
+struct Blocks {
+  int tokens, count;
+  Blocks(int tokens, int most) : tokens(tokens), count((tokens + most - 1) / most) {}
+  int size(int b, int first) const { return (tokens - first + count - b - 1) / (count - b); }
+};
+
+constexpr int kPageBytes = 4096;
+
+// Whether units of a weight's inputs can be read apart: where they are not rotated together, and are whole blocks.
+inline bool reads_runs(const Weight& w, int unit) {
+  if (w.kind == kInt8 || w.kind == kTwoOfFour) return false;
+  if (!has_blocks(w)) return unit % 2 == 0;
+  bool whole = false;
+  with_blocks(w.kind, [&](auto k) { whole = unit % decltype(k)::Type::kInputs == 0; });
+  return whole;
+}
+
+// Adds the products of a panel with the inputs of some runs.
+inline void multiply_runs(const Weight& w, const Runs& runs, const uint32_t* panel, const Rows& x, Tile tile,
+                          Float* out) {
+  const size_t panel_step = panel_words(w.kind, runs.unit), row_step = row_words(w.operand, runs.unit);
+  for (int r = 0; r < runs.count; ++r) {
+    const int first = runs.bounds[2 * r], last = runs.bounds[2 * r + 1];
+    const int soon = r + 1 < runs.count ? runs.bounds[2 * r + 2] : first;
+    tile(panel + first * panel_step, x.words + first * row_step, x.stride, (last - first) * runs.unit,
+         (const char*)(panel + soon * panel_step), out);
+  }
+}
+
+// y = x W^T for this thread's panels. A panel stays in the cache while all tokens are multiplied with it in blocks. Two
+// blocks prefetch half of the next panel's lines each (after the last panel: those of the next layer's first panel).
+template <class P>
+void multiply_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
+                    const Team& team) {
+  const size_t size = panel_words(w);
+  const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
+  // Quantised panels are fetched sooner by two small blocks than by one large block.
+  const bool halves = P::kSplitsTokens && tokens > 3 && tokens <= P::kMaxTokens;
+  const Blocks blocks(tokens, halves ? (tokens + 1) / 2 : P::kMaxTokens);
+  auto pick = pick_tile<P, Prefetch::kHalf>;
+  int pages = 1;  // ahead
+  if constexpr (P::kPrefetchesAhead) {
+    if (tokens > P::kFewTokens)
+      pick = blocks.count == 2 ? pick_tile<P, Prefetch::kNext> : pick_tile<P, Prefetch::kAhead>;
+  } else if constexpr (P::kFewTokens < P::kMaxTokens) {
+    if (tokens > P::kFewTokens && blocks.count == 1) pick = pick_tile<P, Prefetch::kAhead>, pages = 2;
+  }
+  Float out[2 * P::kMaxTokens];
+  const Runs* runs = output.runs && reads_runs(w, output.runs->unit) ? output.runs : nullptr;
+  for (int p = from; p < to; ++p) {
+    if (output.skips(p)) continue;
+    const uint32_t* panel = w.words + p * size;
+    const uint32_t* next = p + 1 < to ? panel + size : following ? first_panel(*following, team) : panel;
+    for (int b = 0, t = 0; b < blocks.count; ++b) {
+      const int count = blocks.size(b, t);
+      for (int i = 0; i < 2 * count; ++i) out[i] = Float{};
+      const char* soon = (const char*)next + 64 * b;
+      if constexpr (!P::kPrefetchesAhead) {  // lines of a page ahead, or half of those of the next panel
+        if (blocks.count == 1) soon = (const char*)panel + pages * kPageBytes;
+        if (b > 1) soon = (const char*)panel;
+      }
+      if (runs)
+        multiply_runs(w, *runs, panel, {x.words + t * x.stride, x.stride}, pick(count), out);
+      else
+        pick(count)(panel, x.words + t * x.stride, x.stride, w.inputs, soon, out);
+      for (int i = 0; i < count; ++i) apply_epilogue(output, w, out + 2 * i, p, t + i);
+      t += count;
+    }
+  }
+}
+
+// How bfloat16 words of blocks are kept that are widened for a product.
+using WidenedWords = std::conditional_t<kMultipliesBfloat16 || kWholePanels, Bfloat16, WidenedBfloat16>;
+
+// The same for blocks of kind K whose numbers are widened to words of P, a few groups of a panel at a time.
+template <class P, class K>
+void multiply_widened(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
+  constexpr int kChunk = std::is_same_v<K, TwoOfFour> ? 6 : 2;
+  constexpr int kMostTokens = 5 * FloatProduct<P>::kMaxTokens, kDepth = P::kDepth;
+  constexpr int kGroups = K::kInputs / kGroupInputs;  // per block
+  constexpr int kGroupWidened = kGroupInputs / kDepth * P::kWeightWords * kPanel;
+  alignas(64) uint32_t words[kChunk * kGroupWidened];
+  Float out[2 * kMostTokens];
+  const size_t size = panel_words(w);
+  const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
+  const int groups = w.inputs / kGroupInputs;
+  for (int p = from; p < to; ++p)
+    for (int start = 0; start < tokens && !output.skips(p); start += kMostTokens) {
+      const Blocks blocks(std::min(kMostTokens, tokens - start), FloatProduct<P>::kMaxTokens);
+      for (int i = 0; i < 2 * blocks.tokens; ++i) out[i] = Float{};
+      for (int first = 0; first < groups; first += kChunk) {
+        const int some = std::min(kChunk, groups - first);
+        for (int g = first; g < first + some; ++g) {
+          const uint32_t* block = w.words + p * size + g / kGroups * K::kWords;
+          const int line = g % kGroups * (K::kWords / kGroups);
+          for (int i = 0; i < K::kWords / kGroups; i += 2 * kLanes) __builtin_prefetch(block + 1024 + line + i, 0, 2);
+          widen_words<P, K>(block, g % kGroups, words + (g - first) * kGroupWidened);
+        }
+        const uint32_t* rows = x.words + start * x.stride + first * (kGroupInputs / kDepth);
+        for (int b = 0, t = 0; b < blocks.count; ++b) {
+          const int count = blocks.size(b, t);
+          pick_tile<FloatProduct<P>, Prefetch::kNone>(count)(words, rows + t * x.stride, x.stride, some * kGroupInputs,
+                                                             nullptr, out + 2 * t);
+          t += count;
+        }
+      }
+      for (int i = 0; i < blocks.tokens; ++i) apply_epilogue(output, w, out + 2 * i, p, start + i);
+    }
+}
+
+inline bool uses_tiles(const Weight& w, int tokens) {
+  if (!kHasTiles || w.operand == kFloat32Operand) return false;
+  return w.operand == kBfloat16Operand || tokens >= kTileTokens;
+}
+
+// y = x W^T for this thread's panels, with AMX's tiles.
+inline void multiply_in_tiles(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
+  const size_t size = panel_words(w);
+  const auto [from, to] = team.share((w.outputs + kPanel - 1) / kPanel);
+  const TileRows tiles(tokens);
+  const TileScope scope(tiles.rows, w.operand == kInt8BlocksOperand ? kGroupWords : kTileWords);
+  alignas(64) float sums[kTilesAtOnce * kTileSums];
+  alignas(64) uint32_t widened[kTileChunkWords * kPanel];
+  for (int p = from; p < to; ++p) {
+    if (output.skips(p)) continue;
+    const uint32_t* panel = w.words + p * size;
+    const auto finish = [&](int token, const Float* out) { apply_epilogue(output, w, out, p, token); };
+    if (w.operand == kInt8Operand) {
+      multiply_panel_int8(panel, w.inputs, x.words, x.stride, tiles, sums, finish);
+    } else if (!has_blocks(w)) {
+      const auto words = [&](int first, int) { return panel + kPanel * first; };
+      multiply_panel_bfloat16(w.inputs, x.words, x.stride, tiles, sums, words, finish);
+    } else {
+      with_blocks(w.kind, [&](auto k) {
+        using K = typename decltype(k)::Type;
+        if constexpr (!std::is_same_v<K, TwoOfFour>)
+          if (w.operand == kInt8BlocksOperand)
+            return multiply_panel_quantized<K>(panel, w.inputs, x.words, x.stride, tiles, sums, finish);
+        constexpr int kWords = kGroupInputs / Bfloat16::kDepth, kGroups = K::kInputs / kGroupInputs;
+        const auto words = [&](int first, int count) {
+          for (int group = first / kWords; group < (first + count) / kWords; ++group)
+            widen_words<Bfloat16, K>(panel + group / kGroups * K::kWords, group % kGroups,
+                                     widened + (group * kWords - first) * kPanel);
+          return (const uint32_t*)widened;
+        };
+        multiply_panel_bfloat16(w.inputs, x.words, x.stride, tiles, sums, words, finish);
+      });
+    }
+  }
+}
+
+// y = x W^T for this thread's panels of a weight that is stored by input; inputs that are zero, or count as zero, are
+// not read.
+template <class R>
+void multiply_by_input(const Weight& w, const Rows& x, int tokens, const Output& output, const Team& team) {
+  const int panels = (w.outputs + kPanel - 1) / kPanel;
+  const auto [from, to] = team.share(panels);
+  InputSums<R> sums(w.words, w.places, (size_t)panels * R::kPanelWords, w.inputs, tokens);
+  for (int start = 0; start < tokens; start += sums.block) {
+    const int some = std::min(sums.block, tokens - start);
+    sums.choose((const float*)x.words + (size_t)start * x.stride, x.stride, some, w.threshold);
+    for (int first = from; first < to; first += sums.width) {
+      const int last = std::min(first + sums.width, to);
+      sums.add(first, last);
+      for (int p = first; p < last; ++p)
+        for (int t = 0; t < some; ++t) apply_epilogue(output, w, sums.tile(p - first, t), p, start + t);
+    }
+  }
+}
+
+}  // namespace
+
+void foretell::multiply(const Weight& w, const Rows& x, int tokens, const Output& output, const Weight* following,
+                        const Team& team) {
+  if (w.kind == kFloat32ByInput) return multiply_by_input<Float32Rows>(w, x, tokens, output, team);
+  if (w.kind == kBfloat16ByInput) return multiply_by_input<Bfloat16Rows>(w, x, tokens, output, team);
+  if (uses_tiles(w, tokens)) return multiply_in_tiles(w, x, tokens, output, team);
+  if (!has_blocks(w))
+    return with_operand(w.operand, [&](auto o) {
+      using P = typename decltype(o)::Type;
+      if constexpr (!std::is_same_v<P, Int8Blocks>) multiply_tiles<P>(w, x, tokens, output, following, team);
+    });
+  with_blocks(w.kind, [&](auto k) {
+    using K = typename decltype(k)::Type;
+    if (w.operand == kFloat32Operand)
+      multiply_widened<Float32, K>(w, x, tokens, output, team);
+    else if (std::is_same_v<K, TwoOfFour> && tokens <= TwoOfFourProduct::kMaxTokens)
+      multiply_tiles<TwoOfFourProduct>(w, x, tokens, output, following, team);
+    else if constexpr (std::is_same_v<K, TwoOfFour>)
+      multiply_widened<Bfloat16, K>(w, x, tokens, output, team);
+    else if (w.operand == kBfloat16Operand)
+      multiply_widened<WidenedWords, K>(w, x, tokens, output, team);
+    else
+      multiply_tiles<QuantizedProduct<K>>(w, x, tokens, output, following, team);
+  });
+}
