@@ -665,7 +665,11 @@ def exact_distribution(network: Decoder, prompt: Sequence[int], length: int, sam
 
 
 def p_value(counts: np.ndarray, distribution: Distribution) -> float:
-    """p-value of Pearson's chi-squared test, rare outcomes merged; 0 if an outcome of probability 0 was counted."""
+    """p-value of Pearson's chi-squared test, rare outcomes merged; 0 if an outcome of probability 0 was counted.
+
+    Raises:
+        ValueError: all outcomes but one are rare, so that the test could not fail.
+    """
     if counts[distribution == 0].any():
         return 0.0
     expected = distribution * counts.sum()
@@ -678,6 +682,8 @@ def p_value(counts: np.ndarray, distribution: Distribution) -> float:
         least = wanted.argmin()
         found[least] += counts[~common].sum()
         wanted[least] += rare
+    if len(found) < 2:
+        raise ValueError("all outcomes but one are rare: take more samples, or a higher temperature")
     return float(chisquare(found, wanted).pvalue)
 
 

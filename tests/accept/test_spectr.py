@@ -1,6 +1,7 @@
 """SpecTr: exactness by enumeration, its guarantees, and end to end."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,12 +104,9 @@ def method(vocab: int, widths: tuple[int, ...]) -> Method:  # type: ignore[type-
 @pytest.mark.exhaustive_types
 def test_the_distribution_of_whole_answers() -> None:
     vocab, length, prompt, count = 3, 3, [1, 2, 0, 1], 500
-    sampling = SamplingParams(temperature=1.2, frequency_penalty=0.4)
+    sampling = SamplingParams(temperature=8, frequency_penalty=0.4)
     distribution = exact_distribution(target(vocab), prompt, length, sampling)
-    requests = [
-        Request(prompt, SamplingParams(temperature=1.2, frequency_penalty=0.4, seed=s), max_new_tokens=length)
-        for s in range(count)
-    ]
+    requests = [Request(prompt, replace(sampling, seed=s), max_new_tokens=length) for s in range(count)]
     with unchecked():
         answers = generate(method(vocab, (3, 1, 1)), requests, rows=512, chunk=1 << 14, vocab=vocab)
     index = np.array(answers) @ vocab ** np.arange(length)[::-1]
