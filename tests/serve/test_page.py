@@ -243,6 +243,15 @@ def test_markdown_is_drawn_with_the_colours_of_its_tokens(page: Any) -> None:
     assert run(page, "return document.querySelector('.answer > .text').innerHTML") == piecewise
 
 
+def test_long_lines_of_code_scroll_in_their_column(page: Any) -> None:
+    run(page, "served(['```\\n' + 'x = 1; '.repeat(60)]); state.mode = 'compare'")
+    ask(page, "a")
+    for selector in ("#log", ".columns > div", ".columns > div:last-child"):
+        wide = "const e = document.querySelector(arguments[0]); return e.scrollWidth - e.clientWidth"
+        assert run(page, wide, selector) <= 0
+    run(page, "state.mode = 'on'")
+
+
 def test_a_long_answer_is_drawn_by_its_end_only(page: Any) -> None:
     for line in ("word " * 12 + "\n\n", "x = y + 1\n"):
         start = "```\n" if "=" in line else ""
