@@ -29,6 +29,7 @@ HELP = """/method NAME   decode with another method from now on
 
 
 @app.command()
+@options.with_target()
 @options.with_parameters(in_chat=True, max_new_tokens=512)
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
@@ -40,12 +41,7 @@ def chat(
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
-    max_model_len: options.MaxModelLen = None,
-    rope_scaling: options.RopeScaling = None,
-    lora: options.Lora = None,
-    pre_tokenizer: options.PreTokenizer = None,
-    chat_template_date: options.ChatTemplateDate = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
+    target: options.Target = options.NO_TARGET,
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
     """Chat with a model. The text of accepted draft tokens is green.
@@ -57,14 +53,7 @@ def chat(
     from foretell.load import TargetOptions
 
     selection = parse_method(method, speculative_config, draft_model)
-    target_options = TargetOptions(
-        max_model_len,
-        rope_scaling,
-        kv_cache_dtype,
-        pre_tokenizer=pre_tokenizer,
-        chat_template_date=chat_template_date,
-        lora=lora,
-    )
+    target_options = TargetOptions(**target)
     setup = load_models(model, dtype, device, selection, reference, target_options=target_options)
     if setup.model.codec.chat_template is None:
         raise ValueError(f"{model}: a chat needs a chat template, and this model has none; use `foretell generate`")

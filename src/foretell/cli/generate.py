@@ -25,6 +25,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()
+@options.with_target(lossy=True)
 @options.with_parameters()
 def generate(
     ctx: typer.Context,
@@ -55,14 +56,7 @@ def generate(
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
-    max_model_len: options.MaxModelLen = None,
-    rope_scaling: options.RopeScaling = None,
-    lora: options.Lora = None,
-    pre_tokenizer: options.PreTokenizer = None,
-    chat_template_date: options.ChatTemplateDate = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    kv_cache_policy: options.KvCachePolicy = None,
-    sparsity: options.Sparsity = None,
+    target: options.Target = options.NO_TARGET,
     target_memory_limit: options.MemoryLimit = None,
     speculative_config: options.SpeculativeJson = None,
     plan: options.Plan = None,
@@ -118,16 +112,7 @@ def generate(
         None if prediction is None else read_text(prediction),
     )
     specs, bad = _read_prompt(prompt, defaults) if prompts is None else _read_prompts_file(prompt, prompts, defaults)
-    target_options = TargetOptions(
-        max_model_len,
-        rope_scaling,
-        kv_cache_dtype,
-        kv_cache_policy,
-        sparsity,
-        pre_tokenizer=pre_tokenizer,
-        chat_template_date=chat_template_date,
-        lora=lora,
-    )
+    target_options = TargetOptions(**target)
     setup = load_models(model, dtype, device, selection, reference, target_memory_limit, target_options)
     if image:
         setup = replace(setup, model=_behind_images(setup.model, image, specs, prompts, system, raw))

@@ -1,7 +1,7 @@
 """Command-line options that several commands share."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -178,23 +178,58 @@ KvCacheDtype = Annotated[
 Parameters = Mapping[str, Any]
 """The generation parameters of a command line by their names; see `with_parameters`."""
 NO_PARAMETERS: Parameters = {}
+Target = Mapping[str, Any]
+"""Fields of `foretell.load.TargetOptions`; see `with_target`."""
+NO_TARGET: Target = {}
 
 
-def with_parameters(in_chat: bool = False, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+_TARGET: Mapping[str, tuple[Any, Any]] = {
+    "max_model_len": (MaxModelLen, None),
+    "rope_scaling": (RopeScaling, None),
+    "lora": (Lora, None),
+    "pre_tokenizer": (PreTokenizer, None),
+    "chat_template_date": (ChatTemplateDate, None),
+    "kv_cache_dtype": (KvCacheDtype, "auto"),
+    "kv_cache_policy": (KvCachePolicy, None),
+    "sparsity": (Sparsity, None),
+}
+"""Type and default of the options that are fields of `foretell.load.TargetOptions`, by their names."""
+_LOSSY_TARGET = ("kv_cache_policy", "sparsity")
+
+
+def with_parameters(in_chat: bool = False, **defaults: Any) -> _Decorator:
     """Give a command the options of the table of generation parameters, in the place of its argument `parameters`,
     which gets their values. `in_chat`: those of a chat only. `defaults`: where the command has another default.
     """
     chosen = [p for p in PARAMETERS.values() if p.help and (p.in_chat or not in_chat)]
+    options = [_signature(p, defaults.get(p.name, p.default)) for p in chosen]
+    return _in_place_of("parameters", options, lambda name, value: _value(PARAMETERS[name], value))
+
+
+def with_target(lossy: bool = False) -> _Decorator:
+    """Give a command the options of its target, in the place of its argument `target`, which gets the fields of
+    `foretell.load.TargetOptions`. `lossy`: also those that make the target lossy.
+    """
+    chosen = {name: option for name, option in _TARGET.items() if lossy or name not in _LOSSY_TARGET}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    options = [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in chosen.items()]
+    return _in_place_of("target", options, lambda name, value: value)
+
+
+def _in_place_of(
+    argument: str, options: Sequence[inspect.Parameter], value_of: Callable[[str, Any], Any]
+) -> _Decorator:
+    """Put options in the place of an argument of a command, which gets their values by `value_of`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            values = {p.name: _value(p, given.pop(p.name)) for p in chosen}
-            command(**given, parameters=values)
+            values = {option.name: value_of(option.name, given.pop(option.name)) for option in options}
+            command(**given, **{argument: values})
 
-        options = [_signature(p, defaults.get(p.name, p.default)) for p in chosen]
         own = inspect.signature(command, eval_str=True).parameters.values()
-        places = [options if parameter.name == "parameters" else [parameter] for parameter in own]
+        places = [options if parameter.name == argument else [parameter] for parameter in own]
         signature = inspect.Signature([parameter for place in places for parameter in place])
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}

@@ -23,6 +23,7 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 @app.command()
+@options.with_target()
 def serve(
     ctx: typer.Context,
     model: options.Model = options.DEFAULT_MODEL,
@@ -190,12 +191,7 @@ def serve(
     device: options.Device = "cpu",
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
-    max_model_len: options.MaxModelLen = None,
-    rope_scaling: options.RopeScaling = None,
-    lora: options.Lora = None,
-    pre_tokenizer: options.PreTokenizer = None,
-    chat_template_date: options.ChatTemplateDate = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
+    target: options.Target = options.NO_TARGET,
     speculative_config: options.SpeculativeJson = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat completions, completions and responses, Anthropic's messages.
@@ -221,7 +217,7 @@ def serve(
     from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
     refuse_unused(ctx, ("host", "port"), "--uds listens on a unix socket", uds is not None)
-    adapter = None if lora is None else adapter_name(lora).name
+    adapter = None if target["lora"] is None else adapter_name(target["lora"]).name
     settings = ServerSettings(
         served_names=tuple(served_model_name or (adapter if adapter else model,)),
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),
@@ -250,14 +246,7 @@ def serve(
         device=device,
         selection=parse_method(method, speculative_config, draft_model),
         references=tuple(reference or ()),
-        target_options=TargetOptions(
-            max_model_len,
-            rope_scaling,
-            kv_cache_dtype,
-            pre_tokenizer=pre_tokenizer,
-            chat_template_date=chat_template_date,
-            lora=lora,
-        ),
+        target_options=TargetOptions(**target),
         engine=EngineSettings(
             rows=max_num_seqs,
             prefix_caching=enable_prefix_caching,

@@ -20,6 +20,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()
+@options.with_target()
 def verify(
     methods: Annotated[
         list[str] | None,
@@ -28,12 +29,7 @@ def verify(
     model: options.Model = options.DEFAULT_MODEL,
     draft_model: options.DraftModel = None,
     reference: options.Reference = None,
-    max_model_len: options.MaxModelLen = None,
-    rope_scaling: options.RopeScaling = None,
-    lora: options.Lora = None,
-    pre_tokenizer: options.PreTokenizer = None,
-    chat_template_date: options.ChatTemplateDate = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
+    target: options.Target = options.NO_TARGET,
     speculative_config: options.SpeculativeJson = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "cpu",
@@ -73,14 +69,7 @@ def verify(
     chosen = methods or ([selection.name] if selection.config.method else [])
     texts = PROMPTS if prompts is None else read_texts(prompts)
     settings = VerifySettings(texts, max_new_tokens, samples, seed)
-    target_options = TargetOptions(
-        max_model_len,
-        rope_scaling,
-        kv_cache_dtype,
-        pre_tokenizer=pre_tokenizer,
-        chat_template_date=chat_template_date,
-        lora=lora,
-    )
+    target_options = TargetOptions(**target)
     ready = load_models(model, dtype, device, selection, reference, target_options=target_options)
     verifier, reports = Verifier(ready.model, settings), list["VerifyReport"]()
     inputs = {m.name: m.inputs for m in map(ready.shared_method, chosen)} or buildable_methods(

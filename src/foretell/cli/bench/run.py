@@ -49,6 +49,7 @@ _QUICK_SECONDS = 150.0
 _SHOWN_FILES = "report.md", "report.html", "speedup.png"
 
 
+@options.with_target(lossy=True)
 def run(
     ctx: typer.Context,
     out: Annotated[
@@ -92,14 +93,7 @@ def run(
             '"model": "exits", "eagle_topk": 3}\'; repeatable.',
         ),
     ] = None,
-    max_model_len: options.MaxModelLen = None,
-    rope_scaling: options.RopeScaling = None,
-    lora: options.Lora = None,
-    pre_tokenizer: options.PreTokenizer = None,
-    chat_template_date: options.ChatTemplateDate = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    kv_cache_policy: options.KvCachePolicy = None,
-    sparsity: options.Sparsity = None,
+    target: options.Target = options.NO_TARGET,
     reference: References = None,
     temperature: Annotated[float, typer.Option(min=0, help="Peers are measured at 0 only.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -146,16 +140,7 @@ def run(
         draft_model=draft_model,
         references=tuple(str(r) for r in reference or ()),
         memory_limit=None if target_memory_limit is None else target_memory_limit << 20,
-        target=TargetOptions(
-            max_model_len,
-            rope_scaling,
-            kv_cache_dtype,
-            kv_cache_policy,
-            sparsity,
-            pre_tokenizer=pre_tokenizer,
-            chat_template_date=chat_template_date,
-            lora=lora,
-        ),
+        target=TargetOptions(**target),
     )
     named, folder = split_commas(methods), gguf_cache or default_folder()
     required = [*(named if chosen else ()), *(speculative_config or ())]
