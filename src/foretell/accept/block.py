@@ -1,6 +1,6 @@
 """Block verification: a joint test of a chain that accepts at least as many tokens as testing them one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -34,20 +34,32 @@ class BlockVerification(Acceptor):
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a prefix of the chain of batch row `row`."""
         children, root = tree.children(row), tree.root(row)
-        chain = [root]
-        while chain[-1] in children and distributions.goes_on(row, chain[-1]):
-            below = children[chain[-1]]
-            if len(below) > 1:
-                raise ValueError(
-                    "block verification needs a chain, and this tree branches: use Chain as shape, or Rejection as "
-                    "acceptor"
-                )
-            chain.append(below[0])
+        chain = chain_from(root, children, row, distributions, _BRANCHES)
         if tree.q is None or not was_sampled(tree, row, chain[1:]):
             return Match().accept(tree, row, distributions)
         q = [tree.q[row, tree.q_index[row, node]] for node in chain[1:]]
         accepted, token = accept_block(tree, row, chain, q, distributions)
         return AcceptResult(tuple(chain[1 : accepted + 1]), token)
+
+
+_BRANCHES = "block verification needs a chain, and this tree branches: use Chain as shape, or Rejection as acceptor"
+
+
+def chain_from(
+    node: int, children: Mapping[int, list[int]], row: int, distributions: ProcessedDistributions, branches: str
+) -> list[int]:
+    """The nodes from `node` down, as far as the answer goes on.
+
+    Raises:
+        ValueError: one has several children; `branches` is the message.
+    """
+    chain = [node]
+    while chain[-1] in children and distributions.goes_on(row, chain[-1]):
+        below = children[chain[-1]]
+        if len(below) > 1:
+            raise ValueError(branches)
+        chain.append(below[0])
+    return chain
 
 
 def accept_block(

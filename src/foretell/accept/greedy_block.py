@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.accept.base import Acceptor, AcceptResult
-from foretell.accept.block import accept_block
+from foretell.accept.block import accept_block, chain_from
 from foretell.accept.match import Match
 from foretell.accept.rejection import was_sampled
 from foretell.core.tree import TokenTree
@@ -41,7 +41,8 @@ class GreedyBlockVerification(Acceptor):
         children, node = tree.children(row), tree.root(row)
         if not was_sampled(tree, row, (c for below in children.values() for c in below)):
             return Match().accept(tree, row, distributions)
-        chains, rounds = [_chain(children, row, child, distributions) for child in children.get(node, ())], 0
+        chains = [chain_from(child, children, row, distributions, _BRANCHES) for child in children.get(node, ())]
+        rounds = 0
         if tree.distinct[row] and len(chains) > 1:
             raise ValueError(
                 "greedy block verification needs independent samples, and these were drawn without replacement: use "
@@ -61,18 +62,10 @@ class GreedyBlockVerification(Acceptor):
             node, chains, rounds = chains[0][accepted], [c[accepted + 1 :] for c in chains], rounds + 1
 
 
-def _chain(children: dict[int, list[int]], row: int, node: int, distributions: ProcessedDistributions) -> list[int]:
-    """The nodes from `node` down, as far as the answer goes on."""
-    chain = [node]
-    while chain[-1] in children and distributions.goes_on(row, chain[-1]):
-        below = children[chain[-1]]
-        if len(below) > 1:
-            raise ValueError(
-                "greedy block verification needs independent chains, and this tree branches below its root: use "
-                "BranchingTree((k, 1, 1, …), distinct=False) as shape, or TraversalVerification as acceptor"
-            )
-        chain.append(below[0])
-    return chain
+_BRANCHES = (
+    "greedy block verification needs independent chains, and this tree branches below its root: use "
+    "BranchingTree((k, 1, 1, …), distinct=False) as shape, or TraversalVerification as acceptor"
+)
 
 
 def _choose(
