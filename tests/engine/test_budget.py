@@ -14,7 +14,8 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever
 from foretell.draft.cached_states import _HELD_STEPS
 from foretell.draft.prediction import Prediction
-from foretell.engine.budget import Budget, DraftAccount, Plan, StepLoad
+from foretell.engine.budget import Budget, Plan, StepLoad
+from foretell.engine.draft_account import DraftAccount
 from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, BoundMethod, Method

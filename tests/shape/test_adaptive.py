@@ -7,7 +7,7 @@ import pytest
 from foretell.accept import Match, Rejection
 from foretell.core.sampling import SamplingParams
 from foretell.draft import DraftModel, NoDrafter
-from foretell.engine.budget import DraftAccount
+from foretell.engine.draft_account import DraftAccount
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request

@@ -8,7 +8,7 @@ as AdaServe (arXiv 2501.12162) serves them first.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, sqrt
+from math import inf
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,26 +18,21 @@ from foretell.core.context import StepResult
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, NoDrafter
 from foretell.engine.acceptance import Acceptance, OfferedTree
+from foretell.engine.draft_account import DraftAccount
 from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
 from foretell.engine.method import BoundMethod
 from foretell.engine.pass_times import Key, PassTimes, load_key
 from foretell.engine.statistics import StepTime
 from foretell.engine.tuning import (
     CHILD_SHARE,
-    FADING,
     FIRST_STEPS,
     FLOOR_SLACK,
     HORIZON,
     LEVEL_SHARE,
     MOST_EXPANDED,
-    MOST_FACTOR,
     MOST_LOSS,
     OFF,
     ON,
-    OWN_COST,
-    OWN_PRIOR,
-    OWN_WEIGHT,
-    REQUEST_WEIGHT,
     TRIAL_INTERVAL,
     TRIAL_NODES,
     TRIAL_REQUESTS,
@@ -55,49 +50,6 @@ measured; drafts would not pay; they would cost a request more than it may lose.
 
 _MARGIN = 4
 """Drafts by which the time of a further one is told."""
-
-
-class DraftAccount:
-    """What drafting has given and taken from one request; it goes with the request through pauses."""
-
-    def __init__(self) -> None:
-        self.lead, self.tokens = 0.0, 0
-        """Times of plain steps that it is ahead of plain decoding, and its tokens so far."""
-        self._factors = dict[str, tuple[float, float]]()
-        self._right, self._tried = OWN_PRIOR * OWN_WEIGHT, OWN_WEIGHT
-
-    def factor(self, drafter: str) -> float:
-        """Chances of this request's drafts over those of all requests."""
-        predicted, right = self._factors.get(drafter, (0.0, 0.0))
-        return min(MOST_FACTOR, (REQUEST_WEIGHT + right) / (REQUEST_WEIGHT + predicted))
-
-    def hope(self, drafter: str) -> float:
-        """The same as far as luck may have made them small."""
-        return self.factor(drafter) * (1 + 1 / sqrt(REQUEST_WEIGHT + self._factors.get(drafter, (0.0, 0.0))[0]))
-
-    def count(self, drafter: str, predicted: float, right: int) -> None:
-        """Count a step: the summed chances of drafts before the factor, and how many of them were right."""
-        before, hits = self._factors.get(drafter, (0.0, 0.0))
-        self._factors[drafter] = FADING * before + predicted, FADING * hits + right
-
-    def overdrawn(self, room: int) -> bool:
-        """Whether it has lost all that it may over its life, of which `room` tokens are to come."""
-        return self.lead < -MOST_LOSS * (self.tokens + min(room, HORIZON))
-
-    def count_chain(self, drafted: int, accepted: int) -> None:
-        """Count a chain of the request."""
-        self._right = FADING * self._right + accepted
-        self._tried = FADING * self._tried + accepted + (accepted < drafted)
-
-    def own_depth(self, longest: int) -> int:
-        """The length of its next chain, from its earlier ones alone: the most tokens per time, where drafting a token
-        takes `OWN_COST` of a pass.
-        """
-        chance, tokens, best = min(1.0, self._right / self._tried), 1.0, (1, 0.0)
-        for depth in range(1, longest + 1):
-            tokens += chance**depth
-            best = max(best, (depth, tokens / (1 + OWN_COST * depth)), key=lambda pair: pair[1])
-        return min(best[0], longest)
 
 
 @dataclass(frozen=True)

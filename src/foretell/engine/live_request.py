@@ -7,7 +7,7 @@ from foretell.core.sampling import CounterRNG
 from foretell.core.token_rules import TokenRules
 from foretell.draft.prediction import Prediction
 from foretell.engine.answer_text import AnswerText
-from foretell.engine.budget import DraftAccount
+from foretell.engine.draft_account import DraftAccount
 from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.method import BoundMethod
 from foretell.engine.repetition import REPETITION, RepetitionWatch

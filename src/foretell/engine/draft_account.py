@@ -1,0 +1,57 @@
+"""What drafting has given and taken from one request."""
+
+from math import sqrt
+
+from foretell.engine.tuning import (
+    FADING,
+    HORIZON,
+    MOST_FACTOR,
+    MOST_LOSS,
+    OWN_COST,
+    OWN_PRIOR,
+    OWN_WEIGHT,
+    REQUEST_WEIGHT,
+)
+
+
+class DraftAccount:
+    """What drafting has given and taken from one request; it goes with the request through pauses."""
+
+    def __init__(self) -> None:
+        self.lead, self.tokens = 0.0, 0
+        """Times of plain steps that it is ahead of plain decoding, and its tokens so far."""
+        self._factors = dict[str, tuple[float, float]]()
+        self._right, self._tried = OWN_PRIOR * OWN_WEIGHT, OWN_WEIGHT
+
+    def factor(self, drafter: str) -> float:
+        """Chances of this request's drafts over those of all requests."""
+        predicted, right = self._factors.get(drafter, (0.0, 0.0))
+        return min(MOST_FACTOR, (REQUEST_WEIGHT + right) / (REQUEST_WEIGHT + predicted))
+
+    def hope(self, drafter: str) -> float:
+        """The same as far as luck may have made them small."""
+        return self.factor(drafter) * (1 + 1 / sqrt(REQUEST_WEIGHT + self._factors.get(drafter, (0.0, 0.0))[0]))
+
+    def count(self, drafter: str, predicted: float, right: int) -> None:
+        """Count a step: the summed chances of drafts before the factor, and how many of them were right."""
+        before, hits = self._factors.get(drafter, (0.0, 0.0))
+        self._factors[drafter] = FADING * before + predicted, FADING * hits + right
+
+    def overdrawn(self, room: int) -> bool:
+        """Whether it has lost all that it may over its life, of which `room` tokens are to come."""
+        return self.lead < -MOST_LOSS * (self.tokens + min(room, HORIZON))
+
+    def count_chain(self, drafted: int, accepted: int) -> None:
+        """Count a chain of the request."""
+        self._right = FADING * self._right + accepted
+        self._tried = FADING * self._tried + accepted + (accepted < drafted)
+
+    def own_depth(self, longest: int) -> int:
+        """The length of its next chain, from its earlier ones alone: the most tokens per time, where drafting a token
+        takes `OWN_COST` of a pass.
+        """
+        chance, tokens, best = min(1.0, self._right / self._tried), 1.0, (1, 0.0)
+        for depth in range(1, longest + 1):
+            tokens += chance**depth
+            best = max(best, (depth, tokens / (1 + OWN_COST * depth)), key=lambda pair: pair[1])
+        return min(best[0], longest)
