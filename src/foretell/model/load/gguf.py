@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo, block_size
 from foretell.model.matrices.kinds import Kind
@@ -61,8 +61,7 @@ class GGUF(GGUFHeader):
         if len(e.shape) != 2 or (kind is None and repack is None):
             return None
         if kind is None and repack is not None:
-            blocks = np.frombuffer(self._data[e.part], np.uint8, self.byte_count(e), e.offset)
-            kind, blocks = repack(blocks.reshape(-1, block_size(e.ggml_type)[1]), e.ggml_type)
+            kind, blocks = repack(self._raw(e).reshape(-1, block_size(e.ggml_type)[1]), e.ggml_type)
             return StoredMatrix(kind, e.shape[1], torch.from_numpy(blocks.reshape(e.shape[0], -1)), self.release_pages)
         assert kind is not None
         raw = torch.frombuffer(self._data[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
@@ -71,8 +70,7 @@ class GGUF(GGUFHeader):
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, or one expert's part of it, dequantised to float32."""
         e = self._part(name, expert)
-        raw = np.frombuffer(self._data[e.part], np.uint8, self.byte_count(e), e.offset)
-        kind = KIND_OF_TYPE.get(e.ggml_type)
+        raw, kind = self._raw(e), KIND_OF_TYPE.get(e.ggml_type)
         if kind == "F32":
             return torch.from_numpy(raw.view(np.float32).reshape(e.shape).copy())
         if kind == "F16":
@@ -90,8 +88,11 @@ class GGUF(GGUFHeader):
     def integers(self, name: str) -> Int[torch.Tensor, " n"]:
         """Load a tensor of 64-bit integers."""
         e = self.tensors[name]
-        raw = np.frombuffer(self._data[e.part], np.uint8, self.byte_count(e), e.offset)
-        return torch.from_numpy(raw.view(np.int64).reshape(e.shape).copy())
+        return torch.from_numpy(self._raw(e).view(np.int64).reshape(e.shape).copy())
+
+    def _raw(self, e: TensorInfo) -> UInt8[np.ndarray, " bytes"]:
+        """The mapped bytes of a tensor."""
+        return np.frombuffer(self._data[e.part], np.uint8, self.byte_count(e), e.offset)
 
     def _part(self, name: str, expert: int | None) -> TensorInfo:
         """Where a tensor is, or one expert's part of it.
