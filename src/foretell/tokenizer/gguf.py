@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foretell.tokenizer.codec import TextCodec
-from foretell.tokenizer.pre_tokenizers import PreTokenizer, pre_tokenizer
+from foretell.tokenizer.pre_tokenizers import VARIABLE, PreTokenizer, pre_tokenizer
 from foretell.tokenizer.vocabulary import PREFIX, Vocabulary
 
 _KINDS = {
@@ -23,8 +23,6 @@ _NOT_READ = {
     "none": "a file without a tokenizer",
     "no_vocab": "a file without a tokenizer",
 }
-VARIABLE = "FORETELL_PRE_TOKENIZER"
-"""Environment variable that names the pre-tokenizer for commands without `--pre-tokenizer`."""
 _OTHER_SPECIAL = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask", "cls": "cls"}
 """Names of further special tokens in GGUF files (the format spells so), by those in templates."""
 

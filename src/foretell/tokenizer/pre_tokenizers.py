@@ -11,6 +11,9 @@ from tokenizers import Regex, pre_tokenizers
 
 from foretell.utils.names import unknown
 
+VARIABLE = "FORETELL_PRE_TOKENIZER"
+"""Environment variable that names the pre-tokenizer for commands without `--pre-tokenizer`."""
+
 
 @dataclass(frozen=True)
 class PreTokenizer:
@@ -183,7 +186,7 @@ def pre_tokenizer(name: str) -> PreTokenizer:
         error = unknown("pre-tokenizer", name, PRE_TOKENIZERS)
         raise ValueError(
             f"{error}; if the tokenizer cuts texts as one of these does, name it with --pre-tokenizer NAME, "
-            "or for any command with FORETELL_PRE_TOKENIZER=NAME in the environment"
+            f"or for any command with {VARIABLE}=NAME in the environment"
         )
     return PRE_TOKENIZERS[name]
 
