@@ -117,7 +117,6 @@ def test_it_fits_a_phone_and_a_screen_at_night(browser: Any) -> None:
 
 
 STREAM = """
-window.sent = [];
 window.served = (parts, ends = true) => { window.fetch = async (url, { signal } = {}) => new Response(
   new ReadableStream({ async start(c) {
     const say = (text) => c.enqueue(new TextEncoder().encode(`data: ${text}\\n\\n`));
@@ -151,7 +150,7 @@ def test_a_stream_that_is_cut_says_so(page: Any) -> None:
 
 
 def test_a_reload_keeps_the_question_and_what_was_answered(page: Any) -> None:
-    run(page, "served(Array(400).fill('word ')); window.slow = 20; SAVED = 0")
+    run(page, "served(Array(400).fill('word ')); window.slow = 20")
     page.find_element("id", "text").send_keys("my question" + ENTER)
     page.execute_async_script("setTimeout(arguments[0], 1500)")
     page.refresh()
