@@ -1,42 +1,14 @@
-"""The rejection test of sampled drafts on the device, at every node of the trees at once: the host waits for all results
-together, and walks down the trees by itself.
-"""
-
-from typing import NamedTuple
+"""The rejection test of sampled drafts in one launch: what `core.draft_tests` does with torch."""
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from foretell.model.triton.sampling import BLOCK, WARPS
+from foretell.core.draft_tests import NodeDrafts, NodeTests
 
-
-class NodeDrafts(NamedTuple):
-    """The sampled drafts below `m` nodes, at most `t` each, in the order in which they are tested."""
-
-    draft: Int[torch.Tensor, "m t"]
-    """Their tokens."""
-    source: Int[torch.Tensor, "m t"]
-    """The rows of the drafters' distributions that they were sampled from."""
-    count: Int[torch.Tensor, " m"]
-    distinct: Bool[torch.Tensor, " m"]
-    """Whether drafts of one source were drawn without replacement."""
-    uniform: Float[torch.Tensor, "m u"]
-    """Random numbers in [0, 1): one for every test, and the last one for the token after them; `u = t + 1`."""
-
-
-class NodeTests(NamedTuple):
-    """Results of the tests below `m` nodes."""
-
-    accepted: Int[torch.Tensor, " m"]
-    """The number of the accepted draft; -1: none."""
-    token: Int[torch.Tensor, " m"]
-    """The token after the node."""
-    ratio: Float[torch.Tensor, "m t 2"]
-    """What each test compared, up to the accepted draft: the drafter's probability of the draft, and the target's."""
-    left: Float[torch.Tensor, "m v"]
-    """The distribution of the token after the last refused draft."""
+BLOCK, WARPS = 2048, 16
+"""Tokens that a program looks at together, and its warps: the most that spill no registers."""
 
 
 @triton.jit
@@ -51,7 +23,7 @@ def _remaining(q, draft, source, before, row, token, inside, distinct, vocab):
 
 @triton.jit
 def reject_kernel(
-    weights, place, q, draft, source, count, distinct, uniform, accepted, chosen, ratio, left, vocab, most,
+    weights, place, q, draft, source, count, distinct, uniform, accepted, chosen, chance, left, vocab, most,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The tests below node `i`, whose tokens weigh row `place[i]` of the weights; see `NodeDrafts` and `NodeTests`."""
@@ -85,11 +57,11 @@ def reject_kernel(
                 parts += _remaining(q, draft, source, trial, row, at, at < vocab, without, vocab)
             norm = tl.sum(parts)
             norm = tl.where(norm > 0, norm, 1.0)
-        chance = _remaining(q, draft, source, trial, row, token, token < vocab, without, vocab) / norm
-        target = tl.load(p + token)
-        tl.store(ratio + 2 * (i * most + trial), chance)
-        tl.store(ratio + 2 * (i * most + trial) + 1, target)
-        if tl.load(uniform + trial) * chance < target:
+        drafters = _remaining(q, draft, source, trial, row, token, token < vocab, without, vocab) / norm
+        targets = tl.load(p + token)
+        tl.store(chance + 2 * (i * most + trial), drafters)
+        tl.store(chance + 2 * (i * most + trial) + 1, targets)
+        if tl.load(uniform + trial) * drafters < targets:
             passed = trial
         else:
             parts = tl.zeros([BLOCK], tl.float64)
@@ -128,13 +100,10 @@ def reject_kernel(
     tl.store(chosen + i, sampled)
 
 
-def reject(
-    weights: Int[torch.Tensor, "r v"],
-    place: Int[torch.Tensor, " m"],
-    q: Float[torch.Tensor, "s v"],
-    drafts: NodeDrafts,
+def test_drafts(
+    weights: Int[torch.Tensor, "r v"], place: Int[torch.Tensor, " m"], q: Float[torch.Tensor, "s v"], drafts: NodeDrafts
 ) -> NodeTests:
-    """Test the drafts below `m` nodes, whose tokens have the weights `place[i]`."""
+    """Test the drafts below `m` nodes; see `core.draft_tests.test_drafts`."""
     (nodes, most), vocab = drafts.draft.shape, weights.shape[1]
     tests = NodeTests(
         place.new_empty(nodes, dtype=torch.int64),

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 
-BLOCK = 1024
-"""Tokens that a program looks at together."""
-WARPS = 4
+BLOCK, WARPS = 1024, 8
+"""Tokens that a program looks at together, and its warps: the most that spill no registers."""
 _ROUND: tl.constexpr = tl.constexpr(6755399441055744.0)
 _LEAST_EXPONENT: tl.constexpr = tl.constexpr(-40.0)
 
