@@ -12,6 +12,7 @@ from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout, PaddedLayout, find_padded_index, pad_to_rectangle
 from foretell.model.run.network import NetworkWrapper
+from foretell.utils.transfer import to_device
 
 _MAX_TOKENS = 64
 """Larger passes are not bound by kernel launches, so they are not captured."""
@@ -84,7 +85,7 @@ class GraphedDecoder(NetworkWrapper):
         tensors = [part for cache in caches for part in (cache.k, cache.table)]
         place = tuple(number for each in tensors for number in (each.data_ptr(), *each.shape))
         shape = _Shape(index.shape[0], index.shape[1], slots, place, blocks.hidden_layers)
-        flat = x[index.flatten().to(x.device)]
+        flat = x[to_device(index.flatten(), x.device)]
         static = self._passes.get(shape)
         if static is None:
             static = self._passes[shape] = self._capture(flat, padded, cache, blocks)
@@ -95,7 +96,7 @@ class GraphedDecoder(NetworkWrapper):
                 out.copy_(state)
         else:
             static.graph.replay()
-        padded_index = find_padded_index(index, layout.token_count).to(x.device)
+        padded_index = to_device(find_padded_index(index, layout.token_count), x.device)
         return BlockOutput(tuple(state[padded_index] for state in static.out))
 
     def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:
