@@ -146,4 +146,6 @@ def moved(decoder: Decoder) -> Decoder:
             setattr(module, name, torch.nn.Parameter(parameter.to(STAND_IN), requires_grad=False))
     return decoder.first_layers(decoder.config.layers)
 
-def func_types(ts): return [(type(t), t.device) for t in ts]
+
+def func_types(ts):
+    return [(type(t), t.device) for t in ts]

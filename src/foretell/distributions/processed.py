@@ -322,7 +322,10 @@ class ProcessedDistributions:
         """Logits at these nodes with penalties, bias and rules."""
         index = np.array([self._logit_index[node] for node in nodes])
         logits = self._logits[to_device(index, self._logits.device)]
-        sequences, drafted = [self._context.sequences[row] for row, _ in nodes], [self._drafted(*node) for node in nodes]
+        sequences, drafted = (
+            [self._context.sequences[row] for row, _ in nodes],
+            [self._drafted(*node) for node in nodes],
+        )
         params = [self.sampling_params(row) for row, _ in nodes]
         if not all(s.uses_raw_logits for s in params):
             histories = [np.concatenate([s.tokens, d]) for s, d in zip(sequences, drafted, strict=True)]

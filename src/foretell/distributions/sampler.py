@@ -154,9 +154,7 @@ def _weights(logits: Float[torch.Tensor, "k v"], temperatures: Sequence[float]) 
     return torch.where(counts, (scaled + _ROUND).view(torch.int64) - _ROUND_BITS, 0)
 
 
-def kept_weights(
-    logits: Float[torch.Tensor, "k v"], sampling: Sequence[SamplingParams]
-) -> Int[torch.Tensor, "k v"]:
+def kept_weights(logits: Float[torch.Tensor, "k v"], sampling: Sequence[SamplingParams]) -> Int[torch.Tensor, "k v"]:
     """Weights of all tokens of every row, 0 of those that truncation leaves out; on their device, without a wait."""
     if kernels.runs_on(logits):
         weights = torch.zeros(logits.shape, dtype=torch.int64)

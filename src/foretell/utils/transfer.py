@@ -14,15 +14,15 @@ def to_device(x: torch.Tensor | np.ndarray, device: torch.device) -> torch.Tenso
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors of one device on the host, which waits for them once; on the host the tensors themselves."""
-    if all(t.device.type == "cpu" for t in tensors):
-        return list(tensors)
-    if len(tensors) == 1:
-        return [tensors[0].cpu()]
-    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())  # Each begins at a multiple of its size.
-    parts = [tensors[i].reshape(-1).view(torch.uint8) for i in order]
-    whole = torch.cat(parts).cpu().split([len(part) for part in parts])
-    out = [whole[0]] * len(tensors)
-    for i, part in zip(order, whole, strict=True):
-        out[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
+    """Tensors on the host, which waits once for those that lie on a device, all of them on the same one."""
+    out = list(tensors)
+    away = [i for i, t in enumerate(tensors) if t.device.type != "cpu"]
+    if len(away) == 1:
+        out[away[0]] = out[away[0]].cpu()
+    elif away:
+        away.sort(key=lambda i: -out[i].element_size())  # So that each begins at a multiple of its size.
+        parts = [out[i].reshape(-1).view(torch.uint8) for i in away]
+        whole = torch.cat(parts).cpu().split([len(part) for part in parts])
+        for i, part in zip(away, whole, strict=True):
+            out[i] = part.view(out[i].dtype).view(out[i].shape)
     return out

@@ -15,7 +15,7 @@ BLOCK, WARPS = 2048, 16
 def _remaining(q, draft, source, before, row, token, inside, distinct, vocab):
     """Numbers of the row of a drafter's distribution, less the first `before` drafts that were drawn from it."""
     x = tl.load(q + row * vocab + token, mask=inside, other=0).to(tl.float64)
-    for s in range(0, before):
+    for s in range(before):
         gone = distinct & (tl.load(source + s) == row)
         x = tl.where((token == tl.load(draft + s)) & gone, 0.0, x)
     return x
@@ -48,7 +48,7 @@ def reject_kernel(
     while (trial < drafted) & (passed < 0):
         row, token = tl.load(source + trial).to(tl.int64), tl.load(draft + trial)
         removed, norm = trial * 0, total * 0 + 1
-        for s in range(0, trial):
+        for s in range(trial):
             removed += (without & (tl.load(source + s) == row)).to(removed.dtype)
         if removed > 0:
             parts = tl.zeros([BLOCK], tl.float64)

@@ -102,9 +102,7 @@ def _limit(weights, vocab, least, goal, COUNTS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def draw_kernel(
-    logits, place, real, whole, weights, tokens, vocab, shift, BLOCK: tl.constexpr
-):
+def draw_kernel(logits, place, real, whole, weights, tokens, vocab, shift, BLOCK: tl.constexpr):
     """A token of row `place[i]` of the logits, -1: none; and the weights that truncation leaves.
 
     `real`: the inverse of the temperature, top-p and the least weight of min-p; `whole`: the key of the noise, and top-k
