@@ -18,9 +18,14 @@ _ROTATED_BLOCKS = 64, 16, 1
 """Dimensions that are rotated together: as many as divide a head."""
 
 
+def rotation_size(head_dim: int) -> int:
+    """Dimensions of a head that are rotated together; 1: none."""
+    return next(block for block in _ROTATED_BLOCKS if head_dim % block == 0)
+
+
 def rotate_blocks(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
     """Every head times a Hadamard matrix over blocks of its dimensions, the same in both directions."""
-    size = next(block for block in _ROTATED_BLOCKS if x.shape[-1] % block == 0)
+    size = rotation_size(x.shape[-1])
     return (x.unflatten(-1, (-1, size)) @ hadamard_matrix(size, x.device)).flatten(-2)
 
 
