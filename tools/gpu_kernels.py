@@ -2,8 +2,8 @@
 
     python tools/gpu_kernels.py [--heads 64,128] [--numbers auto,int8] [--targets cuda:90,hip:gfx942] [--json]
 
-Compiles every kernel of `foretell.model.triton` as the model launches it, for every combination of head size, numbers of
-the cache and variant. Needs the package triton only. Exits with 1 where a kernel spills registers or does not fit.
+Compiles the kernels of a layer as the model launches them, for every combination of head size, numbers of the cache and
+variant. Needs the package triton only. Exits with 1 where a kernel spills registers or does not fit.
 """
 
 import argparse
@@ -120,6 +120,7 @@ def launches(dim: int, numbers: str, variant: str, dtype: torch.dtype, group: in
 
 
 def main() -> int:
+    """Print the table; 1: a kernel spills or does not fit."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--heads", default="64,80,96,128,192,256")
@@ -129,7 +130,9 @@ def main() -> int:
     parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    lists = (getattr(given, name).split(",") for name in ("heads", "numbers", "variants", "dtypes", "groups", "targets"))
+    lists = (
+        getattr(given, name).split(",") for name in ("heads", "numbers", "variants", "dtypes", "groups", "targets")
+    )
     rows, wrong = list[dict[str, object]](), 0
     for dim, numbers, variant, dtype, group, target in product(*lists):
         for entry in launches(int(dim), numbers, variant, getattr(torch, dtype), int(group)):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from foretell.model.cache.layout import Layout
+from foretell.model.cache.layout import Layout, next_power
 
 SPLIT = 512
 """Slots that are summed together: a multiple of the slots of a block."""
@@ -100,11 +100,6 @@ class PagedLayout:
         self.buffer.copy_(other.buffer)
 
 
-def next_power(n: int) -> int:
-    """The least power of two that is at least `n`."""
-    return 1 << (n - 1).bit_length()
-
-
 def _padded(part: Int[np.ndarray, "n m"], rows: int, columns: int) -> Int[np.ndarray, "r c"]:
     out = np.zeros((rows, columns), np.int32)
     out[: part.shape[0], : part.shape[1]] = part
@@ -127,5 +122,7 @@ def _tiles(row: Int[np.ndarray, " t"], tile: int) -> Int[np.ndarray, "n 2"]:
     """First token and number of tokens of every tile."""
     ends = [*(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
     firsts = [0, *ends[:-1]]
-    tiles = [(at, min(tile, end - at)) for first, end in zip(firsts, ends, strict=True) for at in range(first, end, tile)]
+    tiles = [
+        (at, min(tile, end - at)) for first, end in zip(firsts, ends, strict=True) for at in range(first, end, tile)
+    ]
     return np.array(tiles, np.int32)

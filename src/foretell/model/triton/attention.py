@@ -1,10 +1,10 @@
 """Attention of a pass over the paged cache: tree attention with grouped queries, split over the context.
 
-A program has a tile of tokens of one row with the query heads of one key-value head, and reads the keys that they may
-see block by block, by the table of the row's blocks: no copy of a row's cache, no mask from the host. Keys are summed in
-parts of `SPLIT` slots (Flash-Decoding: Dao et al., 2023), each with an online softmax, and the parts are joined in order
-of the context. Parts and their order depend on the slots alone, so a token's result does not depend on the other rows
-and tokens of its pass, nor on whether one program joins all parts (`FOLD`) or each has a program of its own.
+A program has a tile of tokens of one row with the query heads of one key-value head. It reads the keys that they may
+see block by block, by the table of the row's blocks: no copy of a row's cache, no mask from the host. Keys are summed
+in parts of `SPLIT` slots (Flash-Decoding: Dao et al., 2023), each with an online softmax, and the parts are joined in
+order of the context. Parts and their order depend on the slots alone, so a token's result does not depend on the other
+rows and tokens of its pass, nor on whether one program joins all parts (`FOLD`) or each has a program of its own.
 """
 
 import triton
@@ -82,7 +82,7 @@ def _add_blocks(
         if SOFTCAP:
             score = _tanh(score / softcap) * softcap
         seen = _visible(start + within, prefix, least, words, token, TREE, WORDS, WINDOW)
-        score = tl.where(seen, score * LOG2_E, float("-inf"))
+        score = score * LOG2_E + tl.where(seen, 0.0, float("-inf"))  # masks change their layout as numbers only
         higher = tl.maximum(peak, tl.max(score, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weight, kept = tl.exp2(score - base[:, None]), tl.exp2(peak - base)
@@ -118,7 +118,7 @@ def _finish(
     mean = rotated(total / tl.where(valid > 0, sums, 1.0)[:, None], BLOCK_M, BLOCK_D, ROTATED)
     dim = tl.arange(0, BLOCK_D)
     place = (token * HEADS + head)[:, None] * D + dim[None, :]
-    tl.store(out + place, mean.to(out.dtype.element_ty), mask=(valid[:, None] > 0) & (dim[None, :] < D))
+    tl.store(out + place, mean.to(out.dtype.element_ty), mask=valid[:, None] * (D - dim[None, :]) > 0)
 
 
 @triton.jit
@@ -154,9 +154,9 @@ def attend(
     """Attention of the tile of program 0 and the key-value head of program 1; without `FOLD`, over the part of program
     2 only, which `combine` joins with the others.
 
-    q: `[t, HEADS, D]` rotated. k_cache, v_cache: `[kv heads, head_blocks, BLOCK, D]` of the layer, and their scales. table: `[rows,
-    width]`. sinks: `[HEADS]`. out: `[t, HEADS, D]`. parts: `[tiles, kv heads, splits, BLOCK_M, D]`, part_sums with 2
-    numbers for D.
+    q: `[t, HEADS, D]` rotated. k_cache, v_cache: `[kv heads, head_blocks, BLOCK, D]` of the layer, and their scales.
+    table: `[rows, width]`. sinks: `[HEADS]`. out: `[t, HEADS, D]`. parts: `[tiles, kv heads, splits, BLOCK_M, D]`,
+    part_sums with 2 numbers for D.
     """
     token, in_group, valid, prefix, least, begin, end = _tile(
         tiles, fields, tokens, window, GROUP, BLOCK_M, WINDOW, CHUNKED
@@ -172,7 +172,7 @@ def attend(
     v_scale += in_head
     table += tl.load(fields + tl.min(token, 0)) * width
     place = (token * HEADS + head)[:, None] * D + dim[None, :]
-    queries = tl.load(q + place, mask=(valid[:, None] > 0) & (dim[None, :] < D), other=0)
+    queries = tl.load(q + place, mask=valid[:, None] * (D - dim[None, :]) > 0, other=0)
     # Blocks before the first slot that is not in every prefix need no ancestors.
     plain = tl.min(prefix, 0) // BLOCK * BLOCK
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -187,25 +187,23 @@ def attend(
         more_sums = tl.zeros([BLOCK_M], tl.float32)
         more_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         more, more_sums, more_peak = _add_blocks(
-            more, more_sums, more_peak, queries, k_cache, v_cache, k_scale, v_scale, table, start, middle, prefix, least, words,
-            token, scale, softcap, D, BLOCK_D, NUMBERS, SOFTCAP, False, WORDS, WINDOW,
+            more, more_sums, more_peak, queries, k_cache, v_cache, k_scale, v_scale, table, start, middle, prefix,
+            least, words, token, scale, softcap, D, BLOCK_D, NUMBERS, SOFTCAP, False, WORDS, WINDOW,
         )  # fmt: skip
         more, more_sums, more_peak = _add_blocks(
-            more, more_sums, more_peak, queries, k_cache, v_cache, k_scale, v_scale, table, middle, stop, prefix, least, words,
-            token, scale, softcap, D, BLOCK_D, NUMBERS, SOFTCAP, True, WORDS, WINDOW,
+            more, more_sums, more_peak, queries, k_cache, v_cache, k_scale, v_scale, table, middle, stop, prefix,
+            least, words, token, scale, softcap, D, BLOCK_D, NUMBERS, SOFTCAP, True, WORDS, WINDOW,
         )  # fmt: skip
         if FOLD:
             total, sums, peak = _join(total, sums, peak, more, more_sums, more_peak)
         else:
             total, sums, peak = more, more_sums, more_peak
     if FOLD:
-        _finish(
-            total, sums, peak, out, sinks, token, head, valid, HEADS, D, BLOCK_M, BLOCK_D, SINKS, ROTATED
-        )
+        _finish(total, sums, peak, out, sinks, token, head, valid, HEADS, D, BLOCK_M, BLOCK_D, SINKS, ROTATED)
     else:
         query = tl.arange(0, BLOCK_M)
         at = ((tl.program_id(0) * tl.num_programs(1) + kv_head).to(tl.int64) * splits + part) * BLOCK_M + query
-        tl.store(parts + at[:, None] * D + dim[None, :], total, mask=(valid[:, None] > 0) & (dim[None, :] < D))
+        tl.store(parts + at[:, None] * D + dim[None, :], total, mask=valid[:, None] * (D - dim[None, :]) > 0)
         tl.store(part_sums + 2 * at, sums, mask=valid > 0)
         tl.store(part_sums + 2 * at + 1, peak, mask=valid > 0)
 
@@ -226,7 +224,7 @@ def combine(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for number in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
         at = ((tl.program_id(0) * tl.num_programs(1) + kv_head).to(tl.int64) * splits + number) * BLOCK_M + query
-        more = tl.load(parts + at[:, None] * D + dim[None, :], mask=(valid[:, None] > 0) & (dim[None, :] < D), other=0)
+        more = tl.load(parts + at[:, None] * D + dim[None, :], mask=valid[:, None] * (D - dim[None, :]) > 0, other=0)
         more_sums = tl.load(part_sums + 2 * at, mask=valid > 0, other=0)
         more_peak = tl.load(part_sums + 2 * at + 1, mask=valid > 0, other=float("-inf"))
         total, sums, peak = _join(total, sums, peak, more, more_sums, more_peak)

@@ -15,15 +15,12 @@ PROGRAMS = 256
 """From so many tiles times heads on, a program joins the parts of the context; some two for every multiprocessor."""
 WRITTEN_TOKENS = 16
 """Tokens of a program that writes keys and values."""
-WARPS = 4
-"""Of a program of attention: the order in which a sum is made depends on them, and is the same in both kernels."""
-WIDEST_HEAD = 256
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel. Products and sums are not fused but in matrix products: a part of the context has the same
-    bits wherever it is joined.
+    """One launch of a kernel. Products and sums are not fused but in matrix products, so that a part of the context has
+    the same bits wherever it is joined.
     """
 
     kernel: Any
@@ -40,6 +37,11 @@ class Launch:
     def run(self) -> None:
         """Put the launch into the current stream."""
         self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def _warps(store: KVCache) -> int:
+    """Warps of a program of attention, which spills no registers with them. The order of a sum depends on them."""
+    return 4 if store.k_scale is None and store.head_dim <= 128 else 8
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,10 @@ def attend(
         "FOLD": folds,
     }
     grid = (layout.tile_count, kv_heads, 1 if folds else layout.splits)
-    launches = [Launch(attention.attend, grid, arguments, WARPS)]
+    launches = [Launch(attention.attend, grid, arguments, _warps(store))]
     if not folds:
         del settings["NUMBERS"]
-        launches.append(Launch(attention.combine, grid[:2], {**shared, **settings}, WARPS))
+        launches.append(Launch(attention.combine, grid[:2], {**shared, **settings}, _warps(store)))
     return launches, out
 
 
@@ -163,7 +165,7 @@ def _cache_arguments(store: KVCache, layer: int, layout: PagedLayout) -> dict[st
 
 def _head_settings(store: KVCache) -> dict[str, object]:
     """Compile-time settings of a store."""
-    kind = numbers.PLAIN if store.k_scale is None else numbers.INT8 if store.k.dtype == torch.int8 else numbers.FP8
+    kind = numbers.PLAIN if store.k_scale is None else numbers.FP8 if store.floats else numbers.INT8
     return {
         "D": store.head_dim,
         "BLOCK_D": max(16, 1 << (store.head_dim - 1).bit_length()),

@@ -14,8 +14,8 @@ _ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def rotated(x, ROWS: tl.constexpr, DIM: tl.constexpr, LOG2_SIZE: tl.constexpr):
-    """float32 rows times the Hadamard matrix over blocks of `2**LOG2_SIZE` dimensions (0: as they are), by sums and differences
-    of halves: a product would take all registers.
+    """float32 rows times the Hadamard matrix over blocks of `2**LOG2_SIZE` dimensions (0: as they are), by sums and
+    differences of halves: a product would take all registers.
     """
     for power in tl.static_range(LOG2_SIZE):
         pairs = tl.permute(tl.reshape(x, [ROWS * DIM >> (power + 1), 2, 1 << power]), [0, 2, 1])
@@ -42,10 +42,7 @@ def stored(x, NUMBERS: tl.constexpr):
     limit: tl.constexpr = _INT8_LIMIT if NUMBERS == INT8 else _FP8_LIMIT
     factor = tl.where(peak > 0, tl.math.div_rn(tl.zeros_like(peak) + limit, tl.where(peak > 0, peak, 1.0)), 0.0)
     scaled = x * factor[:, None]
-    if NUMBERS == INT8:
-        number = ((scaled + _ROUND) - _ROUND).to(tl.int32)
-    else:
-        number = _fp8_bits(scaled)
+    number = (scaled + _ROUND - _ROUND).to(tl.int32) if NUMBERS == INT8 else _fp8_bits(scaled)
     return number.to(tl.int8), tl.math.div_rn(peak, tl.zeros_like(peak) + limit)
 
 

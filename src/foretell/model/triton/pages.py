@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and the writing of keys and values into the blocks of the cache, in one kernel."""
+"""Rotary embedding of queries and keys, and the writing of keys and values into the blocks of the cache: one kernel."""
 
 import triton
 import triton.language as tl
