@@ -137,6 +137,8 @@ def load(
         raise ValueError(
             f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
         )
+    if kv_cache_dtype == "fp8" and device == "cpu":
+        raise ValueError(f"{reference}: kv_cache_dtype fp8 is for GPUs; use int8, which has as many bytes")
     config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     check_cache_dtype(reference, config)
     if policy is not None:
@@ -223,7 +225,7 @@ def check_cache_dtype(reference: str, config: ModelConfig) -> None:
         ValueError: they cannot.
     """
     dims = {config.cache_sizes_of(i).head_dim for i in range(config.layers)}
-    if config.cache_dtype not in ("auto", "int8") and any(dim % (2 * LANES) for dim in dims):
+    if config.cache_dtype not in ("auto", "int8", "fp8") and any(dim % (2 * LANES) for dim in dims):
         raise ValueError(
             f"{reference}: kv_cache_dtype {config.cache_dtype} needs heads of a multiple of {2 * LANES} numbers, and "
             f"this model has heads of {', '.join(map(str, sorted(dims)))}; use int8"

@@ -38,8 +38,8 @@ class NodeTests(NamedTuple):
 def test_drafts(
     weights: Int[torch.Tensor, "r v"], place: Int[torch.Tensor, " m"], q: Float[torch.Tensor, "s v"], drafts: NodeDrafts
 ) -> NodeTests:
-    """Accept each draft with probability min(1, p/q); after a rejection p becomes the normalised max(0, p - q), and where
-    drafts are distinct their token leaves q. `weights[place[i]]`: those of the tokens after node `i`; see
+    """Accept each draft with probability min(1, p/q); after a rejection p becomes the normalised max(0, p - q), and
+    where drafts are distinct their token leaves q. `weights[place[i]]`: those of the tokens after node `i`; see
     `distributions.sampler`.
     """
     p = weights[place] / weights[place].sum(-1, keepdim=True).double()

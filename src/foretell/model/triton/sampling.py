@@ -1,8 +1,8 @@
 """Sampling from rows of logits on the device, with the tokens of the CPU to the bit; see `distributions.sampler`.
 
-A program samples from one row. Weights are integers, so sums and comparisons do not depend on their order; the limits of
-top-k and top-p are searched by bisection over the weights that occur, without sorting. Compiled without contraction of
-multiplications and additions.
+A program samples from one row. Weights are integers, so sums and comparisons do not depend on their order; the limits
+of top-k and top-p are searched by bisection over the weights that occur, without sorting. Compiled without contraction
+of multiplications and additions.
 """
 
 import torch
@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 
 BLOCK, WARPS = 1024, 8
 """Tokens that a program looks at together, and its warps: the most that spill no registers."""
-_ROUND: tl.constexpr = tl.constexpr(6755399441055744.0)
-_LEAST_EXPONENT: tl.constexpr = tl.constexpr(-40.0)
+_ROUND = tl.constexpr(6755399441055744.0)
+_LEAST_EXPONENT = tl.constexpr(-40.0)
 
 
 @triton.jit
@@ -105,8 +105,8 @@ def _limit(weights, vocab, least, goal, COUNTS: tl.constexpr, BLOCK: tl.constexp
 def draw_kernel(logits, place, real, whole, weights, tokens, vocab, shift, BLOCK: tl.constexpr):
     """A token of row `place[i]` of the logits, -1: none; and the weights that truncation leaves.
 
-    `real`: the inverse of the temperature, top-p and the least weight of min-p; `whole`: the key of the noise, and top-k
-    or the vocabulary's size.
+    `real`: the inverse of the temperature, top-p and the least weight of min-p; `whole`: the key of the noise, and
+    top-k or the vocabulary's size.
     """
     i = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
@@ -173,7 +173,7 @@ def draw(
     whole: Int[torch.Tensor, "r 2"],
     shift: int,
 ) -> tuple[Int[torch.Tensor, " r"], Int[torch.Tensor, "r v"]]:
-    """The token of each of these rows of logits, -1: none; and the weights that truncation leaves; see `draw_kernel`."""
+    """The token of each of these rows, -1: none; and the weights that truncation leaves; see `draw_kernel`."""
     rows, vocab = len(place), logits.shape[1]
     tokens = place.new_empty(rows, dtype=torch.int64)
     weights = place.new_empty(rows, vocab, dtype=torch.int64)
