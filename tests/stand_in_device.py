@@ -118,7 +118,7 @@ class _Mode(TorchDispatchMode):
         elif any(on_device):
             mixed = [t for t, yes in zip(tensors, on_device, strict=True) if not yes and t.dim()]
             if mixed:
-                raise RuntimeError(f"{func_types(tensors)} {name} of tensors on the device and on the host")
+                raise RuntimeError(f"{name} of tensors on the device and on the host")
 
 
 def _is_tensor(x: Any) -> bool:
@@ -145,7 +145,3 @@ def moved(decoder: Decoder) -> Decoder:
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.to(STAND_IN), requires_grad=False))
     return decoder.first_layers(decoder.config.layers)
-
-
-def func_types(ts):
-    return [(type(t), t.device) for t in ts]
