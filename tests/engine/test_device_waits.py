@@ -91,6 +91,7 @@ def test_a_step_waits_once(case: tuple[str, str, str, str]) -> None:
     compare(lambda _: Method(*HOST_DRAFTS[drafts](), ACCEPTORS[acceptor]), sampling, 1, seed=len(sampling[0]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("shape", "levels", "acceptor"),

@@ -11,7 +11,6 @@ from covering import covering_cases
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model.block.cached_attention import CachedAttention
 from foretell.model.block.paged_attention import PagedAttention
-from foretell.model.block.rope import apply_rope
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.paged_layout import PagedLayout
@@ -21,7 +20,7 @@ from foretell.testing import TINY
 
 pytest.importorskip("triton")
 
-from foretell.model.triton import launch  # noqa: E402
+from foretell.model.triton import launch
 
 CPU = torch.device("cpu")
 LAYER = 1

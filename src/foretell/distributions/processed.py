@@ -157,11 +157,14 @@ class ProcessedDistributions:
         counts = np.array([len(children) for children in drafts.values()], np.int32)
         distinct = np.array([tree.distinct[row] for row, _ in drafts])
         tensors = NodeDrafts(*(to_device(x, device) for x in (draft, source, counts, distinct, uniform)))
-        test = test_drafts
-        if has_triton(device):
-            from foretell.model.triton.acceptance import test_drafts as test
-        q = to_device(tree.q, device).flatten(0, 1)
-        return list(test(weights, to_device(np.array(place, np.int32), device), q, tensors)[:2])
+        q, at = to_device(tree.q, device).flatten(0, 1), to_device(np.array(place, np.int32), device)
+        if not has_triton(device):
+            return list(test_drafts(weights, at, q, tensors)[:2])
+        from foretell.model.triton import acceptance
+
+        launch, tests = acceptance.test_drafts(weights, at, q, tensors)
+        launch.run()
+        return list(tests[:2])
 
     def tested(self, row: int, node: int) -> tuple[int, int] | None:
         """Which of the sampled children of a node is accepted, by its number (-1: none), and the token after the node;

@@ -222,7 +222,10 @@ def _draw_by_kernel(
     bits = _weight_bits(vocab)
     real = np.array([[_inverse(s.temperature), s.top_p, max(1, ceil(s.min_p * 2.0**bits))] for s in sampling])
     top_k = to_device(np.array([min(s.top_k or vocab, vocab) for s in sampling]), logits.device)
-    return kernel.draw(logits, place, to_device(real, logits.device), torch.stack([key, top_k], 1), bits)
+    whole = torch.stack([key, top_k], 1)
+    launch, tokens, weights = kernel.draw(logits, place, to_device(real, logits.device), whole, bits)
+    launch.run()
+    return tokens, weights
 
 
 def _signed(keys: Sequence[int]) -> Int[np.ndarray, " r"]:

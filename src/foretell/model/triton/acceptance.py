@@ -6,6 +6,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 
 from foretell.core.draft_tests import NodeDrafts, NodeTests
+from foretell.model.triton.launch import Launch
 
 BLOCK, WARPS = 2048, 16
 """Tokens that a program looks at together, and its warps: the most that spill no registers."""
@@ -102,16 +103,16 @@ def reject_kernel(
 
 def test_drafts(
     weights: Int[torch.Tensor, "r v"], place: Int[torch.Tensor, " m"], q: Float[torch.Tensor, "s v"], drafts: NodeDrafts
-) -> NodeTests:
-    """Test the drafts below `m` nodes; see `core.draft_tests.test_drafts`."""
-    (nodes, most), vocab = drafts.draft.shape, weights.shape[1]
+) -> tuple[Launch, NodeTests]:
+    """The launch that tests the drafts below `m` nodes; see `core.draft_tests.test_drafts`."""
+    (nodes, most), vocab, device = drafts.draft.shape, weights.shape[1], weights.device
     tests = NodeTests(
-        place.new_empty(nodes, dtype=torch.int64),
-        place.new_empty(nodes, dtype=torch.int64),
-        place.new_empty(nodes, most, 2, dtype=torch.float64),
-        place.new_empty(nodes, vocab, dtype=torch.float64),
+        torch.empty(nodes, dtype=torch.int64, device=device),
+        torch.empty(nodes, dtype=torch.int64, device=device),
+        torch.empty(nodes, most, 2, dtype=torch.float64, device=device),
+        torch.empty(nodes, vocab, dtype=torch.float64, device=device),
     )
-    reject_kernel[(nodes,)](
-        weights, place, q, *drafts, *tests, vocab, most, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
-    )
-    return tests
+    results = {"accepted": tests.accepted, "chosen": tests.token, "chance": tests.chance, "left": tests.left}
+    sizes = {"vocab": vocab, "most": most, "BLOCK": BLOCK}
+    arguments = {"weights": weights, "place": place, "q": q, **drafts._asdict(), **results, **sizes}
+    return Launch(reject_kernel, (nodes,), arguments, WARPS), tests

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 
+from foretell.model.triton.launch import Launch
+
 BLOCK, WARPS = 1024, 8
 """Tokens that a program looks at together, and its warps: the most that spill no registers."""
 _ROUND = tl.constexpr(6755399441055744.0)
@@ -172,12 +174,22 @@ def draw(
     real: Float[torch.Tensor, "r 3"],
     whole: Int[torch.Tensor, "r 2"],
     shift: int,
-) -> tuple[Int[torch.Tensor, " r"], Int[torch.Tensor, "r v"]]:
-    """The token of each of these rows, -1: none; and the weights that truncation leaves; see `draw_kernel`."""
-    rows, vocab = len(place), logits.shape[1]
-    tokens = place.new_empty(rows, dtype=torch.int64)
-    weights = place.new_empty(rows, vocab, dtype=torch.int64)
-    draw_kernel[(rows,)](
-        logits, place, real, whole, weights, tokens, vocab, shift, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
-    )
-    return tokens, weights
+) -> tuple[Launch, Int[torch.Tensor, " r"], Int[torch.Tensor, "r v"]]:
+    """The launch that gives the token of each of these rows, -1: none, and the weights that truncation leaves; see
+    `draw_kernel`.
+    """
+    vocab = logits.shape[1]
+    tokens = torch.empty(len(place), dtype=torch.int64, device=logits.device)
+    weights = torch.empty(len(place), vocab, dtype=torch.int64, device=logits.device)
+    arguments = {
+        "logits": logits,
+        "place": place,
+        "real": real,
+        "whole": whole,
+        "weights": weights,
+        "tokens": tokens,
+        "vocab": vocab,
+        "shift": shift,
+        "BLOCK": BLOCK,
+    }
+    return Launch(draw_kernel, (len(place),), arguments, WARPS), tokens, weights
