@@ -47,7 +47,7 @@ class DeviceTensor(torch.Tensor):
         self.host = host
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError("tensors of the stand-in are used inside stand_in_device() only")
 
     def tolist(self) -> Any:
@@ -67,9 +67,9 @@ class Waits:
         self.at.append(f"{operation} {where}")
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waits = Waits()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

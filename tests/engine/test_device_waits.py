@@ -14,7 +14,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.draft import DraftModel, PromptLookup
 from foretell.draft.base import NoDrafter
 from foretell.engine.engine import Engine
-from foretell.engine.method import Method
+from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder
 from foretell.model.run.cuda_graph import GraphedDecoder
@@ -49,7 +49,11 @@ def network(device: torch.device) -> Decoder:
 
 
 def run(
-    runner: DecoderRunner, method: Method, sampling: Sequence[SamplingParams], after: Callable[[], None], **fields: Any
+    runner: DecoderRunner,
+    method: AnyMethod,
+    sampling: Sequence[SamplingParams],
+    after: Callable[[], None],
+    **fields: Any,
 ) -> list[list[int]]:
     """The tokens of every request; `after` is called after every step."""
     engine, tokens = Engine(runner, method), dict[int, list[int]]()
@@ -64,7 +68,7 @@ def run(
     return [tokens[number] for number in sorted(tokens)]
 
 
-def compare(make: Callable[[Decoder], Method], names: Sequence[str], most: int, seed: int, **fields: Any) -> None:
+def compare(make: Callable[[Decoder], AnyMethod], names: Sequence[str], most: int, seed: int, **fields: Any) -> None:
     """A method on the stand-in and on the host: at most so many waits per step, and the same tokens."""
     sampling = [SamplingParams(seed=seed, **SAMPLING[name]) for name in names]
     host = network(torch.device("cpu"))
@@ -109,7 +113,7 @@ def test_a_step_waits_once(case: tuple[str, str, str, str]) -> None:
 def test_drafting_waits_once_for_every_pass(
     shape: Any, levels: int, acceptor: Acceptor, sampling: str, seed: int
 ) -> None:
-    def method(decoder: Decoder) -> Method:
+    def method(decoder: Decoder) -> AnyMethod:
         return Method(DraftModel(DecoderRunner(decoder.first_layers(1))), shape, acceptor)
 
     compare(method, [sampling, "plain"], 1 + levels, seed)
