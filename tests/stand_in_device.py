@@ -34,7 +34,7 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, host: torch.Tensor) -> "DeviceTensor":
         with torch.inference_mode(False):
-            return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            return torch.Tensor._make_wrapper_subclass(
                 cls,
                 host.shape,
                 dtype=host.dtype,

@@ -22,7 +22,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     elif away:
         away.sort(key=lambda i: -out[i].element_size())  # So that each begins at a multiple of its size.
         parts = [out[i].reshape(-1).view(torch.uint8) for i in away]
-        whole = torch.cat(parts).cpu().split([len(part) for part in parts])
+        whole = torch.cat(parts).cpu().split_with_sizes([len(part) for part in parts])
         for i, part in zip(away, whole, strict=True):
             out[i] = part.view(out[i].dtype).view(out[i].shape)
     return out
