@@ -35,7 +35,6 @@ RESERVED = 1 << 10
 """Shared memory that CUDA takes for every block."""
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8", torch.int32: "*i32",
-    torch.float8_e4m3fn: "*i8",
 }  # fmt: skip
 VARIANTS = {
     "full": AttentionCall(32, 0.1),
@@ -135,6 +134,7 @@ def main() -> int:
     )
     rows, wrong = list[dict[str, object]](), 0
     for dim, numbers, variant, dtype, group, target in product(*lists):
+        launch.WIDE_WARPS = 4 if target.startswith("hip") else 8
         for entry in launches(int(dim), numbers, variant, getattr(torch, dtype), int(group)):
             usage = compile_launch(entry, target)
             folds = " and joins" if entry.arguments.get("FOLD") else ""

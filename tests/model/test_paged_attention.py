@@ -11,7 +11,6 @@ from covering import covering_cases
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model.block.cached_attention import CachedAttention
 from foretell.model.block.paged_attention import PagedAttention
-from foretell.model.block.rope import apply_rope
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.paged_layout import PagedLayout
@@ -21,12 +20,12 @@ from foretell.testing import TINY
 
 pytest.importorskip("triton")
 
-from foretell.model.triton import launch  # noqa: E402
+from foretell.model.triton import launch
 
 CPU = torch.device("cpu")
 LAYER = 1
 """The layer that attends; there are two, so that a kernel that reads the other one fails."""
-ROWS, LENGTHS = (2, 0, 1), (70, 5, 600)
+ROWS, LENGTHS = (2, 0, 1), (70, 5, 520)
 """Rows of the cache, and their tokens: less than a block, several blocks, and more than one part of the context."""
 
 
@@ -84,12 +83,17 @@ def layout_of_trees(case: Case) -> Layout:
 def inputs(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads = case.group * case.kv_heads
     q, k, v = (random(tokens, n, case.dim, seed=10 + n) for n in (heads, case.kv_heads, case.kv_heads))
-    return q, k, v + 1
+    return q, k, v
 
 
-def attended(kind: type[CachedAttention], case: Case, layout: Layout, cache: KVCache, rotated: int) -> torch.Tensor:
-    """The output of a layer; `rotated`: dimensions of a head that the attention is told to rotate."""
-    q, k, v = inputs(case, layout.token_count)
+def attended(
+    kind: type[CachedAttention], case: Case, layout: Layout, cache: KVCache, rotated: int, shared: bool = False
+) -> torch.Tensor:
+    """The output of a layer; `rotated`: dimensions of a head that the attention is told to rotate; `shared`: it writes
+    no keys and values.
+    """
+    q, *written = inputs(case, layout.token_count)
+    k, v = (None, None) if shared else written
     attention = kind(cache, kind.place(layout, CPU, case.config, cache), case.config, layout)
     angle = random(layout.token_count, 1, rotated // 2, seed=5)
     sinks = random(case.group * case.kv_heads, seed=6) if case.sinks else None
@@ -97,8 +101,8 @@ def attended(kind: type[CachedAttention], case: Case, layout: Layout, cache: KVC
 
 
 SETTINGS = {
-    "dim": (4, 64, 80, 128, 192, 256), "group": (1, 4, 7), "kv_heads": (1, 2), "window": (0, 7, 100),
-    "softcap": (0.0, 4.0), "sinks": (False, True), "numbers": ("auto", "int8", "fp8"), "nodes": (1, 9, 40),
+    "dim": (4, 64, 80, 128, 192, 256), "group": (1, 2, 5), "kv_heads": (1, 2), "window": (0, 7, 100),
+    "softcap": (0.0, 4.0), "sinks": (False, True), "numbers": ("auto", "int8", "fp8"), "nodes": (1, 5, 17),
     "folds": (True, False),
 }  # fmt: skip
 
@@ -125,8 +129,10 @@ def test_the_kernels_attend_as_torch_does(case: Case, monkeypatch: pytest.Monkey
     cache, expected = filled_cache(case), filled_cache(case)
     wanted = attended(CachedAttention, case, layout, expected, rotated)
     result = attended(PagedAttention, case, layout, cache, rotated)
-    torch.testing.assert_close(result, wanted, rtol=0, atol=2e-6)
     check_same_numbers(cache, expected)
+    if case.numbers != "auto":  # then over the same numbers
+        result = attended(PagedAttention, case, layout, expected, rotated, shared=True)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=2e-6)
 
 
 def check_same_numbers(cache: KVCache, expected: KVCache) -> None:
@@ -167,10 +173,10 @@ def test_windows_that_end_before_a_token() -> None:
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numbers", ["auto", "int8"])
-def test_narrow_numbers_are_as_exact_as_torch(dtype: torch.dtype, numbers: str) -> None:
-    case = Case(numbers=numbers)
+def test_narrow_numbers_are_as_exact_as_torch(numbers: str) -> None:
+    """float16: Triton's interpreter does not multiply bfloat16."""
+    case, dtype = Case(numbers=numbers, kv_heads=1, nodes=3), torch.float16
     layout, config = layout_of_trees(case), case.config
     exact = attended(CachedAttention, case, layout, filled_cache(case), 0)
     errors = list[float]()
@@ -189,19 +195,22 @@ def results_by_place(case: Case, rows: tuple[int, ...], order: slice) -> dict[tu
     q, k, v = (part[chosen] for part in inputs(case, whole.token_count))
     layout, cache = whole.select(chosen), filled_cache(case)
     everything = inputs(case, whole.token_count)
-    cache.write(LAYER, whole.row, whole.slot, *everything[1:])
+    kind = PagedAttention
+    kind(cache, kind.place(whole, CPU, case.config, cache), case.config).write(LAYER, *everything[1:])
     attention = PagedAttention(cache, PagedAttention.place(layout, CPU, case.config, cache), case.config, layout)
     out = attention.attend(LAYER, q, k, v)
     places = zip(layout.row.tolist(), layout.slot.tolist(), strict=True)
     return dict(zip(places, out, strict=True))
 
 
-@pytest.mark.parametrize("case", [Case(), Case(window=100, group=4), Case(numbers="int8", nodes=20)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(nodes=6, kv_heads=1), Case(dim=16, group=8, kv_heads=1, nodes=6, numbers="int8", window=100)], ids=str
+)
 def test_a_token_has_the_same_bits_in_every_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, with other rows, with other tokens of its row, and with its context in one program or in several."""
     monkeypatch.setattr(launch, "PROGRAMS", 0)
     together = results_by_place(case, ROWS, slice(None))
-    for rows, order, programs in (((1,), slice(3, None), 0), ((1, 2), slice(None), 1 << 30), ((1,), slice(1), 1 << 30)):
+    for rows, order, programs in (((1,), slice(3, None), 0), ((1, 2), slice(None), 1 << 30)):
         monkeypatch.setattr(launch, "PROGRAMS", programs)
         apart = results_by_place(case, rows, order)
         assert apart and all(torch.equal(out, together[place]) for place, out in apart.items())

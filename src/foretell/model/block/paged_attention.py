@@ -34,6 +34,8 @@ class PagedAttention(CachedAttention):
             return "the package triton is not installed"
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the device is no GPU"
+        if device.type != "cuda" and dtype == torch.bfloat16:
+            return "Triton's interpreter does not multiply bfloat16"
         if dtype not in _DTYPES:
             return f"it does not compute in {str(dtype).removeprefix('torch.')}"
         if config.latent is not None or any(config.sizes_of(i).head_dim > WIDEST_HEAD for i in config.attention_layers):
