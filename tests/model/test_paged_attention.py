@@ -10,6 +10,7 @@ import torch
 from covering import covering_cases
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model.block.cached_attention import CachedAttention
+from foretell.model.block.flex_attention import FlexAttention
 from foretell.model.block.paged_attention import PagedAttention
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
@@ -92,7 +93,7 @@ def attended(
     """The output of a layer; `rotated`: dimensions of a head that the attention is told to rotate; `shared`: it writes
     no keys and values.
     """
-    q, *written = inputs(case, layout.token_count)
+    q, *written = (part.to(cache.dtype) for part in inputs(case, layout.token_count))
     k, v = (None, None) if shared else written
     attention = kind(cache, kind.place(layout, CPU, case.config, cache), case.config, layout)
     angle = random(layout.token_count, 1, rotated // 2, seed=5)
@@ -126,13 +127,16 @@ def test_the_kernels_attend_as_torch_does(case: Case, monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "PROGRAMS", 0 if case.folds else 1 << 30)
     layout = layout_of_trees(case)
     rotated = case.dim if case.dim < 100 else case.dim // 2
-    cache, expected = filled_cache(case), filled_cache(case)
-    wanted = attended(CachedAttention, case, layout, expected, rotated)
+    cache, expected, exact = filled_cache(case), filled_cache(case), filled_cache(case, torch.float64)
+    attended(CachedAttention, case, layout, expected, rotated)
+    for part, numbers in zip(exact._parts(), expected._parts(), strict=True):
+        part.copy_(numbers)
     result = attended(PagedAttention, case, layout, cache, rotated)
     check_same_numbers(cache, expected)
     if case.numbers != "auto":  # then over the same numbers
         result = attended(PagedAttention, case, layout, expected, rotated, shared=True)
-    torch.testing.assert_close(result, wanted, rtol=0, atol=2e-6)
+    wanted = attended(CachedAttention, case, layout, exact, rotated, shared=True)
+    torch.testing.assert_close(result, wanted.float(), rtol=0, atol=2e-6)
 
 
 def check_same_numbers(cache: KVCache, expected: KVCache) -> None:
@@ -148,6 +152,16 @@ def check_same_numbers(cache: KVCache, expected: KVCache) -> None:
         torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
         changed = (part.int() - other.int()).abs()
         assert changed.max() <= 1 and changed.float().mean() < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "case", [Case(), Case(window=7, group=5, sinks=True, nodes=17), Case(softcap=4.0, dim=256)], ids=str
+)
+def test_flex_attention_attends_as_torch_does(case: Case) -> None:
+    layout = layout_of_trees(case)
+    outputs = [attended(kind, case, layout, filled_cache(case), 16) for kind in (CachedAttention, FlexAttention)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", [Case(window=16, chunked=True), Case(group=3, kv_heads=1, nodes=2)])
