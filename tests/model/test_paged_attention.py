@@ -21,9 +21,24 @@ from foretell.testing import TINY
 
 pytest.importorskip("triton")
 
-from foretell.model.triton import launch
+import triton
+import triton.language as tl
+
+from foretell.model.triton import launch, numbers
 
 CPU = torch.device("cpu")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(x, written, codes, read):  # type: ignore[no-untyped-def]
+    """The bytes of the rows of `x`, and the numbers of all bytes."""
+    column = tl.arange(0, 256)
+    for row in range(5):
+        value = tl.load(x + row * 256 + column)
+        tl.store(written + row * 256 + column, numbers._fp8_bits(value).to(tl.int8))
+    tl.store(read + column, numbers.widened(tl.load(codes + column), tl.float32, numbers.FP8))
+
+
 LAYER = 1
 """The layer that attends; there are two, so that a kernel that reads the other one fails."""
 ROWS, LENGTHS = (2, 0, 1), (70, 5, 520)
@@ -129,8 +144,8 @@ def test_the_kernels_attend_as_torch_does(case: Case, monkeypatch: pytest.Monkey
     rotated = case.dim if case.dim < 100 else case.dim // 2
     cache, expected, exact = filled_cache(case), filled_cache(case), filled_cache(case, torch.float64)
     attended(CachedAttention, case, layout, expected, rotated)
-    for part, numbers in zip(exact._parts(), expected._parts(), strict=True):
-        part.copy_(numbers)
+    for part, other in zip(exact._parts(), expected._parts(), strict=True):
+        part.copy_(other)
     result = attended(PagedAttention, case, layout, cache, rotated)
     check_same_numbers(cache, expected)
     if case.numbers != "auto":  # then over the same numbers
@@ -187,10 +202,10 @@ def test_windows_that_end_before_a_token() -> None:
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("numbers", ["auto", "int8"])
-def test_narrow_numbers_are_as_exact_as_torch(numbers: str) -> None:
+@pytest.mark.parametrize("stored", ["auto", "int8"])
+def test_narrow_numbers_are_as_exact_as_torch(stored: str) -> None:
     """float16: Triton's interpreter does not multiply bfloat16."""
-    case, dtype = Case(numbers=numbers, kv_heads=1, nodes=3), torch.float16
+    case, dtype = Case(numbers=stored, kv_heads=1, nodes=3), torch.float16
     layout, config = layout_of_trees(case), case.config
     exact = attended(CachedAttention, case, layout, filled_cache(case), 0)
     errors = list[float]()
@@ -256,3 +271,17 @@ def test_a_layout_on_the_device_says_what_each_token_sees() -> None:
     assert placed.words.shape[1] == 3 and placed.splits == 1
     assert [n for first, n in placed.tiles.tolist() for n in range(first, first + n)] == list(range(80))
     assert all(n <= 4 for _, n in placed.tiles.tolist())
+
+
+def test_bytes_of_eight_bit_floats_are_those_of_torch() -> None:
+    """All numbers, the middles between neighbours (ties to even), and random ones."""
+    codes = torch.arange(256).to(torch.int8)
+    known = codes.view(torch.float8_e4m3fn).float()
+    known = known[known.isfinite()].sort().values
+    x = torch.cat((known, (known[1:] + known[:-1]) / 2, random(773, seed=0) * 0.05))[:1280]
+    x = torch.nn.functional.pad(x, (0, 1280 - len(x)))
+    written, read = torch.empty(1280, dtype=torch.int8), torch.empty(256)
+    _numbers[(1,)](x.view(5, 256), written, codes, read)
+    assert torch.equal(written.view(torch.float8_e4m3fn).float(), x.to(torch.float8_e4m3fn).float())
+    finite = codes.view(torch.float8_e4m3fn).float().isfinite()
+    assert torch.equal(read[finite], codes.view(torch.float8_e4m3fn).float()[finite]) and finite.sum() == 254
