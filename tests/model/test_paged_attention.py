@@ -16,7 +16,7 @@ from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.paged_layout import PagedLayout
 from foretell.model.config.attention import QueryScaling
-from foretell.model.config.model import ModelConfig
+from foretell.model.config.model import CacheDtype, ModelConfig
 from foretell.testing import TINY
 
 pytest.importorskip("triton")
@@ -56,7 +56,7 @@ class Case:
     chunked: bool = False
     softcap: float = 0.0
     sinks: bool = False
-    numbers: str = "auto"
+    numbers: CacheDtype = "auto"
     nodes: int = 9
     folds: bool = True
 
@@ -113,7 +113,9 @@ def attended(
     attention = kind(cache, kind.place(layout, CPU, case.config, cache), case.config, layout)
     angle = random(layout.token_count, 1, rotated // 2, seed=5)
     sinks = random(case.group * case.kv_heads, seed=6) if case.sinks else None
-    return attention.rotate_and_attend(LAYER, q, k, v, (angle.cos(), angle.sin()) if rotated else None, sinks)
+    angles = (angle.cos(), angle.sin()) if rotated else None
+    out: torch.Tensor = attention.rotate_and_attend(LAYER, q, k, v, angles, sinks)
+    return out
 
 
 SETTINGS = {
@@ -203,7 +205,7 @@ def test_windows_that_end_before_a_token() -> None:
 
 
 @pytest.mark.parametrize("stored", ["auto", "int8"])
-def test_narrow_numbers_are_as_exact_as_torch(stored: str) -> None:
+def test_narrow_numbers_are_as_exact_as_torch(stored: CacheDtype) -> None:
     """float16: Triton's interpreter does not multiply bfloat16."""
     case, dtype = Case(numbers=stored, kv_heads=1, nodes=3), torch.float16
     layout, config = layout_of_trees(case), case.config

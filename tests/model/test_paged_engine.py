@@ -19,6 +19,7 @@ from foretell.model.block.attention_kinds import KINDS, VARIABLE, attention_kind
 from foretell.model.block.cached_attention import CachedAttention
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.paged_attention import PagedAttention
+from foretell.model.config.model import ModelConfig
 from foretell.model.run.cuda_graph import GraphedDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek
@@ -92,11 +93,11 @@ def test_logits_of_a_tree_are_those_of_torch(by_triton: None, monkeypatch: pytes
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=2e-5)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The operations of a pass with the shapes of their tensors; it refuses what a captured pass must not do."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.list: list[tuple[object, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +147,10 @@ def test_a_pass_is_one_list_of_operations_for_every_bucket(by_triton: None, monk
 def test_which_attention_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert attention_kind(CONFIG, torch.float32, CPU) is CachedAttention
-    gpu, choice = torch.device("cuda"), lambda config: attention_kind(config, torch.bfloat16, gpu)
+
+    def choice(config: ModelConfig) -> type[CachedAttention]:
+        return attention_kind(config, torch.bfloat16, torch.device("cuda"))
+
     pytest.importorskip("triton")
     assert choice(CONFIG) is PagedAttention and choice(replace(CONFIG, cache_dtype="fp8")) is PagedAttention
     for config in (

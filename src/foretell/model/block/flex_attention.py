@@ -108,7 +108,8 @@ def _block_mask(placed: PagedLayout, store: KVCache, window: int, chunked: bool)
         if window:
             rank = (word >> WORD_BITS) + _set_bits(word & ((1 << bit) - 1))
             visible = visible & (torch.where(behind < 0, slot, prefix[token] + rank) > least[token])
-        return (block >= 0) & visible
+        both: torch.Tensor = (block >= 0) & visible
+        return both
 
     return create_block_mask(seen, 1, None, placed.tokens, blocks * BLOCK_SLOTS, device=store.k.device)
 
