@@ -29,7 +29,7 @@ from foretell.model.triton import launch, numbers
 CPU = torch.device("cpu")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _numbers(x, written, codes, read):  # type: ignore[no-untyped-def]
     """The bytes of the rows of `x`, and the numbers of all bytes."""
     column = tl.arange(0, 256)

@@ -64,7 +64,7 @@ SAMPLED = SamplingParams(temperature=1.2, seed=3)
         ("sam_recycling", SamplingParams(), True),
         pytest.param("autoregressive", SAMPLED, True, marks=pytest.mark.exhaustive),
         pytest.param("draft_model", SamplingParams(), False, marks=pytest.mark.exhaustive),
-        pytest.param("self_speculative", SAMPLED, False, marks=pytest.mark.exhaustive),
+        pytest.param("self_speculative", SamplingParams(), False, marks=pytest.mark.exhaustive),
         pytest.param("ngram", SAMPLED, True, marks=pytest.mark.exhaustive),
         pytest.param("lookahead", SamplingParams(), True, marks=pytest.mark.exhaustive),
         pytest.param("medusa", SamplingParams(), True, marks=pytest.mark.exhaustive),
