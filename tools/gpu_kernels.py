@@ -36,7 +36,7 @@ RESERVED = 1 << 10
 """Shared memory that CUDA takes for every block."""
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8", torch.int32: "*i32",
-    torch.float8_e4m3fn: "*i8", torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*i1",
+    torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 VARIANTS = {
     "full": AttentionCall(32, 0.1),
@@ -157,6 +157,7 @@ def main() -> int:
         if not given.json:
             print(*rows[-1].values(), sep="\t", flush=True)
     for dim, numbers, variant, dtype, group, target in product(*lists) if given.heads else ():
+        launch.WIDE_WARPS = 4 if target.startswith("hip") else 8
         for entry in launches(int(dim), numbers, variant, getattr(torch, dtype), int(group)):
             usage = compile_launch(entry, target)
             folds = " and joins" if entry.arguments.get("FOLD") else ""

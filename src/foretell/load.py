@@ -86,10 +86,10 @@ def load(
     answer that the model is opened for; it decides the scaling of `dynamic` and `longrope` positions (default: of
     `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
-    `kv_cache_dtype`: `int8` and `int4` keep keys and values in 8 and 4 bits, one scale per token and head, which
-    changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the upper halves
-    alone; `int4-kivi` and `int2-kivi` round keys per dimension over 32 tokens (KIVI, arXiv 2402.02750) and keep the
-    last 128 tokens whole; `auto` keeps them as the model computes.
+    `kv_cache_dtype`: `int8`, `fp8` (on GPUs) and `int4` keep keys and values in 8 and 4 bits, one scale per token and
+    head, which changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the
+    upper halves alone; `int4-kivi` and `int2-kivi` round keys per dimension over 32 tokens (KIVI, arXiv 2402.02750) and
+    keep the last 128 tokens whole; `auto` keeps them as the model computes.
     `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET`, `tova@BUDGET` or `h2o@BUDGET` keeps about so many keys
     and values per layer and head while an answer is decoded, and evicts the others; with `quest@BUDGET` every token
     selects so many to read, and all are kept. Answers are lossy then. None: all are kept and read.

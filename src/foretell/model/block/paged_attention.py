@@ -17,7 +17,8 @@ from foretell.model.cache.layout import Layout
 from foretell.model.cache.paged_layout import PagedLayout
 from foretell.model.config.model import ModelConfig
 
-WIDEST_HEAD = 256
+WIDEST_HEAD = 128 if torch.version.hip else 256
+"""Numbers of a head that fit the memory of a multiprocessor; AMD's has 64 KiB."""
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -34,6 +35,8 @@ class PagedAttention(CachedAttention):
             return "the package triton is not installed"
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the device is no GPU"
+        if device.type != "cuda" and dtype == torch.bfloat16:
+            return "Triton's interpreter does not multiply bfloat16"
         if dtype not in _DTYPES:
             return f"it does not compute in {str(dtype).removeprefix('torch.')}"
         if config.latent is not None or any(config.sizes_of(i).head_dim > WIDEST_HEAD for i in config.attention_layers):

@@ -12,9 +12,13 @@ from foretell.model.cache.paged_layout import SPLIT, PagedLayout
 from foretell.model.triton import attention, numbers, pages
 
 PROGRAMS = 256
-"""From so many tiles times heads on, a program joins the parts of the context; some two for every multiprocessor."""
+"""From so many tiles times heads on a program joins the parts of the context: some two for every multiprocessor."""
 WRITTEN_TOKENS = 16
 """Tokens of a program that writes keys and values."""
+
+
+WIDE_WARPS = 4 if torch.version.hip else 8
+"""Warps of a program of attention over wide heads or rounded numbers: so few that it spills no registers."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class Launch:
 
 
 def _warps(store: KVCache) -> int:
-    """Warps of a program of attention, which spills no registers with them. The order of a sum depends on them."""
-    return 4 if store.k_scale is None and store.head_dim <= 128 else 8
+    """Warps of a program of attention; the order of a sum depends on them, so both kernels have as many."""
+    return 4 if store.k_scale is None and store.head_dim <= 128 else WIDE_WARPS
 
 
 @dataclass(frozen=True)
