@@ -42,7 +42,7 @@ class PEagleDrafter(BlockPredictor):
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
         token, states = self._pending(rows, texts, counts)
-        self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
+        self.network.store_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
     def _draft(self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]) -> Blocks:
         counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.slots

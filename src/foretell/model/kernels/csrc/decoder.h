@@ -167,7 +167,9 @@ class ForwardPass {
     const bool apart = layer.qkv.next && layer.qkv.outputs == queries;
     const Weight& keys = apart ? *layer.qkv.next : layer.qkv;
     const int width = apart ? qkv_width_ - queries : qkv_width_;
-    operands_.multiply(keys, x_, m_.hidden, layer.attention_norm, m_.eps,
+    const bool given = attention_input_ && i == first_;
+    operands_.multiply(keys, given ? attention_input_ : x_, reader(keys).inputs,
+                       given ? nullptr : layer.attention_norm, m_.eps,
                        {qkv_.get() + (apart ? queries : 0), qkv_width_, width, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     if (m_.qk_norm_over == kAllHeads) norm_all_heads(layer, false, team);
