@@ -130,7 +130,8 @@ class _Source:
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.levels = name, 0, 1.0
         """Steps in which it drafted, and mean levels of its trees."""
-        self.scored = True
+        self.scored, self.last = True, 0
+        """Whether its trees have scores, and the last step in which it drafted."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
         self.trials = dict[Key, _Trials]()
 
@@ -214,6 +215,7 @@ class Budget:
             (load.accounts[i].deficit(load.room[i] + 1) ** 2 for i, w in enumerate(load.weights) if w), default=0
         )
         self._seconds = self.times.seconds(self._key, max(1, self._requests))
+        self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
         self._measures = load.is_decode and self.times.needs_plain(self._key)
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
         self._values, self._offers = list[float](), list[_Offer]()
@@ -229,8 +231,8 @@ class Budget:
         """Seconds of the step with so many drafts and so long a drafting; what exceeds a plain one counts the more, the
         more the request that has lost most has lost.
         """
-        plain = self._at(0)
-        return plain + self._caution * (self._at(drafts) - plain + spent)
+        # What prompts take is no reason to draft more: tokens that come later come at the usual rate.
+        return self._host + self._seconds[0] + self._caution * (self._at(drafts) - self._at(0) + spent)
 
     def _at(self, drafts: float) -> float:
         """Seconds of the pass with so many drafts."""
@@ -403,8 +405,7 @@ class Budget:
         self._first += self._fixed
         # Stable: of equals the earlier ones stay, so that a node's parent is kept.
         drafts.sort(key=lambda draft: -draft[0])
-        count = 0 if self._measures else self._best_of([value for value, *_ in drafts])[0] + self._trial_nodes
-        count = min(count, len(drafts))
+        count = self._count([value for value, *_ in drafts])
         self.statistics.nodes_drafted += len(drafts)
         self.statistics.nodes_verified += count
         if count < len(drafts):
@@ -420,16 +421,21 @@ class Budget:
             i = parts[p].indices[row]
             self._expected[i] += value / weights[i]
         tokens, speed = self._requests + sum(self._expected.values()), self.times.speed
-        self.last = Forecast(speed * (self._at(count) + self._spent), speed * self._at(0), tokens)
+        seconds = self._host + self._at(count) + self._spent
+        self.last = Forecast(speed * seconds, speed * (self._host + self._at(0)), tokens)
+
+    def _count(self, values: Sequence[float]) -> int:
+        """How many of the drafts of these falling values are verified."""
+        if self._measures:
+            return 0
+        return min(len(values), self._best_of(values)[0] + self._trial_nodes)
 
     def observe(self, step: StepResult, time: StepTime, shared: bool) -> None:
         """Learn from the result of the step that began last; `shared`: several methods drafted in it."""
         load, tree = self._load, step.tree
-        for offer in self._offers:
-            self._learn(offer, step)
         if load.is_decode:
             drafts = tree.active_count - load.tokens
-            lost = (self._at(drafts - self._fixed) + self._spent) / self._at(0)
+            lost = (self._host + self._at(drafts - self._fixed) + self._spent) / (self._host + self._at(0))
             for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
                 if load.weights[i]:
                     # What was to be expected counts, not luck: else one unlucky request ends the drafts of all.
@@ -438,7 +444,9 @@ class Budget:
             self.statistics.drafting_steps += drafts > 0
             self.times.observe_pass(self._key, self._requests, tree.active_count, time.total - time.draft)
             if not shared:
-                self._learn_drafting(time.draft)
+                self._learn_drafting(time.draft + time.between)
+        for offer in self._offers:
+            self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
             account.tokens += len(new)
             if new and (drafted := step.num_drafted(i)):
@@ -449,6 +457,9 @@ class Budget:
         *before, last = [_HOST, *(offer.source.name for offer in self._offers)]
         known = sum(self.times.draft_seconds(name, self._key, self._requests, 0.0) for name in before)
         plain = 0.0 if last == _HOST else self._at(0)
+        # After steps without it, a drafter has more to read.
+        if self._offers and (source := self._offers[-1].source).steps > 1 and source.last < self._step - 1:
+            return
         self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
@@ -464,6 +475,7 @@ class Budget:
             acceptance.count(judged, right, load.room[i])
             predicted = sum(acceptance.chance[rung] for rung in judged)
             load.accounts[i].count(source.name, predicted, len(right))
+        source.last = self._step
         if levels:
             source.levels += (levels - source.levels) / min(source.steps, HORIZON)
 

@@ -84,6 +84,8 @@ class Engine:
         """Methods whose requests the next step runs one by one to find the one that fails: their drafters failed."""
         self.last_step = StepTime(0.0, 0.0, 0.0)
         """Times of the last step that ran."""
+        self._ended = clock()
+        """When the last step had learned what it gave."""
         self._methods: WeakValueDictionary[int, BoundMethod] = WeakValueDictionary()
         """The methods of requests and of rows that keep their tokens, by id of the method."""
         self._bind(method)
@@ -365,8 +367,10 @@ class Engine:
             ended - started,
             committed - verified.verified,
             StepCounts.of(step),
+            started - self._ended,
         )
         self._scheduler.observe(scheduled, step_time)
+        self._ended = ended
         self.budget.observe(step, step_time, shared=len(verified.groups.groups) > 1)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):
