@@ -1,7 +1,5 @@
 """Help: it fits narrow terminals without cutting a name, explains topics, and completes in shells."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -10,7 +8,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from command import expect_error, run_foretell
-from foretell.cli import app
+from foretell.cli import app, main
 from foretell.cli.commands import commands
 
 WIDTHS = (80, 100)
@@ -67,10 +65,12 @@ def test_help_on_a_command_is_its_own_help() -> None:
     ("words", "cursor", "completed"),
     [("foretell gen", 1, "generate"), ("foretell generate --comp", 2, "--compare"), ("foretell bench ru", 2, "run")],
 )
-def test_bash_completes_commands_and_options(words: str, cursor: int, completed: str) -> None:
-    environment = {"_FORETELL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(cursor)}
-    code = "import sys; sys.argv = ['foretell']; from foretell.cli import main; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert result.stdout.split() == [completed], result.stderr
+def test_bash_completes_commands_and_options(
+    words: str, cursor: int, completed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"_FORETELL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": cursor}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "argv", ["foretell"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.split() == [completed]

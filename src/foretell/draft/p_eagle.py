@@ -23,9 +23,7 @@ class PEagleDrafter(BlockPredictor):
 
     label = "EAGLE's layers over masks, in one pass"
 
-    def __init__(self, network: PEagle, max_pending: int = 32) -> None:
-        super().__init__(network, max_pending)
-        self.network = network
+    network: PEagle
 
     def _grow_native(
         self,
