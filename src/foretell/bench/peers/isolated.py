@@ -83,7 +83,7 @@ class IsolatedPeer(Peer):
         runtime, mode = MODES[name.split("/")[0]]
         if mode == "draft" and draft_model is None:
             raise ValueError(f"the peer {runtime}-draft needs a draft model: name one with --draft-model")
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115: it lives as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [python_of(runtime), "-I", _WORKER],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -120,6 +120,7 @@ class IsolatedPeer(Peer):
         if process := getattr(self, "_process", None):
             process.kill()
             process.communicate()
+            self._log.close()
 
 
 def _end_of(text: str) -> str:
