@@ -17,7 +17,7 @@ Generate = Callable[[list[int], int], Iterator[Sequence[int]]]
 
 def load_xllamacpp(settings: dict[str, Any]) -> Generate:
     """llama.cpp's server, with its own speculation."""
-    import xllamacpp as package  # type: ignore[import-not-found, unused-ignore]
+    import xllamacpp as package
 
     kinds = {"lookup": "NGRAM_SIMPLE", "ngram-mod": "NGRAM_MOD", "ngram-cache": "NGRAM_CACHE", "draft": "DRAFT_SIMPLE"}
     params = package.CommonParams()
@@ -53,8 +53,8 @@ def load_openvino(settings: dict[str, Any]) -> Generate:
     from threading import Thread
 
     import numpy as np
-    import openvino_genai as package  # type: ignore[import-not-found, unused-ignore]
-    from openvino import Tensor  # type: ignore[import-not-found, unused-ignore]
+    import openvino_genai as package
+    from openvino import Tensor
 
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": settings["threads"]}
     if settings["mode"] == "lookup":
