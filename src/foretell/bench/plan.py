@@ -102,7 +102,7 @@ class BenchPlan:
                     notes.append(f"{spec.label} is left out: {error}")
         first = next(iter(models.values()))
         peers = registry.load_peers(self.peers, self._peer_settings(first))
-        assisted = [name for name in self.peers if name.startswith("transformers-assisted")]
+        assisted = [name for name in self.peers if registry.drafts_with_model(name)]
         competitors: list[Competitor] = [*methods, *(PeerCompetitor(p, first) for p in peers.values())]
         notes += use_of_inputs(methods, assisted)
         return BenchRun(competitors, models, repeats, s.batch, tuple(dict.fromkeys(notes)))
