@@ -1,6 +1,6 @@
 """Loads models: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face hub."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,7 +18,7 @@ from foretell.model.config.readers.hf import from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
-from foretell.model.load.adapter import with_adapter
+from foretell.model.load.adapter import adapter_name, read_updates, with_adapter
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import gguf_config
@@ -43,7 +43,7 @@ from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.offload.sparsity_file import directory_of, read_sparsity
 from foretell.model.run.compact_runner import check_compactible
-from foretell.model.run.network import Network
+from foretell.model.run.network import Adaptable, Network
 from foretell.speculator import is_speculator
 from foretell.speculator.formats.files import missing_weights
 from foretell.tokenizer.codec import TextCodec, from_directory
@@ -70,7 +70,8 @@ def load(
     sparsity: str | Path | None = None,
     pre_tokenizer: str | None = None,
     chat_template_date: datetime | None = None,
-    lora: str | Path | None = None,
+    lora: str | Path | Sequence[str | Path] | None = None,
+    adapters: Sequence[str] = (),
 ) -> Model:
     """Load a model.
 
@@ -98,8 +99,9 @@ def load(
     are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
     `pre_tokenizer`: llama.cpp's name of the pre-tokenizer of a GGUF file, in place of the one that the file names.
     `chat_template_date`: the date that chat templates are told; None: that of the day.
-    `lora`: an adapter that is merged into the weights while they are read, a directory of PEFT or a GGUF file, also as
-    NAME=PLACE; the file of the model stays as it is. Matrices that it changes are not quantised afterwards.
+    `lora`: adapters that are merged into the weights while they are read, directories of PEFT or GGUF files, also as
+    NAME=PLACE; the file of the model stays as it is. Matrices that they change are not quantised afterwards.
+    `adapters`: adapters as NAME=PLACE beside the weights, which stay as they are: a `Request` names its own.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -112,6 +114,7 @@ def load(
     policy = None if kv_cache_policy is None else parse_target_policy(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
+    merged = [str(lora)] if isinstance(lora, str | Path) else list(map(str, lora or ()))
     raw = _read_config(path)
     if raw is not None and pre_tokenizer is not None:
         raise ValueError(
@@ -119,7 +122,7 @@ def load(
         )
     refuse_other_kinds(reference, path, raw)
     if raw is not None and not is_decoder_family(raw):
-        options = rope_scaling, max_model_len, policy, sparsity, lora
+        options = rope_scaling, max_model_len, policy, sparsity, *merged, *adapters
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
                 f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity and lora are for "
@@ -129,9 +132,9 @@ def load(
         model.codec = replace(model.codec, template_date=chat_template_date)
         return model
     opened = open_checkpoint(path, raw, pre_tokenizer)
-    if lora is not None:
-        adapted, merged = with_adapter(opened.config, opened.weights, str(lora))
-        opened = opened._replace(config=adapted, weights=merged)
+    for each in merged:
+        adapted, changed = with_adapter(opened.config, opened.weights, each)
+        opened = opened._replace(config=adapted, weights=changed)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":
         raise ValueError(
@@ -154,8 +157,32 @@ def load(
     variant = weights.variant or precision
     tokenizer = replace(codec.result(), template_date=chat_template_date)
     eos = tuple(sorted({*opened.eos, *tokenizer.eos_ids}))
-    name = reference if lora is None else f"{reference} with {lora}"
-    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy)
+    name = " with ".join([reference, *merged])
+    whole = kv_cache_policy is None and sparsity is None and memory_limit is None
+    beside = _adapted(network if whole else None, config, opened.weights, adapters)
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy, adapted=beside)
+
+
+def _adapted(
+    network: Network | None, config: ModelConfig, weights: Weights, adapters: Sequence[str]
+) -> dict[str, Network]:
+    """The network (None: it cannot have any) with each of the adapters that requests choose among, by their names.
+
+    Raises:
+        ValueError: one has no name or that of another, or cannot be beside the weights.
+    """
+    made = dict[str, Network]()
+    for reference in adapters:
+        name = adapter_name(reference).name
+        if name is None or name in made:
+            raise ValueError(f"--lora {reference}: adapters that requests choose need names of their own, as NAME=PATH")
+        if not isinstance(network, Adaptable):
+            raise ValueError(
+                f"--lora {reference}: requests cannot choose adapters together with --kv-cache-policy, --sparsity or a "
+                "limit of memory; give it without NAME=, which merges it for all"
+            )
+        made[name] = network.with_updates(read_updates(config, weights, reference))
+    return made
 
 
 @dataclass(frozen=True)
@@ -170,7 +197,8 @@ class TargetOptions:
     pre_tokenizer: str | None = None
     chat_template_date: str | None = None
     """In the form of ISO 8601."""
-    lora: str | None = None
+    lora: Sequence[str] = ()
+    adapters: Sequence[str] = ()
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options."""
@@ -189,6 +217,7 @@ class TargetOptions:
             pre_tokenizer=self.pre_tokenizer,
             chat_template_date=date,
             lora=self.lora,
+            adapters=self.adapters,
         )
 
 
