@@ -1,5 +1,6 @@
 """Loads models: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face hub."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from foretell.model.config.readers.compressed import check_card
 from foretell.model.config.readers.hf import from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
 from foretell.model.load.adapter import adapter_name, read_updates, with_adapter
 from foretell.model.load.checkpoint import Checkpoint
@@ -43,7 +45,7 @@ from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.offload.sparsity_file import directory_of, read_sparsity
 from foretell.model.run.compact_runner import check_compactible
-from foretell.model.run.network import Adaptable, Network
+from foretell.model.run.network import Network
 from foretell.speculator import is_speculator
 from foretell.speculator.formats.files import missing_weights
 from foretell.tokenizer.codec import TextCodec, from_directory
@@ -52,6 +54,7 @@ from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, parse_object, read_json
 
+log = logging.getLogger(__name__)
 DTYPES = ("auto", *PRECISIONS, "int4")
 """Values of `dtype`."""
 _FOR_SOME_FILES = ("int4", "int8-activations")
@@ -101,7 +104,7 @@ def load(
     `chat_template_date`: the date that chat templates are told; None: that of the day.
     `lora`: adapters that are merged into the weights while they are read, directories of PEFT or GGUF files, also as
     NAME=PLACE; the file of the model stays as it is. Matrices that they change are not quantised afterwards.
-    `adapters`: adapters as NAME=PLACE beside the weights, which stay as they are: a `Request` names its own.
+    `adapters`: adapters as NAME=PLACE, of which a `Request` names its own.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -133,8 +136,8 @@ def load(
         return model
     opened = open_checkpoint(path, raw, pre_tokenizer)
     for each in merged:
-        adapted, changed = with_adapter(opened.config, opened.weights, each)
-        opened = opened._replace(config=adapted, weights=changed)
+        own, changed = with_adapter(opened.config, opened.weights, each)
+        opened = opened._replace(config=own, weights=changed)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":
         raise ValueError(
@@ -158,30 +161,37 @@ def load(
     tokenizer = replace(codec.result(), template_date=chat_template_date)
     eos = tuple(sorted({*opened.eos, *tokenizer.eos_ids}))
     name = " with ".join([reference, *merged])
-    whole = kv_cache_policy is None and sparsity is None and memory_limit is None
-    beside = _adapted(network if whole else None, config, opened.weights, adapters)
-    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy, adapted=beside)
+    if adapters and not (kv_cache_policy is None and sparsity is None and memory_limit is None):
+        raise ValueError(
+            f"--lora {adapters[0]}: requests cannot choose adapters together with --kv-cache-policy, --sparsity or a "
+            "limit of memory; give it without NAME=, which merges it for all"
+        )
+    plain = _FileCheckpoint(config, opened.weights, precision, torch_device)
+    adapted = _adapted(plain, network, adapters, RoundedWeights if dtype == "int4" else lambda weights: weights)
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy, adapted=adapted)
 
 
 def _adapted(
-    network: Network | None, config: ModelConfig, weights: Weights, adapters: Sequence[str]
+    checkpoint: "_FileCheckpoint", network: Network, adapters: Sequence[str], rounded: Callable[[Weights], Weights]
 ) -> dict[str, Network]:
-    """The network (None: it cannot have any) with each of the adapters that requests choose among, by their names.
+    """The network with each of the adapters that requests choose among, by their names: beside its weights, or, where
+    that is not possible, merged into a copy of them, of which `rounded` gives what is packed.
 
     Raises:
-        ValueError: one has no name or that of another, or cannot be beside the weights.
+        ValueError: an adapter has no name or that of another, or cannot be read.
     """
-    made = dict[str, Network]()
+    made, (config, weights, precision, device) = dict[str, Network](), checkpoint.parts
     for reference in adapters:
         name = adapter_name(reference).name
         if name is None or name in made:
             raise ValueError(f"--lora {reference}: adapters that requests choose need names of their own, as NAME=PATH")
-        if not isinstance(network, Adaptable):
-            raise ValueError(
-                f"--lora {reference}: requests cannot choose adapters together with --kv-cache-policy, --sparsity or a "
-                "limit of memory; give it without NAME=, which merges it for all"
-            )
-        made[name] = network.with_updates(read_updates(config, weights, reference))
+        updates = read_updates(config, weights, reference) if isinstance(network, NativeDecoder) else None
+        if updates is not None and isinstance(network, NativeDecoder):
+            made[name] = network.with_updates(updates)
+            continue
+        log.warning("%s: merged into a copy of the model, which takes its memory again", reference)
+        adapted, merged = with_adapter(config, weights, reference)
+        made[name] = build_network(adapted, rounded(merged), precision, device)
     return made
 
 

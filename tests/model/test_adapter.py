@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -615,7 +616,8 @@ def test_narrow_weights_have_adapters_and_drafts_keep_the_text(dtype: str, sever
     texts = [
         [a.tokens for a in model.engine(model.method(m), rows=4).complete(asked)] for m in ("autoregressive", "ngram")
     ]
-    assert texts[0] == texts[1] == [[*model.engine(model.method(), rows=1).complete([r])][0].tokens for r in asked]
+    alone = [answer.tokens for r in asked for answer in model.engine(model.method(), rows=1).complete([r])]
+    assert texts[0] == texts[1] == alone
 
 
 def test_adapters_that_requests_cannot_choose_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -629,10 +631,43 @@ def test_adapters_that_requests_cannot_choose_are_refused(small: tuple[Path, Pat
     refused("NAME=PATH", adapters=[str(adapter)])
     refused("NAME=PATH", adapters=[f"x={adapter}", f"x={adapter}"])
     refused("--sparsity", adapters=[f"x={adapter}"], memory_limit=1 << 30)
-    tensors = factors({"model.layers.0.self_attn.q_proj": (16, 16)})
-    tensors["model.layers.0.self_attn.q_proj.lora_magnitude_vector"] = random(16)
-    refused("q_proj", "without NAME=", adapters=[f"x={write_adapter(tmp_path / 'd', tensors, use_dora=True)}"])
-    head = {"lm_head.lora_A.weight": random(4, 16), "lm_head.lora_B.weight": random(257, 4)}
-    refused("lm_head", "without NAME=", adapters=[f"x={write_adapter(tmp_path / 'h', head)}"])
-    wrong = factors({"model.layers.0.mlp.up_proj": (24, 20)})
-    refused("another model", "(24, 20)", "(24, 16)", adapters=[f"x={write_adapter(tmp_path / 'w', wrong)}"])
+    wrong = write_adapter(tmp_path / "w", factors({"model.layers.0.mlp.up_proj": (24, 20)}))
+    refused("another model", "(24, 20)", "(24, 16)", adapters=[f"x={wrong}"])
+
+
+def test_an_adapter_of_another_kind_is_merged_into_a_copy(several: Any, tmp_path: Path) -> None:
+    base, adapters, _ = several
+    tensors = factors({"model.layers.0.self_attn.q_proj": (32, 32)})
+    tensors["model.layers.0.self_attn.q_proj.lora_magnitude_vector"] = random(32)
+    head = {"lm_head.lora_A.weight": random(4, 32), "lm_head.lora_B.weight": random(257, 4)}
+    own = {"dora": write_adapter(tmp_path / "d", tensors, use_dora=True), "head": write_adapter(tmp_path / "h", head)}
+    model = beside(base, *(f"{name}={place}" for name, place in (own | adapters).items()))
+    engine = model.engine(model.method("ngram"), rows=4)
+    answers = engine.complete([model.request("abc abc", max_new_tokens=16, adapter=name) for name in own])
+    for answer, place in zip(answers, own.values(), strict=True):
+        (wanted,) = load(str(base), "float32", lora=place).generate(["abc abc"], max_new_tokens=16)
+        assert answer.tokens == wanted.tokens
+
+
+def test_the_server_answers_by_the_adapter_that_a_request_names(several: Any) -> None:
+    base, adapters, merged = several
+    model = beside(base, *(f"{name}={place}" for name, place in adapters.items()))
+    prompt, body = "once upon a time", {"max_tokens": 16, "temperature": 0, "seed": 1}
+    with running_server(replace(SETTINGS, served_names=("plain", *adapters)), "ngram", loaded_model=model) as server:
+        listed = server.http.get("/v1/models").json()["data"]
+        assert [(each["id"], each["parent"]) for each in listed] == [
+            ("plain", None), *((name, "plain") for name in adapters)
+        ]  # fmt: skip
+        for _ in range(2):
+            for name, place in merged.items():
+                asked = body | ({"model": name} if name else {})
+                answer = server.post("/v1/completions", asked | {"prompt": prompt}).json()
+                (wanted,) = load(str(place), "float32").generate([prompt], max_new_tokens=16, raw=True)
+                assert (answer["choices"][0]["text"], answer["model"]) == (wanted.text, name or "plain")
+        both = {name: server.chat(prompt, model=name).json()["choices"][0]["message"]["content"] for name in adapters}
+        ollama = {"messages": [{"role": "user", "content": prompt}], "stream": False}
+        for name in adapters:
+            options = {"options": {"temperature": 0, "num_predict": 8}}
+            told = server.post("/api/chat", ollama | options | {"model": f"{name}:latest"}).json()
+            assert told["message"]["content"] == both[name]
+        assert server.chat(prompt, model="others").status_code == 404

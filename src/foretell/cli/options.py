@@ -134,8 +134,8 @@ Lora = Annotated[
     typer.Option(
         "--lora",
         metavar="[NAME=]PATH",
-        help="A LoRA adapter that is merged into the model: a directory of PEFT, or an adapter's .gguf file. With NAME= "
-        "`foretell serve` keeps it beside the model, for the requests that name it. Repeatable.",
+        help="A LoRA adapter that is merged into the model: a directory of PEFT, or an adapter's .gguf file. With "
+        "NAME= `foretell serve` keeps it beside the model, for the requests that name it. Repeatable.",
     ),
 ]
 ChatTemplateDate = Annotated[

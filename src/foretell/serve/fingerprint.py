@@ -13,7 +13,7 @@ _DIGITS = 12
 
 
 def system_fingerprint(path: Path, adapters: Sequence[Path], backend: Backend) -> str:
-    """Name of the weights, of the adapters that are merged into them or beside them, of the kernels and the arithmetic."""
+    """Name of the weights, of their adapters, of the kernels and the arithmetic."""
     weights = "+".join(weights_digest(each) for each in (path, *adapters))
     kernels = "-".join(part for part in (backend.name, backend.instructions, backend.device) if part)
     cache = "" if backend.cache_dtype == "auto" else f"+{backend.cache_dtype}-cache"

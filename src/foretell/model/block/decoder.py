@@ -4,8 +4,7 @@ The modules hold weights only; key-value caches are arguments.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -19,19 +18,15 @@ from foretell.model.block.attention import AttentionBackend
 from foretell.model.block.backend import Backend
 from foretell.model.block.cached_attention import CachedAttention, cached_attention, new_store
 from foretell.model.block.layer_inputs import LayerInput, LayerInputs
-from foretell.model.block.linear import AnyLinear, Int8Linear, Linear, UpdatedLinear, widen
+from foretell.model.block.linear import AnyLinear, Int8Linear, Linear, widen
 from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.block.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
-from foretell.model.block.spec import LinearWeights
 from foretell.model.block.state_layers import StateMixer
 from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout, PaddedLayout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
 from foretell.model.config.model import Activation, ModelConfig, NormedHeads
-from foretell.model.matrices.stored import widened
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class RMSNorm(nn.Module):
@@ -377,30 +372,6 @@ def decoder_rope_tables(config: ModelConfig) -> tuple[RopeTables, RopeTables]:
     return full, rope_tables(local, local_dim or config.head_dim, config.context) if local else full
 
 
-def _updated(block: DecoderBlock, updates: Mapping[str, LinearWeights], device: torch.device) -> DecoderBlock:
-    """A block with updates of linear layers, by their paths, that shares all else."""
-    block, own = _shallow(block), dict(updates)
-    block.mlp = _shallow(block.mlp)
-    gate = own.pop("attention_gate", None)
-    if gate is not None:  # its rows follow those of queries, keys and values, and are of the tensor of the queries
-        both = own["qkv"], gate
-        rows = torch.block_diag(*(torch.cat([widened(part) for part in each.parts]) for each in both))
-        factors = [widened(each.factor) for each in both if each.factor is not None]
-        own["qkv"] = LinearWeights((rows,), factor=torch.cat(factors))
-    for path, update in own.items():
-        holder = block.mlp if path.startswith("mlp.") else block
-        name = path.rpartition(".")[2]
-        setattr(holder, name, UpdatedLinear(getattr(holder, name), update, device))
-    return block
-
-
-def _shallow(module: M) -> M:
-    """A copy that has the same modules within."""
-    made = copy(module)
-    made._modules = dict(module._modules)
-    return made
-
-
 class Decoder(nn.Module):
     """A decoder in torch: embedding, blocks, final norm and head. Implements `Network` on any device."""
 
@@ -459,11 +430,6 @@ class Decoder(nn.Module):
     def without_sublayers(self, skip: SkipSet) -> "Decoder":
         """The network without some sub-layers, sharing all weights (Draft & Verify, arXiv 2309.08168)."""
         return self._sharing(self.config, self._block_list(), skip)
-
-    def with_updates(self, updates: Sequence[Mapping[str, LinearWeights]]) -> "Decoder":
-        """The network with an adapter; see `foretell.model.run.network.Adaptable.with_updates`."""
-        blocks = [_updated(block, own, self.device) for block, own in zip(self._block_list(), updates, strict=True)]
-        return self._sharing(self.config, blocks, self.skip)
 
     def without_blocks(self, config: ModelConfig, skip: SkipSet) -> "Decoder":
         """The same embedding, norm and head without blocks; see `BlocklessNetwork`."""

@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int8
 from torch import nn
 
-from foretell.model.block.spec import LINEARS, LinearWeights
+from foretell.model.block.spec import LINEARS
 from foretell.model.matrices.hadamard import hadamard_matrix
-from foretell.model.matrices.stored import widened
 
 INT8_BLOCK = 64
 """Inputs that are rotated together. The CPU kernels use the same arithmetic and the same sizes."""
@@ -57,22 +56,6 @@ class FactoredLinear(nn.Module):
     def bias(self) -> Float[torch.Tensor, " o"] | None:
         """The bias of the outputs."""
         return self.outer.bias
-
-
-class UpdatedLinear(nn.Module):
-    """A linear layer, and what an update of low rank adds to its outputs, in float32."""
-
-    def __init__(self, base: nn.Module, update: LinearWeights, device: torch.device) -> None:
-        super().__init__()
-        assert update.factor is not None
-        self.base, self.inner = base, Linear(widened(update.factor).float().to(device))
-        self.outer = Linear(torch.cat([widened(part).float() for part in update.parts]).to(device))
-
-    def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
-        """Apply to the last axis."""
-        out: torch.Tensor = self.base(x)
-        update = self.outer(self.inner(x.float())).to(out.dtype)
-        return out + F.pad(update, (0, out.shape[-1] - update.shape[-1]))
 
 
 AnyLinear = Linear | FactoredLinear

@@ -375,7 +375,9 @@ class NativeDecoder:
         return self._sharing(self.config, self.stack.without_sublayers(skip.attention, skip.mlp))
 
     def with_updates(self, updates: Sequence[Mapping[str, LinearWeights]]) -> "NativeDecoder":
-        """The network with an adapter; see `Adaptable.with_updates`."""
+        """The network with an adapter, which shares all weights: updates of low rank by block and by the path of their
+        linear layer in `BlockWeights`. The parts of an update are its second factor, by the rows of the layer.
+        """
         return self._sharing(self.config, self.stack.with_updates(updates))
 
     def with_rules(

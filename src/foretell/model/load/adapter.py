@@ -5,6 +5,7 @@ and the GGUF files of llama.cpp.
 import hashlib
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,7 +76,7 @@ def with_adapter(config: ModelConfig, weights: Weights, reference: str) -> tuple
         log.warning("%s: %d of the quantised matrices are adapted, so they and those packed with them become floats",
                     place, count)  # fmt: skip
     tied = config.tied and not {EMBEDDING, HEAD}.isdisjoint(changes)
-    return replace(config, tied=False) if tied else config, AdaptedWeights(weights, str(place), files, changes, tied)
+    return replace(config, tied=False) if tied else config, AdaptedWeights(weights, place, files, changes, tied)
 
 
 def _read(config: ModelConfig, weights: Weights, reference: str) -> "tuple[Path, Sequence[Path], dict[str, Change]]":
@@ -94,41 +95,33 @@ def _read(config: ModelConfig, weights: Weights, reference: str) -> "tuple[Path,
     return place, files, changes
 
 
-def read_updates(config: ModelConfig, weights: Weights, reference: str) -> list[dict[str, LinearWeights]]:
-    """An adapter as updates of low rank beside the weights of a model, for `Adaptable.with_updates`.
+def read_updates(config: ModelConfig, weights: Weights, reference: str) -> list[dict[str, LinearWeights]] | None:
+    """An adapter as updates of low rank beside the weights of a model, for `NativeDecoder.with_updates`; None: it
+    changes more than the linear layers of the blocks that every token reads, or not by LoRA alone.
 
     Raises:
-        ValueError: see `with_adapter`; or the adapter changes what cannot be changed beside the weights.
+        ValueError: see `with_adapter`.
     """
     place, _, changes = _read(config, weights, reference)
-    pairs, used, blocks = dict[str, _Factors](), dict[str, int](), list[dict[str, LinearWeights]]()
+    pairs, used, blocks = dict[str, _Factors](), Counter[str](), list[dict[str, LinearWeights]]()
     for name, change in changes.items():
         factors = change.factors() if isinstance(change, _Module | _Update) else None
         if factors is None:
-            raise _not_beside(place, name)
+            return None
         pairs[name] = factors
+    family = family_of(config.architecture)
     for i in range(config.layers):
         blocks.append({})
         for path, layer in linear_places(config, i).items():
-            prefix = f"model.layers.{i}."
-            family = family_of(config.architecture)
-            names = [f"{prefix}{family.name(each.name)}.weight" for each in layer.rows]
-            own = {name: pairs[name] for name in names if name in pairs}
-            if not own:
-                continue
+            names = [f"model.layers.{i}.{family.name(each.name)}.weight" for each in layer.rows]
             for each, name in zip(layer.rows, names, strict=True):
-                used[name] = used.get(name, 0) + len(each)
-                shapes = () if name not in own else (own[name].high.shape[0], own[name].low.shape[1])
-                if shapes and shapes != (each.outputs, layer.inputs):
-                    raise ValueError(
-                        f"{place}: the adapter is for another model: it changes {name} as a tensor of shape {shapes}, "
-                        f"and that of {weights.source} has {(each.outputs, layer.inputs)}"
-                    )
-            blocks[i][path] = _beside(own, names, layer.rows)
-    left = next((name for name, pair in pairs.items() if used.get(name) != len(pair.high)), None)
-    if left is not None:
-        raise _not_beside(place, left)
-    return blocks
+                if name in pairs:
+                    used[name] += len(each)
+                    shape = pairs[name].high.shape[0], pairs[name].low.shape[1]
+                    _check_shape(place, name, shape, (each.outputs, layer.inputs), weights)
+            if own := {name: pairs[name] for name in names if name in pairs}:
+                blocks[i][path] = _beside(own, names, layer.rows)
+    return blocks if all(used[name] == len(pair.high) for name, pair in pairs.items()) else None
 
 
 def _beside(pairs: "Mapping[str, _Factors]", names: Sequence[str], rows: Sequence[Rows]) -> LinearWeights:
@@ -146,13 +139,6 @@ def _beside(pairs: "Mapping[str, _Factors]", names: Sequence[str], rows: Sequenc
     return LinearWeights(tuple(parts), factor=torch.cat([pair.low for pair in pairs.values()]))
 
 
-def _not_beside(place: Path, name: str) -> ValueError:
-    return ValueError(
-        f"{place}: the adapter changes {name} other than by LoRA of a linear layer outside of experts, so requests "
-        "cannot choose it; give it without NAME=, which merges it for all"
-    )
-
-
 class _Factors(NamedTuple):
     """An update of a matrix: `high @ low`."""
 
@@ -166,7 +152,7 @@ class AdaptedWeights(DelegatedWeights):
     """
 
     def __init__(
-        self, inner: Weights, place: str, files: Sequence[Path], changes: Mapping[str, Change], unties: bool
+        self, inner: Weights, place: Path, files: Sequence[Path], changes: Mapping[str, Change], unties: bool
     ) -> None:
         super().__init__(inner)
         self._place, self._changes, self._unties = place, changes, unties
@@ -217,12 +203,16 @@ class AdaptedWeights(DelegatedWeights):
         if name not in self._changes:
             return tensor
         changed: Tensor = self._changes[name](tensor.float())
-        if changed.shape != tensor.shape:
-            raise ValueError(
-                f"{self._place}: the adapter is for another model: it changes {name} as a tensor of shape "
-                f"{tuple(changed.shape)}, and that of {self.source} has {tuple(tensor.shape)}"
-            )
+        _check_shape(self._place, name, tuple(changed.shape), tuple(tensor.shape), self)
         return changed
+
+
+def _check_shape(place: Path, name: str, shape: tuple[int, ...], wanted: tuple[int, ...], weights: Weights) -> None:
+    if shape != wanted:
+        raise ValueError(
+            f"{place}: the adapter is for another model: it changes {name} as a tensor of shape {shape}, and that of "
+            f"{weights.source} has {wanted}"
+        )
 
 
 def _sum(base: Tensor, update: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """CUDA graphs: a decoder whose small forward passes have static shapes and are captured once and replayed."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.block.decoder import BlockOutput, BlockRange, Decoder, SkipSet
-from foretell.model.block.spec import LinearWeights
 from foretell.model.cache.base import Cache, LayeredCache
 from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.cache.kv_cache import KVCache
@@ -66,10 +64,6 @@ class GraphedDecoder(NetworkWrapper):
     def without_sublayers(self, skip: SkipSet) -> "GraphedDecoder":
         """The network without some sub-layers, sharing all weights."""
         return GraphedDecoder(self._decoder.without_sublayers(skip))
-
-    def with_updates(self, updates: Sequence[Mapping[str, LinearWeights]]) -> "GraphedDecoder":
-        """The network with an adapter; see `Adaptable.with_updates`."""
-        return GraphedDecoder(self._decoder.with_updates(updates))
 
     def run(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> BlockOutput:
         """Run a range of blocks; passes over all blocks and few tokens are replayed."""

@@ -22,8 +22,8 @@ from foretell.utils.inference import in_inference_mode
 class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTrees):
     """A `Network` with the whole cache of its rows."""
 
-    def __init__(self, network: Network, beside: "DecoderRunner | None" = None) -> None:
-        """`beside`: a runner whose cache it shares; each row is used by one of the two. None: it has its own."""
+    def __init__(self, network: Network, beside: NetworkRunner | None = None) -> None:
+        """`beside`: a runner whose cache it shares; None: it has its own."""
         super().__init__(network)
         if beside is not None:
             self.cache, self._length = beside.cache, beside._length

@@ -1,6 +1,6 @@
 """Interfaces of the networks that a runner can run, and the base of networks that wrap another one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,7 +11,6 @@ from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.block.backend import Backend
 from foretell.model.block.decoder import BlockOutput, BlockRange, SkipSet
-from foretell.model.block.spec import LinearWeights
 from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.config.model import ModelConfig
@@ -61,16 +60,6 @@ class Network(OuterNetwork, Protocol):
 
     def without_sublayers(self, skip: SkipSet) -> "Network":
         """The network without some sub-layers, sharing all weights."""
-
-
-@runtime_checkable
-class Adaptable(Protocol):
-    """A network that can have adapters."""
-
-    def with_updates(self, updates: Sequence[Mapping[str, LinearWeights]]) -> Network:
-        """The network with updates of low rank, by block and by the path of their linear layer in `BlockWeights`: the
-        parts of an update are the second factor, by the rows of the layer. It shares all weights.
-        """
 
 
 @runtime_checkable
