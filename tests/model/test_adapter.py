@@ -4,7 +4,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -647,27 +646,3 @@ def test_an_adapter_of_another_kind_is_merged_into_a_copy(several: Any, tmp_path
     for answer, place in zip(answers, own.values(), strict=True):
         (wanted,) = load(str(base), "float32", lora=place).generate(["abc abc"], max_new_tokens=16)
         assert answer.tokens == wanted.tokens
-
-
-def test_the_server_answers_by_the_adapter_that_a_request_names(several: Any) -> None:
-    base, adapters, merged = several
-    model = beside(base, *(f"{name}={place}" for name, place in adapters.items()))
-    prompt, body = "once upon a time", {"max_tokens": 16, "temperature": 0, "seed": 1}
-    with running_server(replace(SETTINGS, served_names=("plain", *adapters)), "ngram", loaded_model=model) as server:
-        listed = server.http.get("/v1/models").json()["data"]
-        assert [(each["id"], each["parent"]) for each in listed] == [
-            ("plain", None), *((name, "plain") for name in adapters)
-        ]  # fmt: skip
-        for _ in range(2):
-            for name, place in merged.items():
-                asked = body | ({"model": name} if name else {})
-                answer = server.post("/v1/completions", asked | {"prompt": prompt}).json()
-                (wanted,) = load(str(place), "float32").generate([prompt], max_new_tokens=16, raw=True)
-                assert (answer["choices"][0]["text"], answer["model"]) == (wanted.text, name or "plain")
-        both = {name: server.chat(prompt, model=name).json()["choices"][0]["message"]["content"] for name in adapters}
-        ollama = {"messages": [{"role": "user", "content": prompt}], "stream": False}
-        for name in adapters:
-            options = {"options": {"temperature": 0, "num_predict": 8}}
-            told = server.post("/api/chat", ollama | options | {"model": f"{name}:latest"}).json()
-            assert told["message"]["content"] == both[name]
-        assert server.chat(prompt, model="others").status_code == 404
