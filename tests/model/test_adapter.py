@@ -377,6 +377,9 @@ def test_a_gguf_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path)
 
     write_gguf_adapter(path, tensors, 6.0, arch="qwen2")
     refused("qwen2", "llama")
+    with pytest.raises(ValueError) as error:
+        load(str(path))
+    one_sentence(error, str(path), "adapter", "--lora")
     write_gguf_adapter(path, tensors, 6.0, kind="model")
     refused("no LoRA adapter")
     write_gguf_adapter(path, factors({"model.layers.7.mlp.up_proj": (64, 32)}), 6.0)

@@ -1,4 +1,6 @@
-"""Command R7B and A (Cohere 2): parallel blocks with layer norms; windows, and no rotation without one."""
+"""Command R, R7B and A (Cohere, Cohere 2): parallel blocks with layer norms; in Cohere 2 windows, and no rotation
+without one.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,11 +11,15 @@ from foretell.utils.validation import Fields
 
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
+    if kind == "cohere":
+        return 0, ()
     step = read.integer("sliding_window_pattern", default=4, least=1)
     return windowed(read, layers, lambda: tuple(i for i in range(layers) if (i + 1) % step))
 
 
 def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    if kind == "cohere":
+        return {"logit_scale": read.positive("logit_scale")}
     windows = gguf_windows(read, values["layers"], 4)
     return {**windows, **unrotated_without_window({**values, **windows}), "logit_scale": read.positive("logit_scale")}
 
@@ -24,9 +30,11 @@ _DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 _EPS = "attention.layer_norm_epsilon"
 COHERE2 = Family(
-    kinds={"cohere2": Kind({"parallel_blocks": True, "centered": True, "tied": True}, _DEFAULTS, optional_bias=True)},
+    kinds=dict.fromkeys(
+        ("cohere", "cohere2"), Kind({"parallel_blocks": True, "centered": True, "tied": True}, _DEFAULTS, True)
+    ),
     rows={"qkv": interleaved_qkv},
-    gguf_kinds={"cohere2": "cohere2"},
+    gguf_kinds={"cohere2": "cohere2", "command-r": "cohere"},
     prepare_gguf=lambda raw: {"attention.layer_norm_rms_epsilon": raw.get(_EPS), **raw},
     read_gguf=_read_gguf,
     read_windows=_windows,
