@@ -74,8 +74,9 @@ def _join(outputs: Sequence[ModelOutput], order: np.ndarray) -> ModelOutput:
     def indices(name: str, counts: Sequence[int]) -> np.ndarray:
         firsts = accumulate(counts, initial=0)
         own = [getattr(output, name) for output in outputs]
-        joined: np.ndarray = np.concatenate([np.where(i < 0, i, i + f) for i, f in zip(own, firsts, strict=False)])
-        return joined[order]
+        moved = [np.where(i < 0, i, i + first) for i, first in zip(own, firsts, strict=False)]
+        joined: np.ndarray = np.concatenate(moved)[order]
+        return joined
 
     argmax = [output.argmax for output in outputs if output.argmax is not None]
     read = [int(output.hidden_index.max(initial=-1)) + 1 for output in outputs]
