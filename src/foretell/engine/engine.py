@@ -24,10 +24,11 @@ from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
 from foretell.engine.tuning import NEAR_STEPS
 from foretell.model.cache.block_table import OutOfBlocksError
-from foretell.model.run.runner import LimitsCache, Runner, free_tokens, offered, required
+from foretell.model.run.runner import Adapts, LimitsCache, Runner, free_tokens, offered, required
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode
+from foretell.utils.names import unknown
 
 _log = logging.getLogger(__name__)
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
@@ -99,6 +100,9 @@ class Engine:
                 by now that is busy.
         """
         validate_request(request, self.runner.vocab, self.runner.context)
+        adapts = offered(self.runner, Adapts)
+        if request.adapter and (adapts is None or request.adapter not in adapts.adapters):
+            raise unknown("adapter", request.adapter, () if adapts is None else adapts.adapters)
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
         method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
