@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that a release can be made: the wheels install with their dependencies in a clean virtual environment and run
-# the demo there without a compiler; they name the project's addresses and carry licences; every installation line of the
-# README works; versions agree with the changelog; the README's picture and the generated documents are current.
+# the demo there without a compiler; they name the project's addresses and carry licences; every installation line of
+# the README works; versions agree with the changelog; the README's picture and the generated documents are current.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=build/release
