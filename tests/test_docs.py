@@ -17,8 +17,8 @@ from exact import Chooser, distance, random_distribution, sequence_distribution,
 from foretell.accept import Match
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, find
 from foretell.cli.commands import commands
-from foretell.draft import Predictor
 from foretell.core.tree import TokenTree
+from foretell.draft import Predictor
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
 from foretell.engine.request import Completion, Request
