@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from command import expect_error, run_foretell
 from foretell.cli import app, main
-from foretell.cli.commands import commands
+from foretell.cli.commands import COMMANDS, commands
 
 WIDTHS = (80, 100)
 
@@ -59,6 +59,15 @@ def test_help_on_a_command_is_its_own_help() -> None:
     explained, own = (run_foretell(*words).stdout.splitlines() for words in (("help", "top"), ("top", "--help")))
     assert explained[0] == "Usage: foretell top [OPTIONS] [URL]" and explained[1:] == own[1:]
     assert "topics" not in expect_error("help", "dtyp") and "'dtype'" in expect_error("help", "dtyp")
+
+
+def test_every_summary_of_the_engine_has_chinese_which_the_option_or_the_locale_chooses() -> None:
+    english, chinese = (CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--lang", name]).output for name in ("en", "zh"))
+    by_locale = CliRunner(env={"COLUMNS": "200", "LC_ALL": "zh_CN.UTF-8"}).invoke(app, ["--help"]).output
+    assert chinese == by_locale and help_of(200) == english
+    assert "\n".join(c.summary for c in COMMANDS if c.summary in chinese or c.summary not in english) == ""
+    assert all(c.name in chinese for c in COMMANDS)
+    assert "found 'fr'" in expect_error("--lang", "fr", "help")
 
 
 @pytest.mark.parametrize(
