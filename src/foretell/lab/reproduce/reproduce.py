@@ -20,6 +20,7 @@ from foretell.lab.reproduce.preparation.preparation import need_of
 from foretell.utils.validation import read_json
 
 RESULTS = "claims.json"
+_TABLE = "| method | paper | here | ratio | verdict |\n|---|---|---|---|---|"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _interval(samples: Samples) -> Interval:
 
 
 def write_report(folder: Path, results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> Path:
-    """Write `index.html` and `claims.json` into a folder; returns the index. Claims that an earlier command checked
+    """Write `index.html`, `claims.json` and `table.md` into a folder; returns the index. Claims that an earlier command checked
     under the same conditions stay in it.
 
     Raises:
@@ -117,6 +118,8 @@ def write_report(folder: Path, results: Sequence[ClaimResult], conditions: Mappi
     records = [by_method[c.method] for c in CLAIMS if c.method in by_method]
     content = {"conditions": dict(conditions), "claims": records}
     (folder / RESULTS).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    table = [f"| `{cells[0]}` | {' | '.join(cells[1:5])} |" for cells in map(_cells, records)]
+    (folder / "table.md").write_text("\n".join((_TABLE, *table, "")), encoding="utf-8")
     index = folder / "index.html"
     index.write_text(_index(records, conditions), encoding="utf-8")
     return index
