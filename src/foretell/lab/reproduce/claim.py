@@ -9,7 +9,7 @@ from foretell.lab.reproduce.counts import Samples, Totals
 Options = Mapping[str, object] | Callable[[int], Mapping[str, object]]
 """Options of a method, or a function of the target's number of layers that gives them."""
 Verdict = Literal["reproduced", "direction only", "not reproduced", "not checked"]
-LEAST = 1 / 3
+LEAST = 1 / 4
 """Share of the paper's effect that a direction needs at least: a large tree of permuted heads reaches a fifth."""
 SPEC_BENCH = "Spec-Bench (arXiv 2401.07851), greedy, one sequence"
 

@@ -106,8 +106,8 @@ def _interval(samples: Samples) -> Interval:
 
 
 def write_report(folder: Path, results: Sequence[ClaimResult], conditions: Mapping[str, str]) -> Path:
-    """Write `index.html`, `claims.json` and `table.md` into a folder; returns the index. Claims that an earlier command checked
-    under the same conditions stay in it.
+    """Write `index.html`, `claims.json` and `table.md` into a folder; returns the index. Claims that an earlier
+    command checked under the same conditions stay in it.
 
     Raises:
         ValueError: the folder's `claims.json` is damaged.

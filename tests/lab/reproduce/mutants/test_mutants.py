@@ -28,7 +28,7 @@ CONFIRMED = ("reproduced", "direction only")
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Lab]:
     quick = request.config.getoption("--exhaustive").number == 0
-    tokens, prompts = (16, mixed_prompts(1)) if quick else (48, mixed_prompts(4)[:30])
+    tokens, prompts = (16, mixed_prompts(2)) if quick else (48, mixed_prompts(4)[:30])
     settings = LabSettings(model="smollm2-135m", dtype="auto", draft_models=(), new_tokens=tokens, prompts="")
     folder: Path = tmp_path_factory.mktemp("runs")
     with unchecked(), RunStore(folder, settings, LabRun) as store:
