@@ -38,14 +38,19 @@ def _of_second(runs: Sequence[Totals]) -> Samples:
 
 
 def _spec_bench(
-    method: str, published: float, options: Mapping[str, object], scale: str, model: str = "Vicuna-7B", **run: bool
+    method: str,
+    published: float,
+    options: Mapping[str, object],
+    scale: str,
+    model: str = "Vicuna-7B",
+    corpus: bool = False,
 ) -> Claim:
     return Claim(
         method=method,
         paper=f"{SPEC_BENCH}, {model}: {published:g} tokens per pass.",
         published=published,
         here="tokens per pass, greedy; plain decoding has 1",
-        runs=(Run(method, options, **run),),
+        runs=(Run(method, options, corpus=corpus),),
         value=_per_pass,
         scale=scale,
     )

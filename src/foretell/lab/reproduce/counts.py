@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float
@@ -10,7 +11,7 @@ from jaxtyping import Float
 from foretell.bench.schema import FrozenModel
 from foretell.engine.request import Completion
 
-Samples = Float[np.ndarray, " s"]
+Samples: TypeAlias = Float[np.ndarray, " s"]
 """A quantity of every sample of prompts; the first sample is the prompts themselves."""
 _SAMPLES = 4000
 
@@ -66,11 +67,11 @@ class Totals:
     @property
     def acceptance(self) -> Samples:
         """Share of the passes with drafts that accept their first; 0 without any."""
-        return self.first / np.maximum(self.drafting, 1)
+        return np.asarray(self.first / np.maximum(self.drafting, 1))
 
     def gain(self, share: float) -> Samples:
         """Speed-up where a drafted token costs a `share` of a pass, and a pass costs the same for all its tokens."""
-        return self.tokens / np.maximum(self.passes + share * self.drafted, 1)
+        return np.asarray(self.tokens / np.maximum(self.passes + share * self.drafted, 1))
 
 
 def bootstrap(prompts: int, seed: int = 0) -> Float[np.ndarray, "s p"]:

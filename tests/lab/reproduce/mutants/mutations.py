@@ -73,7 +73,7 @@ def redrafted(change: Change) -> Callable[[AnyMethod], AnyMethod]:
 
 def at_random(tree: TokenTree, rng: np.random.Generator) -> np.ndarray:
     """Any tokens."""
-    return rng.integers(0, 1000, tree.token.shape)
+    return np.asarray(rng.integers(0, 1000, tree.token.shape))
 
 
 class AcceptsAll(Acceptor):
