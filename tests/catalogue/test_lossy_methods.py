@@ -192,3 +192,17 @@ def test_no_measured_time_changes_what_a_lossy_method_means(variant: Variant, ma
     budget, tick, company = MACHINES[machine]
     found = decoded(variant, budget(), tick, company)
     assert found[:2] == (texts, counts) and found[2] == pytest.approx(divergence, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("entry", "options"), CASES, ids=lambda case: getattr(case, "name", str(case)))
+def test_a_neutral_setting_changes_no_token_under_a_budget(
+    entry: Entry, options: Mapping[str, object], machine: str
+) -> None:
+    sampled = entry.name in SAMPLES and "rollback_threshold" not in options
+    budget, tick, _ = MACHINES[machine]
+    for temperature in (0.0, 1.0) if sampled else (0.0,):
+        method = built(entry, target(), options)
+        engine = Engine(DecoderRunner(target()), method, 3, clock=Clock(tick), budget=budget())
+        assert [list(c.tokens) for c in engine.complete(requests_of(temperature))] == plain(temperature, False)
