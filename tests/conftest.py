@@ -49,6 +49,9 @@ ENGINE_TESTS = ("tests/draft/", "tests/accept/test_lossy.py")
 if CHECKED:
     install_import_hook("foretell", "typecheck.check" if find_spec("beartype") else None)
 torch.set_num_threads(1)
+# Kernels of GPUs run in Triton's interpreter where there is none; it must be chosen before they are imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

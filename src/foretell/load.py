@@ -90,10 +90,10 @@ def load(
     answer that the model is opened for; it decides the scaling of `dynamic` and `longrope` positions (default: of
     `longrope` the context before scaling, else all that the positions are trained for). `rope_scaling`: other scaling
     of rotary positions, with the keys of Hugging Face files, for example `{"rope_type": "yarn", "factor": 4.0}`.
-    `kv_cache_dtype`: `int8` and `int4` keep keys and values in 8 and 4 bits, one scale per token and head, which
-    changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the upper halves
-    alone; `int4-kivi` and `int2-kivi` round keys per dimension over 32 tokens (KIVI, arXiv 2402.02750) and keep the
-    last 128 tokens whole; `auto` keeps them as the model computes.
+    `kv_cache_dtype`: `int8`, `fp8` (on GPUs) and `int4` keep keys and values in 8 and 4 bits, one scale per token and
+    head, which changes the target's distribution; `int8-halves` has the numbers of int8, of which drafts may read the
+    upper halves alone; `int4-kivi` and `int2-kivi` round keys per dimension over 32 tokens (KIVI, arXiv 2402.02750) and
+    keep the last 128 tokens whole; `auto` keeps them as the model computes.
     `kv_cache_policy`: `streaming_llm@BUDGET`, `snapkv@BUDGET`, `tova@BUDGET` or `h2o@BUDGET` keeps about so many keys
     and values per layer and head while an answer is decoded, and evicts the others; with `quest@BUDGET` every token
     selects so many to read, and all are kept. Answers are lossy then. None: all are kept and read.
@@ -143,6 +143,8 @@ def load(
         raise ValueError(
             f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
         )
+    if kv_cache_dtype == "fp8" and device == "cpu":
+        raise ValueError(f"{reference}: kv_cache_dtype fp8 is for GPUs; use int8, which has as many bytes")
     config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
     check_cache_dtype(reference, config)
     if policy is not None:
@@ -262,7 +264,7 @@ def check_cache_dtype(reference: str, config: ModelConfig) -> None:
         ValueError: they cannot.
     """
     dims = {config.cache_sizes_of(i).head_dim for i in range(config.layers)}
-    if config.cache_dtype not in ("auto", "int8") and any(dim % (2 * LANES) for dim in dims):
+    if config.cache_dtype not in ("auto", "int8", "fp8") and any(dim % (2 * LANES) for dim in dims):
         raise ValueError(
             f"{reference}: kv_cache_dtype {config.cache_dtype} needs heads of a multiple of {2 * LANES} numbers, and "
             f"this model has heads of {', '.join(map(str, sorted(dims)))}; use int8"

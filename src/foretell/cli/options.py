@@ -171,8 +171,8 @@ KvCacheDtype = Annotated[
         "--kv-cache-dtype",
         metavar="NAME",
         help="Cached keys and values: auto (as the model computes), int8 (half the bytes of bfloat16), int8-halves "
-        "(int8, whose upper halves drafts may read), int4 (a quarter), or int4-kivi and int2-kivi (4 and 2 bits in "
-        "groups of 32 tokens, the last 128 tokens whole).",
+        "(int8, whose upper halves drafts may read), fp8 (8-bit floats, on GPUs), int4 (a quarter), or int4-kivi and "
+        "int2-kivi (4 and 2 bits in groups of 32 tokens, the last 128 tokens whole).",
     ),
 ]
 

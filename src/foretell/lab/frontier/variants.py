@@ -73,7 +73,7 @@ def _dtypes(inputs: VariantInputs) -> Iterator[Variant]:
 
 def _kv_dtypes(inputs: VariantInputs) -> Iterator[Variant]:
     for name in get_args(CacheDtype):
-        if name != "auto":
+        if name not in ("auto", "fp8"):  # which is for GPUs
             options = replace(inputs.exact, kv_cache_dtype=name)
             yield Variant(f"kv-{name}", "kv-dtype", options, partial(Predictor.kv_dtype, name=name))
 

@@ -7,12 +7,16 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 
 from foretell.model.block.linear import widen
+from foretell.model.block.rope import RopeAngles, apply_rope
 from foretell.model.cache.state_store import LayerStates
 from foretell.model.config.attention import QueryScaling
 
 
 class AttentionBackend(ABC):
     """The attention of a decoder layer: over a cache in decoding, over whole sequences in training."""
+
+    rotates = False
+    """Whether layers leave the rotation of queries and keys to it, where nothing comes between: `rotate_and_attend`."""
 
     @abstractmethod
     def attend(
@@ -37,6 +41,22 @@ class AttentionBackend(ABC):
             ValueError: it is not supported here.
         """
         raise ValueError("layers that share keys and values are not supported in training: only in decoding")
+
+    def rotate_and_attend(
+        self,
+        layer: int,
+        q: Float[torch.Tensor, "*t h e"],
+        k: Float[torch.Tensor, "*t g e"] | None,
+        v: Float[torch.Tensor, "*t g e"] | None,
+        angles: RopeAngles | None,
+        extra: Float[torch.Tensor, " h"] | None = None,
+    ) -> Float[torch.Tensor, "*t he"]:
+        """Attention of queries and keys that are still to be rotated by these angles (None: they are not rotated);
+        without keys and values, over those of an earlier layer.
+        """
+        q, k = (part if part is None or angles is None else apply_rope(part, angles) for part in (q, k))
+        assert q is not None
+        return self.attend_shared(layer, q, extra) if k is None or v is None else self.attend(layer, q, k, v, extra)
 
     def states(self, layer: int) -> LayerStates:
         """The recurrent states of a layer.

@@ -43,6 +43,9 @@ class Backend:
     sparsity: str = ""
     """How tokens choose the neurons that they read, and the price, which is lossy; empty: they read all."""
 
+    attention: str = ""
+    """What attends to cached keys and values, where a device has several: see `attention_kinds`; empty: the backend."""
+
     @property
     def lossy(self) -> bool:
         """Whether the numbers are not those of the model in its arithmetic."""
@@ -68,12 +71,24 @@ class Backend:
         return " ".join([*filter(None, words), "cache"]) if any(words) else ""
 
     @property
+    def _attending(self) -> str:
+        return f"{self.attention} attention" if self.attention not in ("", self.name) else ""
+
+    @property
     def _sparse(self) -> str:
         return f"sparse ({self.sparsity.split(':')[0]})" if self.sparsity else ""
 
     def __str__(self) -> str:
         return " ".join(
             part
-            for part in (self.name, self.instructions, self.device, self.precision, self._cache, self._sparse)
+            for part in (
+                self.name,
+                self.instructions,
+                self._attending,
+                self.device,
+                self.precision,
+                self._cache,
+                self._sparse,
+            )
             if part
         )

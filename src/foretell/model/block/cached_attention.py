@@ -2,54 +2,98 @@
 other devices.
 """
 
+from typing import Any, NamedTuple, Protocol
+
 import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.model.block.attention import AttentionBackend, masked_attention, scale_queries
 from foretell.model.cache.base import Cache
-from foretell.model.cache.kv_cache import KVCache, LatentCache
-from foretell.model.cache.layout import Layout, PaddedLayout
+from foretell.model.cache.block_table import BLOCK_SLOTS
+from foretell.model.cache.kv_cache import KVCache
+from foretell.model.cache.layout import Layout, PaddedLayout, find_padded_index, next_power, pad_to_rectangle
 from foretell.model.cache.numbers import rotate_blocks
 from foretell.model.cache.packed_groups import GROUP_SLOTS, RESIDUAL, PackedGroups
 from foretell.model.cache.pages import selected_mask
 from foretell.model.cache.state_store import LayerStates, PassStates, StateStore
-from foretell.model.config.attention import AttentionSizes
 from foretell.model.config.model import ModelConfig
 
-
-def new_store(
-    config: ModelConfig, layers: int, sizes: AttentionSizes, dtype: torch.dtype, device: torch.device
-) -> KVCache:
-    """An empty store of keys and values of so many layers, as the attention of this device reads it."""
-    kind = KVCache if config.latent is None else LatentCache
-    return kind(layers, sizes.kv_heads, sizes.head_dim, dtype, device, config.cache_dtype)
+_SLOT_STEP = 256
+"""Static widths of masks are multiples of this."""
 
 
-def cached_attention(cache: Cache, layout: Layout, config: ModelConfig, device: torch.device) -> "CachedAttention":
-    """The attention of a pass over such stores.
+class PlacedLayout(Protocol):
+    """The layout of a pass on a device, as a kind of attention reads it."""
 
-    Only here and in `new_store` is decided how a device keeps keys and values, and what attends to them: kernels of a
-    device are one more subclass of `CachedAttention`, in a file of their own.
-    """
-    return CachedAttention(cache, PaddedLayout.from_layout(layout, device), config, layout)
+    @property
+    def position(self) -> Int[torch.Tensor, " t"]:
+        """Positions of the new tokens."""
+
+    @property
+    def token(self) -> Int[torch.Tensor, " t"]:
+        """Ids of the new tokens; 0 where they are not known."""
+
+    def copy_(self, other: Any) -> None:
+        """Take the numbers of another layout of the same shapes."""
+
+
+class StaticLayout(NamedTuple):
+    """A layout whose shapes are rounded up, so that few of them serve all passes."""
+
+    placed: Any
+    tokens: Int[torch.Tensor, " p"]
+    """Of every token of the padded pass, its index in the layout; on the host."""
+    padded: Int[torch.Tensor, " t"]
+    """Of every token of the layout, its index in the padded pass; on the host."""
+    shape: tuple[int, ...]
+    """What all shapes of a pass follow from."""
 
 
 class CachedAttention(AttentionBackend):
-    """Attention over a key-value cache, in the cache's dtype, in plain torch."""
+    """Attention over a key-value cache, in the cache's dtype, in plain torch. Other kinds of attention are subclasses,
+    which read the same cache.
+    """
 
-    def __init__(self, cache: Cache, padded: PaddedLayout, config: ModelConfig, layout: Layout | None = None) -> None:
-        self._cache, self._padded, self._config, self._layout = cache, padded, config, layout
+    name = "torch"
+
+    def __init__(self, cache: Cache, placed: Any, config: ModelConfig, layout: Layout | None = None) -> None:
+        self._cache, self._placed, self._config, self._layout = cache, placed, config, layout
         self._states: dict[Cache, PassStates] = {}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why it cannot attend to the cache of such a model; None: it can."""
+        return None
+
+    @classmethod
+    def place(cls, layout: Layout, device: torch.device, config: ModelConfig, cache: Cache) -> PlacedLayout:
+        """A layout on the device."""
+        return PaddedLayout.from_layout(layout, device)
+
+    @classmethod
+    def place_static(cls, layout: Layout, device: torch.device, config: ModelConfig, cache: Cache) -> StaticLayout:
+        """A layout on the device, with rows and tokens rounded up to powers of two, and slots to multiples of 256."""
+        b, n = pad_to_rectangle(layout).shape
+        index = pad_to_rectangle(layout, next_power(b), next_power(n))
+        used = int(max(layout.visible_prefix.max(), layout.slot.max() + 1))
+        widths = [store.table.shape[1] for store in cache.all_stores() if isinstance(store, KVCache)]
+        slots = min(-(-used // _SLOT_STEP) * _SLOT_STEP, min(widths) * BLOCK_SLOTS)
+        flat = layout.select(index.flatten())
+        placed = PaddedLayout.from_layout(flat, device, torch.arange(index.numel()).view(index.shape), slots)
+        padded = find_padded_index(index, layout.token_count)
+        return StaticLayout(placed, index.flatten(), padded, (*index.shape, placed.mask.shape[2]))
 
     @property
     def position(self) -> Int[torch.Tensor, " t"]:
         """Positions of the new tokens, on the device."""
-        return self._padded.position
+        position: torch.Tensor = self._placed.position
+        return position
 
     @property
     def token(self) -> Int[torch.Tensor, " t"]:
         """Ids of the new tokens, on the device; 0 where they are not known."""
-        return self._padded.token
+        token: torch.Tensor = self._placed.token
+        return token
 
     def states(self, layer: int) -> LayerStates:
         """The recurrent states of a layer."""
@@ -74,13 +118,13 @@ class CachedAttention(AttentionBackend):
     def write(self, layer: int, k: Float[torch.Tensor, "t g e"], v: Float[torch.Tensor, "t g e"]) -> None:
         """Write the new keys and values of a layer to the cache."""
         store, index = self._store(layer)
-        store.write(index, self._padded.row, self._padded.slot, k, v)
+        store.write(index, self._placed.row, self._placed.slot, k, v)
 
     def attend_shared(
         self, layer: int, q: Float[torch.Tensor, "t h e"], extra: Float[torch.Tensor, " h"] | None = None
     ) -> Float[torch.Tensor, "t he"]:
         """Attend to the slots that the layout makes visible."""
-        c, padded, (store, index) = self._config, self._padded, self._store(layer)
+        c, padded, (store, index) = self._config, self._placed, self._store(layer)
         q = scale_queries(q, padded.position, c.query_scaling_of(layer)).to(store.dtype)
         if self._layout is not None and self._layout.queries is not None:
             self._layout.queries[layer] = q

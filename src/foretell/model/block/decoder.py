@@ -15,15 +15,16 @@ from torch import nn
 
 from foretell.model.block.activation import activated
 from foretell.model.block.attention import AttentionBackend
+from foretell.model.block.attention_kinds import attention_kind, cached_attention, new_store
 from foretell.model.block.backend import Backend
-from foretell.model.block.cached_attention import CachedAttention, cached_attention, new_store
+from foretell.model.block.cached_attention import CachedAttention, PlacedLayout
 from foretell.model.block.layer_inputs import LayerInput, LayerInputs
 from foretell.model.block.linear import AnyLinear, Int8Linear, Linear, widen
 from foretell.model.block.moe import DenseAndExperts, ExpertFeedForward
 from foretell.model.block.rope import RopeAngles, RopeTables, apply_rope, rope_angles, rope_tables
 from foretell.model.block.state_layers import StateMixer
 from foretell.model.cache.base import Cache
-from foretell.model.cache.layout import Layout, PaddedLayout
+from foretell.model.cache.layout import Layout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
 from foretell.model.config.model import Activation, ModelConfig, NormedHeads
@@ -193,8 +194,11 @@ class DecoderLayer(nn.Module, ABC):
         if p.mixer is not None:
             mixed: torch.Tensor = p.mixer(projected, attention_input, attention.states(layer))
         else:
-            q, k, v = self._rotated(projected, sizes, angles)
-            if k is None or v is None:
+            later = attention.rotates and p.qk_norm_over != "rotated"
+            q, k, v = self._rotated(projected, sizes, None if later else angles)
+            if later:
+                mixed = attention.rotate_and_attend(layer, q, k, v, angles, p.sinks)
+            elif k is None or v is None:
                 mixed = attention.attend_shared(layer, q, p.sinks)
             else:
                 mixed = self.merge_heads(attention.attend(layer, q, k, v, p.sinks))
@@ -414,6 +418,7 @@ class Decoder(nn.Module):
             cache_dtype=self.config.cache_dtype,
             cache_policy=page_policy(self.config),
             sparsity=self.sparsity,
+            attention=self.attention_kind.name,
         )
 
     def first_layers(self, layers: int) -> "Decoder":
@@ -479,15 +484,17 @@ class Decoder(nn.Module):
                 _, k, v = block.project(block.attention_norm(x), c.sizes_of(i), angles)
                 attention.write(i, k, v)
 
-    def run_padded(
-        self,
-        x: Float[torch.Tensor, "t d"],
-        padded: PaddedLayout,
-        cache: Cache,
-        blocks: BlockRange,
+    @property
+    def attention_kind(self) -> type[CachedAttention]:
+        """What attends to the cache of its passes."""
+        return attention_kind(self.config, self.embedding.dtype, self.device)
+
+    def run_placed(
+        self, x: Float[torch.Tensor, "t d"], placed: PlacedLayout, cache: Cache, blocks: BlockRange
     ) -> BlockOutput:
         """Run a range of blocks; all shapes depend on the shapes of the arguments alone, as CUDA graphs need."""
-        return run_blocks(x, blocks, self.block, self._block_forward(CachedAttention(cache, padded, self.config)))
+        attention = self.attention_kind(cache, placed, self.config)
+        return run_blocks(x, blocks, self.block, self._block_forward(attention))
 
     def block_forward(self, layout: Layout, cache: Cache) -> BlockForward[DecoderBlock]:
         """The forward pass of a block over this layout and cache."""

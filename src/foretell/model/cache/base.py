@@ -74,6 +74,10 @@ class Cache(ABC):
         """The store of a layer, and the layer's index in it."""
         return self, layer
 
+    def all_stores(self) -> "tuple[Cache, ...]":
+        """The stores of all layers."""
+        return (self,)
+
 
 class LayeredCache(Cache):
     """A cache of several stores.
@@ -147,3 +151,7 @@ class LayeredCache(Cache):
         """The store of a layer, and the layer's index in it."""
         store, index = self._places[layer]
         return self.stores[store], index
+
+    def all_stores(self) -> tuple[Cache, ...]:
+        """The stores of all layers."""
+        return self.stores

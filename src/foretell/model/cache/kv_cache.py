@@ -26,7 +26,7 @@ class KVCache(Cache):
     A table names the blocks of every batch row; rows that begin alike share blocks (paged attention: Kwon et al., arXiv
     2309.06180). A row writes to blocks of its own only: those from its last, incomplete one on.
 
-    `numbers`: int8 and int4 have one scale per token and head, see `cache_numbers`, and are read as `dtype`.
+    `numbers`: int8, fp8 and int4 have one scale per token and head, see `cache_numbers`, and are read as `dtype`.
     """
 
     shared = False
@@ -46,6 +46,8 @@ class KVCache(Cache):
         self.dtype, self.blocks, self.head_dim = dtype, BlockTable(), head_dim
         self.bits = 4 if numbers == "int4" else 8
         """Of a number with a scale."""
+        self.floats = numbers == "fp8"
+        """Whether numbers with a scale are 8-bit floats."""
         self._halves = numbers == "int8-halves" and self.splits
         stored = head_dim // 2 if self.bits == 4 or self._halves else head_dim
         self.packed = (
@@ -174,7 +176,9 @@ class KVCache(Cache):
             if scales is None:
                 part[layer][index] = x.transpose(0, 1).to(part.dtype)
                 continue
-            part[layer][index], scales[layer][index] = quantize(rotate_blocks(x.transpose(0, 1).float()), self.bits)
+            part[layer][index], scales[layer][index] = quantize(
+                rotate_blocks(x.transpose(0, 1).float()), self.bits, self.floats
+            )
         if self.packed is not None:
             for which in row.unique().tolist():
                 self._pack(layer, which, packed_slots(int(slot[row == which].max())))
@@ -208,7 +212,9 @@ class KVCache(Cache):
 
         if scales is None:
             return gather(part)
-        out: torch.Tensor = rotate_blocks(widen(gather(part), self.bits) * gather(scales)[..., None]).to(self.dtype)
+        out: torch.Tensor = rotate_blocks(widen(gather(part), self.bits, self.floats) * gather(scales)[..., None]).to(
+            self.dtype
+        )
         return out
 
     def keep(self, row: int, length: int, path: Sequence[int]) -> None:

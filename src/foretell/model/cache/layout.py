@@ -43,6 +43,11 @@ class Layout:
         """Number of new tokens."""
         return len(self.row)
 
+    def select(self, index: Int[torch.Tensor, " n"]) -> "Layout":
+        """The tokens with these indices."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "queries"}
+        return Layout(**{name: None if column is None else column[index] for name, column in columns.items()})
+
     @staticmethod
     def from_tree(
         tree: TokenTree, rows: Sequence[int], length: Int[np.ndarray, " b"], active: Bool[np.ndarray, "b n"]
@@ -168,6 +173,11 @@ class PaddedLayout:
         """Copy the tensors of a layout of the same shapes."""
         for f in fields(self):
             getattr(self, f.name).copy_(getattr(other, f.name))
+
+
+def next_power(n: int) -> int:
+    """The least power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
 
 
 def pad_to_rectangle(layout: Layout, b: int = 0, n: int = 0) -> Int[torch.Tensor, "b n"]:

@@ -10,6 +10,8 @@ from jaxtyping import Float, Int8
 
 from foretell.model.matrices.hadamard import hadamard_matrix
 
+FP8_LIMIT = 448
+"""Largest 8-bit float (e4m3, in whose bytes `fp8` is stored), which the largest magnitude of a head becomes."""
 INT8_LIMIT = 127
 """Largest int8 number: the scale of a token's head is its largest magnitude over this."""
 INT4_LIMIT = 15
@@ -18,17 +20,27 @@ _ROTATED_BLOCKS = 64, 16, 1
 """Dimensions that are rotated together: as many as divide a head."""
 
 
+def rotation_size(head_dim: int) -> int:
+    """Dimensions of a head that are rotated together; 1: none."""
+    return next(block for block in _ROTATED_BLOCKS if head_dim % block == 0)
+
+
 def rotate_blocks(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
     """Every head times a Hadamard matrix over blocks of its dimensions, the same in both directions."""
-    size = next(block for block in _ROTATED_BLOCKS if x.shape[-1] % block == 0)
+    size = rotation_size(x.shape[-1])
     return (x.unflatten(-1, (-1, size)) @ hadamard_matrix(size, x.device)).flatten(-2)
 
 
-def quantize(x: Float[torch.Tensor, "*t d"], bits: int) -> tuple[Int8[torch.Tensor, "*t n"], Float[torch.Tensor, "*t"]]:
+def quantize(
+    x: Float[torch.Tensor, "*t d"], bits: int, floats: bool = False
+) -> tuple[Int8[torch.Tensor, "*t n"], Float[torch.Tensor, "*t"]]:
     """Numbers of rotated heads, as they are stored, and their scales; of 4 bits, a byte holds the levels of dimensions
-    i and i + d/2.
+    i and i + d/2. `floats`: the bytes of 8-bit floats.
     """
     peak = x.abs().amax(-1, keepdim=True)
+    if floats:
+        scaled = (x * torch.where(peak > 0, FP8_LIMIT / peak, 0)).clamp(-FP8_LIMIT, FP8_LIMIT)
+        return scaled.to(torch.float8_e4m3fn).view(torch.int8), peak[..., 0] / FP8_LIMIT
     if bits == 8:
         numbers = (x * torch.where(peak > 0, INT8_LIMIT / peak, 0)).round()
         return numbers.to(torch.int8), peak[..., 0] / INT8_LIMIT
@@ -38,8 +50,10 @@ def quantize(x: Float[torch.Tensor, "*t d"], bits: int) -> tuple[Int8[torch.Tens
     return (low | high << 4).view(torch.int8), half[..., 0]
 
 
-def widen(numbers: Int8[torch.Tensor, "*t n"], bits: int) -> Float[torch.Tensor, "*t d"]:
+def widen(numbers: Int8[torch.Tensor, "*t n"], bits: int, floats: bool = False) -> Float[torch.Tensor, "*t d"]:
     """Rotated heads over their scales, from numbers as they are stored."""
+    if floats:
+        return numbers.view(torch.float8_e4m3fn).float()
     if bits == 8:
         return numbers.float()
     levels = numbers.view(torch.uint8)

@@ -24,7 +24,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 NormedHeads = Literal["head", "all", "rotated"]
 """What the norms of queries and keys are over: each head, all heads together (OLMo 2), or each head after its rotation
 (Hunyuan)."""
-CacheDtype = Literal["auto", "int8", "int8-halves", "int4", "int4-kivi", "int2-kivi"]
+CacheDtype = Literal["auto", "int8", "int8-halves", "fp8", "int4", "int4-kivi", "int2-kivi"]
 """Numbers of cached keys and values: as the model computes, or with one scale per token and head. `int8-halves` has
 the numbers of int8, their upper and lower halves apart, so that drafts can read the upper ones alone."""
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.block.cached_attention import new_store
+from foretell.model.block.attention_kinds import new_store
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.rope import RopeAngles, rope_tables
 from foretell.model.cache.kv_cache import KVCache

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.block.cached_attention import cached_attention
+from foretell.model.block.attention_kinds import cached_attention
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout

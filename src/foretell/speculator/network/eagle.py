@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import nn
 
 from foretell.model.block.attention import AttentionBackend
-from foretell.model.block.cached_attention import cached_attention
+from foretell.model.block.attention_kinds import cached_attention
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.block.rope import RopeAngles
 from foretell.model.cache.kv_cache import KVCache
