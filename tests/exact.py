@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from foretell.accept import Acceptor
+from foretell.accept import Acceptor, Rejection
 from foretell.core.context import Context
-from foretell.core.sampling import Stream
+from foretell.core.draft_tests import NodeDrafts, NodeTests
+from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.distributions.processed import ProcessedDistributions
 
@@ -161,3 +162,34 @@ def distance(found: Mapping[Prefix, float], distribution: Callable[[Prefix], np.
     """Total variation distance between the found sequences and those of the target alone."""
     chances = completed((), 1.0, distribution, len(next(iter(found))))
     return sum(abs(c - found.get(text, 0.0)) for text, c in chances.items()) / 2
+
+
+class RejectionByTests(Rejection):
+    """`Rejection` with what the tests of many nodes compare, and the distribution that they leave."""
+
+    def __init__(self, test: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, NodeDrafts], NodeTests]) -> None:
+        self._test = test
+
+    def _accept_child(
+        self, tree: TokenTree, row: int, node: int, children: list[int], distributions: ProcessedDistributions
+    ) -> tuple[int | None, int]:
+        sampled = [c for c in children if tree.q_index[row, c] >= 0]
+        if not sampled:
+            return super()._accept_child(tree, row, node, children, distributions)
+        assert tree.q is not None
+        weights = (distributions.probabilities(row, node) * 2.0**50).round().long()
+        drafts = NodeDrafts(
+            torch.from_numpy(tree.token[row : row + 1, sampled].astype(np.int32)),
+            torch.from_numpy(tree.q_index[row : row + 1, sampled].astype(np.int32)),
+            torch.tensor([len(sampled)], dtype=torch.int32),
+            torch.from_numpy(tree.distinct[row : row + 1]),
+            torch.tensor([[torch.inf] * len(sampled) + [0.0]], dtype=torch.float64),  # No test passes.
+        )
+        tests = self._test(weights[None], torch.zeros(1, dtype=torch.int32), tree.q[row], drafts)
+        for trial, child in enumerate(sampled):
+            q, p = tests.chance[0, trial].tolist()
+            if distributions.uniform(row, node, Stream.ACCEPT, trial) * q < p:
+                return child, int(tree.token[row, child])
+        token = sample_from(tests.left[0], distributions.uniform(row, node, Stream.RESIDUAL))
+        others = (c for c in children if tree.q_index[row, c] < 0 and tree.token[row, c] == token)
+        return next(others, None), token

@@ -22,9 +22,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from foretell.core.draft_tests import NodeDrafts
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.paged_layout import PagedLayout
-from foretell.model.triton import launch
+from foretell.model.triton import acceptance, launch, sampling
 from foretell.model.triton.launch import AttentionCall, Launch
 
 META = torch.device("meta")
@@ -35,6 +36,7 @@ RESERVED = 1 << 10
 """Shared memory that CUDA takes for every block."""
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8", torch.int32: "*i32",
+    torch.float64: "*fp64", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 VARIANTS = {
     "full": AttentionCall(32, 0.1),
@@ -118,6 +120,21 @@ def launches(dim: int, numbers: str, variant: str, dtype: torch.dtype, group: in
         yield from launch.attend(q[:tokens], store, 0, layout, call)[0]
 
 
+def sampling_launches() -> Iterator[Launch]:
+    """The launches that sample at the nodes of a step, and that test drafts."""
+
+    def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=META)
+
+    logits, real = empty(64, 128256, dtype=torch.float32), empty(64, 3, dtype=torch.float64)
+    launch, _, weights = sampling.draw(logits, empty(64), real, empty(64, 2, dtype=torch.int64), 44)
+    drafts = NodeDrafts(
+        empty(16, 4), empty(16, 4), empty(16), empty(16, dtype=torch.bool), empty(16, 5, dtype=torch.float64)
+    )
+    yield launch
+    yield acceptance.test_drafts(weights, empty(16), logits, drafts)[0]
+
+
 def main() -> int:
     """Print the table; 1: a kernel spills or does not fit."""
     parser = argparse.ArgumentParser()
@@ -133,7 +150,13 @@ def main() -> int:
         getattr(given, name).split(",") for name in ("heads", "numbers", "variants", "dtypes", "groups", "targets")
     )
     rows, wrong = list[dict[str, object]](), 0
-    for dim, numbers, variant, dtype, group, target in product(*lists):
+    for entry, target in product(sampling_launches(), given.targets.split(",")):
+        usage = compile_launch(entry, target)
+        rows.append(asdict(usage))
+        wrong += usage.stack > 0 or usage.occupancy == 0
+        if not given.json:
+            print(*rows[-1].values(), sep="\t", flush=True)
+    for dim, numbers, variant, dtype, group, target in product(*lists) if given.heads else ():
         launch.WIDE_WARPS = 4 if target.startswith("hip") else 8
         for entry in launches(int(dim), numbers, variant, getattr(torch, dtype), int(group)):
             usage = compile_launch(entry, target)

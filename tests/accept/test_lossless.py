@@ -10,6 +10,7 @@ import torch
 from exact import (
     Chooser,
     Prefix,
+    RejectionByTests,
     ScriptedDistributions,
     completed,
     distance,
@@ -29,6 +30,7 @@ from foretell.accept import (
     TraversalVerification,
 )
 from foretell.accept.rejection import residual
+from foretell.core import draft_tests
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
@@ -39,10 +41,12 @@ seeds = pytest.mark.parametrize("seed", range(4))
 ON_CHAINS = {
     "match": Match(),
     "rejection": Rejection(),
+    "rejection at all nodes": RejectionByTests(draft_tests.test_drafts),
     "block": BlockVerification(),
     "greedy block": GreedyBlockVerification(),
     "traversal": TraversalVerification(),
 }
+SIBLING_TESTS = {name: rule for name, rule in ON_CHAINS.items() if "block" not in name}
 on_chains = pytest.mark.parametrize("acceptor", ON_CHAINS.values(), ids=ON_CHAINS.keys())
 
 
@@ -118,9 +122,7 @@ def test_chains_that_end_with_an_unsure_token_are_exact(acceptor: Acceptor, seed
 
 @seeds
 @pytest.mark.parametrize("distinct", [False, True], ids=["independent", "without replacement"])
-@pytest.mark.parametrize(
-    "acceptor", [Match(), Rejection(), TraversalVerification()], ids=["match", "rejection", "traversal"]
-)
+@pytest.mark.parametrize("acceptor", SIBLING_TESTS.values(), ids=SIBLING_TESTS.keys())
 def test_several_samples_of_one_token_are_exact(acceptor: Acceptor, distinct: bool, seed: int) -> None:
     assert check(acceptor, lambda sampler: sampler.siblings(2, distinct), seed, vocab=4) < 1e-12
     assert check(acceptor, lambda sampler: sampler.siblings(3, distinct), seed) < 1e-12

@@ -83,7 +83,7 @@ def test_distributions_equal_those_of_transformers(values: dict[str, Any], seed:
     text = torch.tensor([random_tokens(9, VOCAB, seed)])
     logits = 3 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     plain = SamplingParams(repetition_penalty=sampling.repetition_penalty)
-    found = apply_penalties(logits[0], text[0].numpy(), 4, plain)
+    found = apply_penalties(logits, [text[0].numpy()], [4], [plain])[0]
     expected = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(text, logits.clone())
     torch.testing.assert_close(found, expected[0])
     scores = TemperatureLogitsWarper(sampling.temperature)(text, expected)
@@ -99,7 +99,7 @@ def test_distributions_equal_those_of_transformers(values: dict[str, Any], seed:
 @pytest.mark.parametrize("penalty", [1e-320, 1e300])
 def test_extreme_penalties_stay_finite(penalty: float) -> None:
     logits = torch.tensor([2.0, -3.0, 0.5])
-    found = apply_penalties(logits, np.array([0, 1]), 2, SamplingParams(repetition_penalty=penalty))
+    found = apply_penalties(logits[None], [np.array([0, 1])], [2], [SamplingParams(repetition_penalty=penalty)])[0]
     assert found.isfinite().all() and found[2] == 0.5
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from foretell.accept.fidelity import TokenFidelity
 from foretell.core.tree import TokenTree
-from foretell.distributions.processed import ProcessedDistributions
+from foretell.distributions.processed import ProcessedDistributions, Reads
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Acceptor(ABC):
     """Whether a seed gives the tokens of plain decoding, not only their distribution."""
     takes_added: ClassVar[bool] = True
     """Whether drafts that were not sampled may be added to the tree without a change of the answer's distribution."""
+
+    reads: ClassVar[Reads] = Reads.DISTRIBUTIONS
+    """What the host needs to know of the target's distributions where they lie on a device."""
 
     @abstractmethod
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:

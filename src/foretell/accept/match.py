@@ -2,7 +2,7 @@
 
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.core.tree import TokenTree
-from foretell.distributions.processed import ProcessedDistributions
+from foretell.distributions.processed import ProcessedDistributions, Reads
 
 
 class Match(Acceptor):
@@ -18,6 +18,7 @@ class Match(Acceptor):
 
     lossless = True
     same_seed = True
+    reads = Reads.TOKENS
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a path in the tree of batch row `row`."""

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree
-from foretell.distributions.processed import ProcessedDistributions
+from foretell.distributions.processed import ProcessedDistributions, Reads
 
 
 class Rejection(Acceptor):
@@ -25,6 +25,7 @@ class Rejection(Acceptor):
 
     lossless = True
     same_seed = False
+    reads = Reads.TESTS
 
     def accept(self, tree: TokenTree, row: int, distributions: ProcessedDistributions) -> AcceptResult:
         """Accept a path in the tree of batch row `row`."""
@@ -44,6 +45,10 @@ class Rejection(Acceptor):
         others = [c for c in children if tree.q_index[row, c] < 0]
         if not sampled:
             token = distributions.sample(row, node)
+        elif (tested := distributions.tested(row, node)) is not None:
+            number, token = tested
+            if number >= 0:
+                return sampled[number], token
         else:
             p, draft_distributions = distributions.probabilities(row, node), DraftDistributions(tree, row)
             for trial, child in enumerate(sampled):

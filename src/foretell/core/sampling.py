@@ -19,12 +19,13 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.parameters import PARAMETERS, check, is_integer
+from foretell.utils.transfer import to_device
 
 _MASK = (1 << 64) - 1
 """64 bits."""
 _GOLDEN = 0x9E3779B97F4A7C15
-_LN2 = 0.6931471805599453
-_LOG_TERMS = 12
+LN2 = 0.6931471805599453
+LOG_TERMS = 12
 """Terms of the series of the inverse hyperbolic tangent in `exponential_variates`."""
 _LARGEST = 3e38
 """Bound of a penalised logit: what float32 holds."""
@@ -160,9 +161,9 @@ def exponential_variates(key: int, tokens: Int[np.ndarray, " t"]) -> Float[np.nd
     m, exponent = np.where(small, m * 2, m), exponent - small
     s = (m - 1) / (m + 1)
     z, series = s * s, np.zeros_like(m)
-    for i in reversed(range(_LOG_TERMS)):
+    for i in reversed(range(LOG_TERMS)):
         series = series * z + 1.0 / (2 * i + 1)
-    numbers: Float[np.ndarray, " t"] = -(exponent.astype(np.float64) * _LN2 + 2 * s * series)
+    numbers: Float[np.ndarray, " t"] = -(exponent.astype(np.float64) * LN2 + 2 * s * series)
     return numbers
 
 
@@ -174,27 +175,34 @@ def _splitmix64(x: int) -> int:
 
 
 def apply_penalties(
-    logits: Float[torch.Tensor, " v"], history: Int[np.ndarray, " t"], prompt_length: int, sampling: SamplingParams
-) -> Float[torch.Tensor, " v"]:
+    logits: Float[torch.Tensor, "k v"],
+    histories: Sequence[Int[np.ndarray, " t"]],
+    prompt_lengths: Sequence[int],
+    sampling: Sequence[SamplingParams],
+) -> Float[torch.Tensor, "k v"]:
     """Logits after repetition, presence and frequency penalties and bias.
 
-    `history`: the tokens so far, of which the first `prompt_length` are the prompt. Penalties are computed in float64
-    on the host.
+    `histories`: the tokens so far of every row, of which the first `prompt_lengths` are the prompt. Penalties are
+    computed in float64.
     """
-    out = logits.clone()
-    if sampling.depends_on_history:
-        seen = np.flatnonzero(np.bincount(history))
-        place = torch.from_numpy(seen).to(out.device)
-        value = out[place].double().cpu().numpy()
-        r = sampling.repetition_penalty
-        with np.errstate(over="ignore"):
-            value = np.clip(np.where(value > 0, value / r, value * r), -_LARGEST, _LARGEST)
-        count = np.bincount(history[prompt_length:], minlength=seen[-1] + 1)[seen]
-        value -= np.where(count > 0, sampling.presence_penalty + sampling.frequency_penalty * count, 0.0)
-        out[place] = torch.from_numpy(value).to(out)
-    if sampling.logit_bias:
-        tokens, bias = sampling.bias_tensors
-        out[tokens.to(out.device)] += bias.to(out)
+    out, vocab, device = logits.clone(), logits.shape[1], logits.device
+    flat, places, factors, reductions = out.view(-1), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    for i, (history, prompt, s) in enumerate(zip(histories, prompt_lengths, sampling, strict=True)):
+        if s.depends_on_history:
+            seen = np.flatnonzero(np.bincount(history))
+            count = np.bincount(history[prompt:], minlength=seen[-1] + 1)[seen]
+            places.append(seen + i * vocab)
+            factors.append(np.full(len(seen), s.repetition_penalty))
+            reductions.append(np.where(count > 0, s.presence_penalty + s.frequency_penalty * count, 0.0))
+    if places:
+        place, factor, less = (to_device(np.concatenate(parts), device) for parts in (places, factors, reductions))
+        value = flat[place].double()
+        value = torch.where(value > 0, value / factor, value * factor).clamp(-_LARGEST, _LARGEST)
+        flat[place] = (value - less).to(out.dtype)
+    biased = [(i * vocab + s.bias_tensors[0], s.bias_tensors[1]) for i, s in enumerate(sampling) if s.logit_bias]
+    if biased:
+        place, bias = (to_device(torch.cat(parts), device) for parts in zip(*biased, strict=True))
+        flat[place] += bias.to(out.dtype)
     return out
 
 

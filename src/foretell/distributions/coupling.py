@@ -8,12 +8,10 @@ from jaxtyping import Float, Int, UInt64
 
 from foretell.core.context import Context
 from foretell.core.noise import LevelNoise, target_noise
-from foretell.distributions.sampler import kept_tokens, sampling_struct
+from foretell.distributions.sampler import kept_weights, noise_bits, sampling_struct
 from foretell.model import kernels
 from foretell.model.kernels.structures import Sampling
-
-_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""SplitMix64's constants as signed integers."""
+from foretell.utils.transfer import to_device
 
 
 def add_noise(
@@ -32,8 +30,7 @@ def add_noise(
         params, nodes = noise.sampling_params[i], noise.frontier[i]
         for place in {int(at) for at in logit_index[i, nodes] if at >= 0}:
             if params.truncates:
-                kept = torch.from_numpy(kept_tokens(out[place], params).token).to(out.device, torch.int64)
-                out[place] = torch.full_like(out[place], -torch.inf).index_copy_(0, kept, out[place, kept])
+                out[place] = torch.where(kept_weights(out[place][None], [params])[0] > 0, out[place], -torch.inf)
             out[place] += params.temperature * of_request
     return out
 
@@ -57,14 +54,6 @@ def gumbel_noise(
     """
     if device.type == "cpu" and kernels.available():
         return kernels.gumbel_noise(key, width, token_of)
-    tokens = torch.arange(width) if token_of is None else torch.from_numpy(token_of)
-    x = torch.from_numpy(key.view(np.int64)).to(device)[:, None] + _GOLDEN * (tokens.to(device) + 1)
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    rest = (((1 << 53) - _shifted(x ^ _shifted(x, 31), 11)).double() - 0.5) * 2.0**-53
-    return -(-torch.log1p(-rest)).log().float()
-
-
-def _shifted(x: Int[torch.Tensor, "b w"], bits: int) -> Int[torch.Tensor, "b w"]:
-    """`x >> bits` of unsigned integers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    tokens = torch.arange(width, device=device) if token_of is None else to_device(token_of, device)
+    bits = noise_bits(to_device(key.view(np.int64), device), tokens)
+    return -(-torch.log1p(-(((1 << 53) - bits).double() - 0.5) * 2.0**-53)).log().float()

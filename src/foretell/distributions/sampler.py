@@ -9,15 +9,17 @@ the noise can draft the token that the target will choose (Daliri et al., arXiv 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from importlib.util import find_spec
+from math import ceil, sqrt
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.core.sampling import SamplingParams, exponential_variates
+from foretell.core.sampling import LN2, LOG_TERMS, SamplingParams, exponential_variates
 from foretell.model import kernels
 from foretell.model.kernels.structures import Sampling
+from foretell.utils.transfer import to_device
 
 _MOST_BITS = 50
 """Of a weight: float64 rounds numbers below 2^51 to integers by an addition."""
@@ -44,6 +46,8 @@ _EXPONENTIAL = (
 )
 """Coefficients of the Taylor series of e^r, from r^10 down: to 3e-13 for |r| <= ln(2) / 2."""
 _MOST_INVERSE_TEMPERATURE = 1e300
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+"""SplitMix64's constants as signed integers."""
 _NUCLEUS_ROUNDING = 0.999
 """Share of the bound on the weight of tokens outside the nucleus below which tokens are not sorted."""
 
@@ -54,6 +58,13 @@ class KeptTokens:
 
     token: Int[np.ndarray, " t"]
     weight: Int[np.ndarray, " t"]
+
+    @staticmethod
+    def of(weights: Int[torch.Tensor, " v"]) -> "KeptTokens":
+        """From the weights of all tokens."""
+        held: Int[np.ndarray, " v"] = weights.cpu().numpy()
+        token = np.flatnonzero(held)
+        return KeptTokens(token.astype(np.int32), held[token])
 
     @property
     def probability(self) -> Float[np.ndarray, " t"]:
@@ -75,9 +86,11 @@ def sample(
     if kernels.runs_on(logits):
         structs = [sampling_struct(s, key) for s, key in zip(sampling, keys, strict=True)]
         tokens = kernels.sample(logits, rows, structs)
+    elif logits.device.type == "cpu":
+        kept = map(KeptTokens.of, kept_weights(logits[list(rows)], sampling))
+        tokens = [_race(each, key) for each, key in zip(kept, keys, strict=True)]
     else:
-        weights = _weights(logits[list(rows)], [s.temperature for s in sampling])
-        tokens = [_race(_keep_with_torch(w, s), key) for w, s, key in zip(weights, sampling, keys, strict=True)]
+        tokens = draw(logits, rows, sampling, keys)[0].tolist()
     if min(tokens, default=0) < 0:
         raise NoTokenError
     return tokens
@@ -92,7 +105,7 @@ def kept_tokens(logits: Float[torch.Tensor, " v"], sampling: SamplingParams) -> 
     if kernels.runs_on(logits):
         kept = KeptTokens(*kernels.kept_tokens(logits, sampling_struct(sampling)))
     else:
-        kept = _keep_with_torch(_weights(logits[None], [sampling.temperature])[0], sampling)
+        kept = KeptTokens.of(kept_weights(logits[None], [sampling])[0])
     if not len(kept.token):
         raise NoTokenError
     return kept
@@ -125,7 +138,7 @@ def _weight_bits(vocab: int) -> int:
 def _weights(logits: Float[torch.Tensor, "k v"], temperatures: Sequence[float]) -> Int[torch.Tensor, "k v"]:
     """Integer weights of all tokens of every row; those of NaN are 0, and all where no logit is above -infinity."""
     wide = logits.double()
-    inverse = wide.new_tensor([_inverse(t) for t in temperatures])[:, None]
+    inverse = to_device(torch.tensor([_inverse(t) for t in temperatures], dtype=torch.float64), wide.device)[:, None]
     largest = wide.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1, keepdim=True)
     x = torch.where(wide == largest, 0.0, (wide - largest) * inverse)
     counts = (x >= _LEAST_EXPONENT) & (largest > -torch.inf)
@@ -141,19 +154,110 @@ def _weights(logits: Float[torch.Tensor, "k v"], temperatures: Sequence[float]) 
     return torch.where(counts, (scaled + _ROUND).view(torch.int64) - _ROUND_BITS, 0)
 
 
-def _keep_with_torch(w: Int[torch.Tensor, " v"], s: SamplingParams) -> KeptTokens:
-    """The tokens of these weights that truncation keeps."""
-    if 0 < s.top_k < len(w):
-        w = torch.where(w >= w.topk(s.top_k).values[-1], w, 0)
-    if s.top_p < 1 and (total := int(w.sum())):
-        # All tokens below this weight weigh less than 1 - top_p together, so none of them is kept: only the others are
-        # sorted.
-        candidates = (w >= max(1, int(_NUCLEUS_ROUNDING * (1 - s.top_p) * total / len(w)))).nonzero()[:, 0]
-        ordered, order = w[candidates].sort(descending=True, stable=True)
-        kept = candidates[order[ordered.cumsum(-1) - ordered < ceil(s.top_p * float(total))]]
-        w = torch.zeros_like(w).index_copy_(0, kept, w[kept])
-    token = (w >= max(1, ceil(s.min_p * 2.0 ** _weight_bits(len(w))))).nonzero()[:, 0]
-    return KeptTokens(token.to(torch.int32).cpu().numpy(), w[token].cpu().numpy())
+def kept_weights(logits: Float[torch.Tensor, "k v"], sampling: Sequence[SamplingParams]) -> Int[torch.Tensor, "k v"]:
+    """Weights of all tokens of every row, 0 of those that truncation leaves out; on their device, without a wait."""
+    if kernels.runs_on(logits):
+        weights = torch.zeros(logits.shape, dtype=torch.int64)
+        for row, x, s in zip(weights, logits, sampling, strict=True):
+            token, weight = kernels.kept_tokens(x, sampling_struct(s))
+            row[torch.from_numpy(token).long()] = torch.from_numpy(weight)
+        return weights
+    return _truncated(_weights(logits, [s.temperature for s in sampling]), sampling)
+
+
+def _truncated(w: Int[torch.Tensor, "k v"], sampling: Sequence[SamplingParams]) -> Int[torch.Tensor, "k v"]:
+    vocab, bits = w.shape[1], _weight_bits(w.shape[1])
+
+    def column(numbers: Sequence[float], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return to_device(torch.tensor(numbers, dtype=dtype), w.device)[:, None]
+
+    counts = [min(s.top_k or vocab, vocab) for s in sampling]
+    if most := max((count for count in counts if count < vocab), default=0):
+        last = w.topk(most).values.gather(1, column([min(count, most) - 1 for count in counts]))
+        w = torch.where((w >= last) | (column(counts) == vocab), w, 0)
+    if any(s.top_p < 1 for s in sampling):
+        top_p, total = column([s.top_p for s in sampling], torch.float64), w.sum(-1, keepdim=True).double()
+        part, columns = w, None
+        if w.device.type == "cpu":
+            # All tokens below this weight weigh less than 1 - top_p together, so none of them is kept: only the others
+            # are sorted.
+            bound = (_NUCLEUS_ROUNDING * (1 - top_p) * total / vocab).long().clamp(min=1)
+            columns = (w >= bound).any(0).nonzero()[:, 0]
+            part = w[:, columns]
+        ordered, order = part.sort(dim=-1, descending=True, stable=True)
+        nucleus = ordered.cumsum(-1) - ordered < (top_p * total).ceil().long()
+        order = order if columns is None else columns[order]
+        w = torch.where(top_p < 1, torch.zeros_like(w).scatter_(1, order, torch.where(nucleus, ordered, 0)), w)
+    return torch.where(w >= column([max(1, ceil(s.min_p * 2.0**bits)) for s in sampling]), w, 0)
+
+
+def draw(
+    logits: Float[torch.Tensor, "k v"], rows: Sequence[int], sampling: Sequence[SamplingParams], keys: Sequence[int]
+) -> tuple[Int[torch.Tensor, " r"], Int[torch.Tensor, "r v"]]:
+    """The token of each of these rows, -1 where there is none, and the weights of all tokens after truncation: as
+    `sample`, on the device of the logits and without a wait.
+    """
+    place, key = (to_device(np.array(x, t), logits.device) for x, t in ((rows, np.int32), (_signed(keys), np.int64)))
+    if has_triton(logits.device):
+        return _draw_by_kernel(logits, place, key, sampling)
+    weights = kept_weights(logits[place], sampling)
+    time = torch.where(weights > 0, _variates(key, logits.shape[1]) / weights.double(), torch.inf)
+    return torch.where(weights.amax(-1) > 0, time.argmin(-1), -1), weights
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether the kernels of `model.triton` run on a device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _draw_by_kernel(
+    logits: Float[torch.Tensor, "k v"],
+    place: Int[torch.Tensor, " r"],
+    key: Int[torch.Tensor, " r"],
+    sampling: Sequence[SamplingParams],
+) -> tuple[Int[torch.Tensor, " r"], Int[torch.Tensor, "r v"]]:
+    from foretell.model.triton import sampling as kernel
+
+    vocab = logits.shape[1]
+    bits = _weight_bits(vocab)
+    real = np.array([[_inverse(s.temperature), s.top_p, max(1, ceil(s.min_p * 2.0**bits))] for s in sampling])
+    top_k = to_device(np.array([min(s.top_k or vocab, vocab) for s in sampling]), logits.device)
+    whole = torch.stack([key, top_k], 1)
+    launch, tokens, weights = kernel.draw(logits, place, to_device(real, logits.device), whole, bits)
+    launch.run()
+    return tokens, weights
+
+
+def _signed(keys: Sequence[int]) -> Int[np.ndarray, " r"]:
+    """Keys of 64 bits as signed integers, which torch has."""
+    signed: Int[np.ndarray, " r"] = np.array(keys, np.uint64).view(np.int64)
+    return signed
+
+
+def noise_bits(key: Int[torch.Tensor, " r"], token: Int[torch.Tensor, " w"]) -> Int[torch.Tensor, "r w"]:
+    """53 random bits per key and token; see `core.sampling.exponential_variates`."""
+    x = key[:, None] + _GOLDEN * (token + 1)
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return _shifted(x ^ _shifted(x, 31), 11)
+
+
+def _shifted(x: Int[torch.Tensor, "r w"], bits: int) -> Int[torch.Tensor, "r w"]:
+    """`x >> bits` of unsigned integers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _variates(key: Int[torch.Tensor, " r"], vocab: int) -> Float[torch.Tensor, "r v"]:
+    """`core.sampling.exponential_variates` of all tokens on a device, to the bit."""
+    bits = noise_bits(key, torch.arange(vocab, device=key.device))
+    m, exponent = torch.frexp(bits.double() * 2.0**-53 + 2.0**-54)
+    small = m < sqrt(0.5)
+    m, exponent = torch.where(small, m * 2, m), exponent - small.int()
+    s = (m - 1) / (m + 1)
+    z, series = s * s, torch.zeros_like(m)
+    for i in reversed(range(LOG_TERMS)):
+        series = series * z + 1.0 / (2 * i + 1)
+    return -(exponent.double() * LN2 + 2 * s * series)
 
 
 def _race(kept: KeptTokens, key: int) -> int:

@@ -20,6 +20,7 @@ from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import Runner
 from foretell.model.run.topk import top_probabilities
 from foretell.speculator.network.base import Speculator
+from foretell.utils.transfer import to_host
 
 _ROLE = re.compile("(Drafter|Retriever)$")
 
@@ -205,9 +206,9 @@ class TopTokens:
         token_of: Int[np.ndarray, " w"] | None = None,
     ) -> "TopTokens":
         """From probabilities and indices into the draft vocabulary, whose tokens are `token_of`."""
-        token = columns.cpu().numpy()
-        token = token if token_of is None else token_of[token]
-        return TopTokens(probability.double().cpu().numpy(), token, logit_index)
+        scores, best = to_host([probability.double(), columns])
+        token = best.numpy()
+        return TopTokens(scores.numpy(), token if token_of is None else token_of[token], logit_index)
 
 
 def top_tokens(

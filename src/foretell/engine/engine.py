@@ -351,8 +351,10 @@ class Engine:
         verified = self._clock()
         logits, index = output.logits, output.logit_index
         distributions = ProcessedDistributions(context, tree, logits, index, output.argmax, context.rules)
+        reads = [r.method.method.accept.reads if yes else None for r, yes in zip(scheduled, ready, strict=True)]
+        distributions = distributions.on_host(reads)
         results = [
-            r.method.method.accept.accept(tree, i, distributions) if yes else None
+            r.method.method.accept.accept(distributions.tree, i, distributions) if yes else None
             for i, (r, yes) in enumerate(zip(scheduled, ready, strict=True))
         ]
         return VerifiedPass(context, starts, groups, tree, output, results, started, drafted, verified)

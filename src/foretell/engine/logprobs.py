@@ -7,6 +7,7 @@ import torch
 
 from foretell.core.context import StepResult
 from foretell.model.run.topk import top_k
+from foretell.utils.transfer import to_device, to_host
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """The most probable tokens of a position with their log-probabilities, best first."""
@@ -50,14 +51,15 @@ def _node_logprobs(
     """Of these tokens, each after its node."""
     if not tokens:
         return TokenLogprobs()
-    scores = torch.log_softmax(step.output.logits[[int(step.output.logit_index[i, n]) for n in nodes]], -1)
-    chosen = scores[torch.arange(len(tokens)), torch.tensor(tokens)].tolist()
+    logits, device = step.output.logits, step.output.logits.device
+    scores = torch.log_softmax(logits[to_device(step.output.logit_index[i, list(nodes)], device)], -1)
+    results = [scores.gather(1, to_device(torch.tensor(tokens), device)[:, None])[:, 0]]
     if wanted:
-        values, order = scores[:, list(wanted)].sort(stable=True, dim=-1, descending=True)
-        ids = torch.tensor(wanted)[order]
+        asked = to_device(torch.tensor(wanted), device)
+        values, order = scores[:, asked].sort(stable=True, dim=-1, descending=True)
+        results += values, asked[order]
     elif alternatives:
-        values, ids = top_k(scores, min(alternatives, scores.shape[1]))
-    else:
-        return TokenLogprobs(tuple(chosen))
-    top = (tuple(zip(t, v, strict=True)) for t, v in zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(tuple(chosen), tuple(top))
+        results += top_k(scores, min(alternatives, scores.shape[1]))
+    chosen, *top = (part.tolist() for part in to_host(results))
+    pairs = zip(*top, strict=True) if top else ()
+    return TokenLogprobs(tuple(chosen), tuple(tuple(zip(ids, values, strict=True)) for values, ids in pairs))

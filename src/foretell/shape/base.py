@@ -14,7 +14,7 @@ from foretell.core.engine_bound import BindingEngine
 from foretell.core.noise import target_noise
 from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
-from foretell.distributions.processed import ProcessedDistributions
+from foretell.distributions.processed import ProcessedDistributions, Reads
 from foretell.distributions.sampler import NoTokenError
 from foretell.draft.base import Drafter, Predictor, TopTokens
 
@@ -90,9 +90,10 @@ class TreeBuilder:
         return bool((valid & (self.depth < self.context.max_depth)[:, None]).any())
 
     def expand(self, draft: Predictor) -> ProcessedDistributions:
-        """The drafter's distributions after the frontier."""
+        """The drafter's distributions after the frontier, on the host, which chooses the children from them."""
         logits, logit_index = draft.expand(self.tree, self.frontier, self.context)
-        return ProcessedDistributions(self.context, self.tree, logits, logit_index)
+        distributions = ProcessedDistributions(self.context, self.tree, logits, logit_index)
+        return distributions.on_host([Reads.DISTRIBUTIONS] * self.tree.rows)
 
     def top_tokens(self, draft: Predictor, count: int) -> TopTokens:
         """The drafter's most probable tokens after the frontier; where it may know the target's noise, given that."""

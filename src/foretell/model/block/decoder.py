@@ -28,6 +28,7 @@ from foretell.model.cache.layout import Layout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
 from foretell.model.config.model import Activation, ModelConfig, NormedHeads
+from foretell.utils.transfer import to_device
 
 
 class RMSNorm(nn.Module):
@@ -457,7 +458,7 @@ class Decoder(nn.Module):
 
     def embed(self, token: Int[torch.Tensor, " t"]) -> Float[torch.Tensor, "t d"]:
         """Input of the first block, float32 or wider: the residual stream is not rounded to the weights' dtype."""
-        x = widen(F.embedding(token.to(self.device), self.embedding))
+        x = widen(F.embedding(to_device(token, self.device), self.embedding))
         scale = self.config.embedding_scale
         x = _centered(x) if self.config.centered else x
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype)

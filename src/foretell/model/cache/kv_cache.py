@@ -13,6 +13,7 @@ from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, blocks_for
 from foretell.model.cache.numbers import quantize, rotate_blocks, widen
 from foretell.model.cache.packed_groups import GROUP_SLOTS, KIVI_BITS, PackedGroups, packed_slots
 from foretell.model.config.model import CacheDtype
+from foretell.utils.transfer import to_device
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
@@ -157,9 +158,9 @@ class KVCache(Cache):
         """Follow a change of the table of the blocks."""
         table = torch.from_numpy(self.blocks.table)
         if self.table.device.type != "cpu" and self.table.shape == table.shape:
-            self.table.copy_(table)
+            self.table.copy_(table, non_blocking=True)
         else:
-            self.table = table.to(self.k.device)
+            self.table = to_device(table, self.k.device)
 
     def write(
         self,
@@ -237,8 +238,10 @@ class KVCache(Cache):
         skip = next((i for i, s in enumerate(source) if s != target + i), len(source))
         if skip == len(source):
             return
-        read = self._places(row, source[skip:])
-        write = self._places(row, range(target + skip, target + len(source)))
+        read: Any = self._places(row, source[skip:])
+        write: Any = self._places(row, range(target + skip, target + len(source)))
+        if self.k.device.type != "cpu":
+            read, write = to_device(np.stack([*read, *write]).astype(np.int64), self.k.device).view(2, 2, -1)
         for part in self._movable:
             part[:, :, write[0], write[1]] = part[:, :, read[0], read[1]]
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from foretell.core.tree import TokenTree
+from foretell.utils.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class PaddedLayout:
             torch.zeros_like(layout.row, dtype=torch.long) if layout.token is None else layout.token.long(),
             torch.zeros_like(layout.row, dtype=torch.bool) if layout.in_pages is None else layout.in_pages > 0,
         )
-        return PaddedLayout(*(tensor.to(device) for tensor in tensors))
+        return PaddedLayout(*(to_device(tensor, device) for tensor in tensors))
 
     def window_mask(self, window: int, chunked: bool = False) -> Bool[torch.Tensor, "b n s"]:
         """Slots that each query attends to in a layer with this sliding window (0: no window); `chunked`: it begins at

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.model.cache.layout import Layout, next_power
+from foretell.utils.transfer import to_device
 
 SPLIT = 512
 """Slots that are summed together: a multiple of the slots of a block."""
@@ -93,7 +94,7 @@ class PagedLayout:
             words = _padded(words, count, next_power(words.shape[1]) if words.size else 0)
             tiles = _padded(tiles, next_power(len(tiles)), 2)
         buffer = torch.from_numpy(np.concatenate([part.ravel() for part in (fields, words, tiles)]))
-        return PagedLayout(buffer.to(device), fields.shape[1], words.shape[1], len(tiles), splits)
+        return PagedLayout(to_device(buffer, device), fields.shape[1], words.shape[1], len(tiles), splits)
 
     def copy_(self, other: "PagedLayout") -> None:
         """Take the numbers of a layout of the same sizes."""

@@ -12,6 +12,7 @@ from foretell.model.cache.base import Cache
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.run.network import NetworkWrapper
+from foretell.utils.transfer import to_device
 
 _MAX_TOKENS = 64
 """Larger passes are not bound by kernel launches, so they are not captured."""
@@ -76,7 +77,7 @@ class GraphedDecoder(NetworkWrapper):
         tensors = [part for cache in caches for part in (cache.k, cache.table)]
         addresses = tuple(number for each in tensors for number in (each.data_ptr(), *each.shape))
         shape = _Shape(kind.name, sizes, addresses, blocks.hidden_layers)
-        flat = x[tokens.to(x.device)]
+        flat = x[to_device(tokens, x.device)]
         static = self._passes.get(shape)
         if static is None:
             static = self._passes[shape] = self._capture(flat, placed, cache, blocks)
@@ -87,7 +88,7 @@ class GraphedDecoder(NetworkWrapper):
                 out.copy_(state)
         else:
             static.graph.replay()
-        index = padded.to(x.device)
+        index = to_device(padded, x.device)
         return BlockOutput(tuple(state[index] for state in static.out))
 
     def write_keys(self, x: Float[torch.Tensor, "t d"], layout: Layout, cache: Cache, blocks: BlockRange) -> None:

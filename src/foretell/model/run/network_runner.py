@@ -16,6 +16,7 @@ from foretell.model.cache.layout import Layout, index_marked
 from foretell.model.run.network import Network
 from foretell.model.run.runner import LimitsCache, Runner
 from foretell.utils.inference import in_inference_mode
+from foretell.utils.transfer import to_device, to_host
 
 
 class NetworkRunner(Runner, LimitsCache):
@@ -59,7 +60,7 @@ class NetworkRunner(Runner, LimitsCache):
             layout = self.attention_sums.record(layout, rows, index)
         x = self._embed(tree.token[active], tree.probe_embeddings)
         states, route_tensors = self._hidden_states(x, layout, hidden_layers)
-        routes = tuple(layer.cpu().numpy() for layer in route_tensors)
+        routes = tuple(layer.numpy() for layer in to_host(route_tensors))
         output = self._output(states, index, active, scored, hidden_layers, count_experts(routes))
         return replace(output, routes=routes) if routes else output
 
@@ -84,7 +85,7 @@ class NetworkRunner(Runner, LimitsCache):
         if scored is not None and scored is not active:
             wanted = active & scored
             logit_index = index_marked(wanted)
-            head_input = head_input[torch.from_numpy(index[wanted]).to(head_input.device)]
+            head_input = head_input[to_device(index[wanted], head_input.device)]
         if layers + 1 not in states:
             head_input = self.network.final_norm(head_input)
         logits = self.network.logits(head_input) if len(head_input) else head_input.new_zeros(0, self.vocab)
@@ -108,8 +109,8 @@ class NetworkRunner(Runner, LimitsCache):
             )
         probe = token >= self.vocab
         x = self.network.embed(torch.from_numpy(np.where(probe, 0, token)))
-        index = torch.from_numpy(token[probe] - self.vocab)
-        x[torch.from_numpy(probe).to(x.device)] = probe_embeddings[index.to(probe_embeddings.device)].to(x)
+        index = to_device(token[probe] - self.vocab, probe_embeddings.device)
+        x[to_device(np.flatnonzero(probe), x.device)] = probe_embeddings[index].to(x)
         return x
 
     def _hidden_states(
