@@ -1,7 +1,11 @@
-"""Build hook of the wheel: with FORETELL_KERNELS=x86_64 or aarch64 it carries compiled kernels of that machine type.
+"""Build hooks of the wheels.
 
-Without the variable the wheel is pure Python, and the kernels are compiled at first use. The compiler is $CXX, else
-g++, or its cross compiler where the machine type is another one.
+With FORETELL_KERNELS=x86_64 or aarch64 the library's wheel carries compiled kernels of that machine type. Without the
+variable it is pure Python, and the kernels are compiled at first use. The compiler is $CXX, else g++, or its cross
+compiler where the machine type is another one.
+
+With FORETELL_REPOSITORY, the public address of the repository, a wheel names it, and the links of its description lead
+there, which are relative ones in the repository's README.
 """
 
 import importlib.util
@@ -16,8 +20,10 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 VARIABLE = "FORETELL_KERNELS"
+REPOSITORY = "FORETELL_REPOSITORY"
 PLATFORM_TAG = "manylinux_2_28"
 """The oldest C library that the libraries may need; torch's wheels need the same."""
 KERNELS = Path("src/foretell/model/kernels")
@@ -49,6 +55,28 @@ class KernelsHook(BuildHookInterface):  # type: ignore[misc, type-arg]
         """Remove the temporary files."""
         if folder := getattr(self, "_folder", None):
             folder.cleanup()
+
+
+class AddressHook(MetadataHookInterface):
+    """Adds the description, and the project's addresses where the repository has a public one."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set `readme` and `urls`."""
+        text = (Path(self.root) / "README.md").read_text("utf-8")
+        address = os.environ.get(REPOSITORY, "").rstrip("/")
+        metadata["urls"] = {}
+        if address:
+            tree = f"{address}/blob/v{metadata['version']}"
+            changes = f"{tree}/CHANGELOG.md"
+            metadata["urls"] = {"Repository": address, "Issues": f"{address}/issues", "Changelog": changes}
+            text = absolute_links(text, tree)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def absolute_links(text: str, tree: str) -> str:
+    """Markdown whose links to files of the repository lead to `tree`; pictures to the files themselves."""
+    text = re.sub(r"(?<!!)(\[[^\]]*\]\()(?!\w+:|#)", rf"\1{tree}/", text)
+    return re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{tree.replace('/blob/', '/raw/', 1)}/", text)
 
 
 def _compiler(machine: str) -> str:

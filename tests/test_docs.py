@@ -13,9 +13,11 @@ import pytest
 import typer
 from typer.main import get_command
 
+from exact import Chooser, distance, random_distribution, sequence_distribution, tree_of
 from foretell.accept import Match
 from foretell.catalogue import BUILT_IN, BuildContext, Entry, find
 from foretell.cli.commands import commands
+from foretell.core.tree import TokenTree
 from foretell.draft import Predictor
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, Method
@@ -64,7 +66,11 @@ def test_the_drafter_of_the_documents_is_lossless() -> None:
     assert tokens_per_pass > 1
 
 
-@pytest.mark.parametrize("shape", [Chain(3), DynamicTree(depth=4, width=2, budget=8)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape",
+    [Chain(3), DynamicTree(depth=4, width=2, budget=8), _example("shape")["Fork"](3)],
+    ids=["chain", "tree", "the documents' fork"],
+)
 def test_the_predictor_of_the_documents_is_lossless(shape: Shape[Predictor]) -> None:
     requests = [Request(prompt, max_new_tokens=40) for prompt in ([1, 2, 3, 1, 2], [6], [4, 4, 4])]
 
@@ -75,6 +81,20 @@ def test_the_predictor_of_the_documents_is_lossless(shape: Shape[Predictor]) -> 
     found = generate(Method(_example("predictor")["PairCounts"](TINY.vocab), shape, Match()))
     assert [done.tokens for done in found] == [done.tokens for done in generate(plain)]
     assert sum(done.statistics.tokens_per_pass for done in found) > len(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_acceptor_of_the_documents_is_exact(seed: int) -> None:
+    p, q = random_distribution(3, seed), random_distribution(3, seed + 100)
+
+    def grow(chooser: Chooser) -> TokenTree:
+        """Two samples of the first token, and one of the second below the first of them."""
+        first, other = (chooser.choose(q(()).tolist()) for _ in range(2))
+        below = q((first,))
+        nodes = {1: (0, first, 0), 2: (0, other, 0), 3: (1, chooser.choose(below.tolist()), 1)}
+        return tree_of(nodes, [q(()), below])
+
+    assert distance(sequence_distribution(_example("acceptor")["OneTrial"](), grow, p, 3), p) < 1e-12
 
 
 def _tool(name: str) -> ModuleType:

@@ -51,13 +51,11 @@ PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 40, 9, 1, 25)]
 
 PLAIN = VARIANTS[0]
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 every_lossless = pytest.mark.parametrize(
     "variant", methods_by_kind([v for v in VARIANTS if v.lossless], pytest.mark.exhaustive_types)
 )
 kinds_of_lossless = pytest.mark.parametrize("variant", methods_by_kind([v for v in VARIANTS if v.lossless]))
 every_lossy = pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.lossless], ids=str)
-every_matching = pytest.mark.parametrize("variant", [v for v in VARIANTS if v.same_seed], ids=str)
 KINDS = (
     "draft_model", "block_verification", "specinfer", "spectr", "confident_block", "independent", "fixed_sampled",
     "greedy_block", "traversal",
@@ -272,12 +270,12 @@ def plain_texts() -> list[list[int]]:
     return sampled(PLAIN, FLAT, 100)
 
 
-@every_matching
+@kinds_of_matching
 def test_every_seed_gives_the_tokens_of_plain_decoding(variant: Variant) -> None:
     assert sampled(variant, FLAT, 100) == plain_texts()
 
 
-@every_variant
+@pytest.mark.parametrize("variant", methods_by_kind(VARIANTS))
 def test_answers_do_not_depend_on_batch_order_rows_or_chunks(variant: Variant) -> None:
     requests = requests_of(1.0)[1:3]
     with unchecked():

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,11 @@ def _imports(source: str) -> Iterator[str]:
                 yield next((part for part in parts if part in MODULES), "__init__")
 
 
+@cache
+def _imported(path: Path) -> frozenset[str]:
+    return frozenset(_imports(path.read_text("utf-8")))
+
+
 def test_every_module_has_a_package_and_every_package_a_module() -> None:
     assert [m for m in MODULES if _package(m) is None] == []
     assert [name for name in ORDER if name not in MODULES] == [] and len(set(ORDER)) == len(ORDER)
@@ -65,14 +71,14 @@ def test_imports_go_down() -> None:
     up = {
         (module, other)
         for module, path in MODULES.items()
-        for other in _imports(path.read_text("utf-8"))
+        for other in _imported(path)
         if ORDER.index(_package(other) or "") > ORDER.index(_package(module) or "")
     }
     assert up == set()
 
 
 def test_only_the_laboratory_imports_the_laboratory() -> None:
-    users = {m for m, path in MODULES.items() if any(o.startswith("lab") for o in _imports(path.read_text("utf-8")))}
+    users = {m for m, path in MODULES.items() if any(o.startswith("lab") for o in _imported(path))}
     assert [m for m in users if not m.startswith("lab")] == []
 
 
@@ -98,7 +104,7 @@ def test_every_form_of_import_is_seen(source: str, found: set[str]) -> None:
 def test_the_analyzer_needs_no_weights() -> None:
     for module, path in MODULES.items():
         if module.startswith("roofline"):
-            known = {m for m in _imports(path.read_text("utf-8")) if not m.startswith("roofline")}
+            known = {m for m in _imported(path) if not m.startswith("roofline")}
             readers = {m for m in known if m.startswith("model.config.readers.")}
             configs = {"model.config.model", "model.config.states", "model.config.families"}
             allowed = configs | {

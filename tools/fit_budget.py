@@ -162,12 +162,15 @@ class Simulation:
             self.tokens += len(tokens)
 
 
+_PLAIN = SamplingParams()
+
+
 def _result(tree: Any, paths: tuple[tuple[int, ...], ...], new: tuple[tuple[int, ...], ...]) -> StepResult:
     count = len(paths)
     context = Context(
         tuple(range(count)),
         (TokenBuffer([0]),) * count,
-        (SamplingParams(),) * count,
+        (_PLAIN,) * count,
         (CounterRNG(0),) * count,
         np.zeros(count, np.int64),
     )

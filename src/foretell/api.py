@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from foretell.catalogue import BuildContext, build
@@ -27,6 +28,7 @@ from foretell.model.load.checkpoint import CachedCheckpoint, Checkpoint
 from foretell.model.load.expert_offload import ExpertOffloadedDecoder
 from foretell.model.load.images import VisionLanguage
 from foretell.model.load.transformers import HFRunner, ImagePrompt
+from foretell.model.run.adapting_runner import AdaptingRunner
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.evicting_runner import EvictingRunner
 from foretell.model.run.network import Network
@@ -92,7 +94,8 @@ class Model:
 
     `network`: the model's weights on the own decoder, or a function that makes a runner of another kind.
     `cache_policy`: which keys and values of long texts it keeps, which is lossy; None: all. `vision`: what reads images
-    for it; None: it reads text only.
+    for it; None: it reads text only. `adapted`: the network
+    with each of the adapters that requests may name.
     """
 
     def __init__(
@@ -106,10 +109,15 @@ class Model:
         checkpoint: Checkpoint | None = None,
         cache_policy: CachePolicy | None = None,
         vision: VisionLanguage | None = None,
+        adapted: Mapping[str, Network] = MappingProxyType({}),
     ) -> None:
         self.name, self.config, self.codec = name, config, codec
         self._network = network if isinstance(network, Network) else None
         self._runner = partial(DecoderRunner, network) if isinstance(network, Network) else network
+        self.adapters = tuple(adapted)
+        """Names of the adapters that requests choose among."""
+        if adapted:
+            self._runner = partial(AdaptingRunner, self.network, adapted)
         if cache_policy is not None:
             self._runner = partial(EvictingRunner, self.network, cache_policy)
         self.precision, self.eos, self._checkpoint = precision, eos, checkpoint
@@ -332,6 +340,7 @@ class Model:
         allow_special_tokens: bool = False,
         method: AnyMethod | None = None,
         max_drafts: int | None = None,
+        adapter: str = "",
     ) -> Request:
         """A request for an engine; for `raw` and `allow_special_tokens` see `tokens`, for the others `Request`.
 
@@ -365,6 +374,7 @@ class Model:
             prediction=None if prediction is None else self.prediction(prediction),
             method=method,
             max_drafts=max_drafts,
+            adapter=adapter,
         )
 
     def plan_run(

@@ -1,6 +1,7 @@
 """Loads models: the embedded one, a directory, a GGUF file, or a repository of the Hugging Face hub."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,8 +18,9 @@ from foretell.model.config.readers.compressed import check_card
 from foretell.model.config.readers.hf import from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
+from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.structures import LANES, PRECISIONS, Precision
-from foretell.model.load.adapter import with_adapter
+from foretell.model.load.adapter import adapter_name, read_updates, with_adapter
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.gguf_header import gguf_config
@@ -52,6 +54,7 @@ from foretell.tokenizer.gguf import codec_from_gguf
 from foretell.utils.names import unknown
 from foretell.utils.validation import Fields, parse_object, read_json
 
+log = logging.getLogger(__name__)
 DTYPES = ("auto", *PRECISIONS, "int4")
 """Values of `dtype`."""
 _FOR_SOME_FILES = ("int4", "int8-activations")
@@ -70,7 +73,8 @@ def load(
     sparsity: str | Path | None = None,
     pre_tokenizer: str | None = None,
     chat_template_date: datetime | None = None,
-    lora: str | Path | None = None,
+    lora: str | Path | Sequence[str | Path] | None = None,
+    adapters: Sequence[str] = (),
 ) -> Model:
     """Load a model.
 
@@ -98,8 +102,9 @@ def load(
     are in memory and the others in a mapped file, which `foretell calibrate placement` makes. None: they read all.
     `pre_tokenizer`: llama.cpp's name of the pre-tokenizer of a GGUF file, in place of the one that the file names.
     `chat_template_date`: the date that chat templates are told; None: that of the day.
-    `lora`: an adapter that is merged into the weights while they are read, a directory of PEFT or a GGUF file, also as
-    NAME=PLACE; the file of the model stays as it is. Matrices that it changes are not quantised afterwards.
+    `lora`: adapters that are merged into the weights while they are read, directories of PEFT or GGUF files, also as
+    NAME=PLACE; the file of the model stays as it is. Matrices that they change are not quantised afterwards.
+    `adapters`: adapters as NAME=PLACE, of which a `Request` names its own.
     Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
 
     Raises:
@@ -112,6 +117,7 @@ def load(
     policy = None if kv_cache_policy is None else parse_target_policy(kv_cache_policy)
     torch_device = parse_device(device)
     path = resolve_reference(reference)
+    merged = [str(lora)] if isinstance(lora, str | Path) else list(map(str, lora or ()))
     raw = _read_config(path)
     if raw is not None and pre_tokenizer is not None:
         raise ValueError(
@@ -119,7 +125,7 @@ def load(
         )
     refuse_other_kinds(reference, path, raw)
     if raw is not None and not is_decoder_family(raw):
-        options = rope_scaling, max_model_len, policy, sparsity, lora
+        options = rope_scaling, max_model_len, policy, sparsity, *merged, *adapters
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
                 f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity and lora are for "
@@ -129,9 +135,9 @@ def load(
         model.codec = replace(model.codec, template_date=chat_template_date)
         return model
     opened = open_checkpoint(path, raw, pre_tokenizer)
-    if lora is not None:
-        adapted, merged = with_adapter(opened.config, opened.weights, str(lora))
-        opened = opened._replace(config=adapted, weights=merged)
+    for each in merged:
+        own, changed = with_adapter(opened.config, opened.weights, each)
+        opened = opened._replace(config=own, weights=changed)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
     if config.latent is not None and kv_cache_dtype != "auto":
         raise ValueError(
@@ -156,8 +162,39 @@ def load(
     variant = weights.variant or precision
     tokenizer = replace(codec.result(), template_date=chat_template_date)
     eos = tuple(sorted({*opened.eos, *tokenizer.eos_ids}))
-    name = reference if lora is None else f"{reference} with {lora}"
-    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy)
+    name = " with ".join([reference, *merged])
+    if adapters and not (kv_cache_policy is None and sparsity is None and memory_limit is None):
+        raise ValueError(
+            f"--lora {adapters[0]}: requests cannot choose adapters together with --kv-cache-policy, --sparsity or a "
+            "limit of memory; give it without NAME=, which merges it for all"
+        )
+    plain = _FileCheckpoint(config, opened.weights, precision, torch_device)
+    adapted = _adapted(plain, network, adapters, RoundedWeights if dtype == "int4" else lambda weights: weights)
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy, adapted=adapted)
+
+
+def _adapted(
+    checkpoint: "_FileCheckpoint", network: Network, adapters: Sequence[str], rounded: Callable[[Weights], Weights]
+) -> dict[str, Network]:
+    """The network with each of the adapters that requests choose among, by their names: beside its weights, or, where
+    that is not possible, merged into a copy of them, of which `rounded` gives what is packed.
+
+    Raises:
+        ValueError: an adapter has no name or that of another, or cannot be read.
+    """
+    made, (config, weights, precision, device) = dict[str, Network](), checkpoint.parts
+    for reference in adapters:
+        name = adapter_name(reference).name
+        if name is None or name in made:
+            raise ValueError(f"--lora {reference}: adapters that requests choose need names of their own, as NAME=PATH")
+        updates = read_updates(config, weights, reference) if isinstance(network, NativeDecoder) else None
+        if updates is not None and isinstance(network, NativeDecoder):
+            made[name] = network.with_updates(updates)
+            continue
+        log.warning("%s: merged into a copy of the model, which takes its memory again", reference)
+        adapted, merged = with_adapter(config, weights, reference)
+        made[name] = build_network(adapted, rounded(merged), precision, device)
+    return made
 
 
 @dataclass(frozen=True)
@@ -172,7 +209,8 @@ class TargetOptions:
     pre_tokenizer: str | None = None
     chat_template_date: str | None = None
     """In the form of ISO 8601."""
-    lora: str | None = None
+    lora: Sequence[str] = ()
+    adapters: Sequence[str] = ()
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options."""
@@ -191,6 +229,7 @@ class TargetOptions:
             pre_tokenizer=self.pre_tokenizer,
             chat_template_date=date,
             lora=self.lora,
+            adapters=self.adapters,
         )
 
 

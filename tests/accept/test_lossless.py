@@ -224,7 +224,7 @@ def named(value: object) -> str:
 @pytest.mark.parametrize(("acceptor", "tree"), BY_TREE, ids=named)
 def test_joint_tests_of_trees_are_exact(acceptor: Acceptor, tree: Sizes) -> None:
     small = tree in (CHAINS[0], CHAINS[1], TREES[0])
-    assert max(check(acceptor, tree.grow, seed) for seed in ((0, 1, 2, 3) if small else (1,))) < 1e-12
+    assert max(check(acceptor, tree.grow, seed) for seed in ((0, 1) if small else (1,))) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_strict_limits_are_greedy_decoding_without_loss(accept: Acceptor) -> Non
         assert (s.fidelity.mean_variation, s.fidelity.mean_divergence, s.fidelity.changed_share) == (0, 0, 0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accept", DEVIATING, ids=repr)
 @pytest.mark.parametrize("requests", [REQUESTS, SAMPLED], ids=["greedy", "sampled"])
 def test_deviation_is_reported(accept: Acceptor, requests: list[Request]) -> None:

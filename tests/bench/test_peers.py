@@ -1,5 +1,6 @@
 """Other runtimes with the same weights say the same greedy words."""
 
+import sys
 from pathlib import Path
 
 import gguf
@@ -9,10 +10,12 @@ import torch
 from bench_helpers import bench, model, target
 
 from foretell.bench.competitor import GenerationSettings, MethodCompetitor, MethodSpec
+from foretell.bench.peers import isolated
 from foretell.bench.peers.export import export
-from foretell.bench.peers.registry import expand_names
+from foretell.bench.peers.registry import expand_names, require_installed
 from foretell.bench.questions import Question
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.reference import resolve_reference
 
 PROMPT = "abcabcabc"
 transformers = pytest.importorskip("transformers")
@@ -107,3 +110,46 @@ def test_transformers_takes_part_in_a_run_and_in_the_steps(tmp_path: Path) -> No
     assert "| transformers-lookup/float32 |" in (tmp_path / "o" / "report.md").read_text()
     step = bench("step", *fixed, "--tokens", 1, "--context", 8, "--repeats", 1, "--no-engine")
     assert step.exit_code == 0 and "transformers eager float32" in step.stdout
+
+
+def test_peers_of_environments_are_named_and_their_installation_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert expand_names(["openvino"], "int8", True) == [f"openvino-{m}/file" for m in ("plain", "lookup", "draft")]
+    with pytest.raises(ValueError, match="foretell bench peers install xllamacpp"):
+        require_installed(["xllamacpp-ngram-mod/file"])
+    with pytest.raises(ValueError, match="unknown peer 'openvin'"):
+        isolated.install("openvin")
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment of xllamacpp that is the tests' own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = isolated.python_of("xllamacpp")
+    place.parent.mkdir(parents=True)
+    place.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    place.chmod(0o755)
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("mode", ["plain", "lookup"])
+def test_llama_cpp_in_a_process_of_its_own_says_what_transformers_says(mode: str) -> None:
+    pytest.importorskip("xllamacpp")
+    from foretell.bench.peers import hf
+
+    model = resolve_reference("smollm2-135m")
+    peer = isolated.IsolatedPeer(f"xllamacpp-{mode}/file", model, None, 256, 1)
+    prompt = [504, 3575, 282, 4649, 314, 7042, 28, 284, 260, 3575, 282, 4649, 314]
+    answer = peer.generate(prompt, 8)
+    theirs = hf.TransformersPeer(hf.load("smollm2-135m", torch.float32)).generate(prompt, 8)
+    assert answer.tokens == theirs.tokens
+    assert sum(answer.counts) == 8 and list(answer.seconds) == sorted(answer.seconds)
+    assert peer.generate(prompt, 8).tokens == answer.tokens
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_model_that_a_peer_cannot_load_is_an_error_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="xllamacpp-plain/file failed: "):
+        isolated.IsolatedPeer("xllamacpp-plain/file", tmp_path / "none.gguf", None, 64, 1)

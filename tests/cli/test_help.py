@@ -1,7 +1,5 @@
 """Help: it fits narrow terminals without cutting a name, explains topics, and completes in shells."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -10,8 +8,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from command import expect_error, run_foretell
-from foretell.cli import app
-from foretell.cli.commands import commands
+from foretell.cli import app, main
+from foretell.cli.commands import COMMANDS, commands
 
 WIDTHS = (80, 100)
 
@@ -63,14 +61,25 @@ def test_help_on_a_command_is_its_own_help() -> None:
     assert "topics" not in expect_error("help", "dtyp") and "'dtype'" in expect_error("help", "dtyp")
 
 
+def test_every_summary_of_the_engine_has_chinese_which_the_option_or_the_locale_chooses() -> None:
+    english, chinese = (CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--lang", name]).output for name in ("en", "zh"))
+    by_locale = CliRunner(env={"COLUMNS": "200", "LC_ALL": "zh_CN.UTF-8"}).invoke(app, ["--help"]).output
+    assert chinese == by_locale and help_of(200) == english
+    assert "\n".join(c.summary for c in COMMANDS if c.summary in chinese or c.summary not in english) == ""
+    assert all(c.name in chinese for c in COMMANDS)
+    assert "found 'fr'" in expect_error("--lang", "fr", "help")
+
+
 @pytest.mark.parametrize(
     ("words", "cursor", "completed"),
     [("foretell gen", 1, "generate"), ("foretell generate --comp", 2, "--compare"), ("foretell bench ru", 2, "run")],
 )
-def test_bash_completes_commands_and_options(words: str, cursor: int, completed: str) -> None:
-    environment = {"_FORETELL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(cursor)}
-    code = "import sys; sys.argv = ['foretell']; from foretell.cli import main; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert result.stdout.split() == [completed], result.stderr
+def test_bash_completes_commands_and_options(
+    words: str, cursor: int, completed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"_FORETELL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": cursor}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(sys, "argv", ["foretell"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.split() == [completed]

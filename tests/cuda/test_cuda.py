@@ -59,7 +59,7 @@ PROMPT = 300
 METHODS = {e.name: e for e in BUILT_IN}
 SAMPLED = ("autoregressive", "sam_recycling", "draft_model", "block_verification", "specinfer", "spectr", "eagle3")
 REHEARSED = ("draft_model", "eagle3")
-"""Those of `SAMPLED` that `make test` also runs on the CPU, where `test_general` has the others."""
+"""Methods that `make test` also runs on the CPU, where `test_general` has the others."""
 SMALL, START, LENGTH = 4, [1, 0, 2], 3
 SAMPLES = {"cpu": 400, "cuda": 1200}
 FLAT = SamplingParams(temperature=2.5)
@@ -156,8 +156,11 @@ def naive_sequences() -> list[list[int]]:
     return [naive(target(), r) for r in requests()]
 
 
-@on_every_device
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [pytest.param("cuda", name, marks=needs_gpu) for name in FAMILIES]
+    + [pytest.param("cpu", name, marks=() if name in REHEARSED else pytest.mark.exhaustive) for name in FAMILIES],
+)
 def test_greedy_sequences_are_those_of_naive_decoding_on_the_cpu(device: str, name: str) -> None:
     engine = engine_on(device, METHODS[name], VOCAB, rows=3)
     assert [tokens_of(u) for u in run(engine, requests())] == naive_sequences()

@@ -78,10 +78,10 @@ class RandomBudget(Budget):
         return self._rng.integers(0, 5, len(indices)).tolist()
 
     def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
-        asked = [i for i in which if self._rng.integers(0, 3)]
+        asked = [int(i) for i in self._rng.permutation(which) if self._rng.integers(0, 3)]
         return Plan(asked, *(self._rng.random(2) / 10)) if asked else None
 
-    def _count(self, values, drafts, parts):  # type: ignore[no-untyped-def]
+    def _count(self, values):  # type: ignore[no-untyped-def]
         return int(self._rng.integers(0, len(values) + 1))
 
 
@@ -100,7 +100,7 @@ class Scripted(Budget):
     def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
         return Plan(list(which)) if self.seen[-1] else None
 
-    def _count(self, values, drafts, parts):  # type: ignore[no-untyped-def]
+    def _count(self, values):  # type: ignore[no-untyped-def]
         return len(values)
 
 
@@ -138,13 +138,19 @@ def long_texts(requests: Sequence[Request]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_choice_of_drafts_changes_a_text(seed: int) -> None:
-    methods = [v.make(VOCAB) for v in VARIANTS if v.name in NAMES]
+    methods = {v.name: v.make(VOCAB) for v in VARIANTS if v.name in NAMES}
     with unchecked():
-        mixed = [replace(REQUESTS[i % 4], method=m, prediction=REQUESTS[i % 3].prompt) for i, m in enumerate(methods)]
+        mixed = [
+            replace(REQUESTS[i % 4], method=m, prediction=REQUESTS[i % 3].prompt)
+            for i, m in enumerate(methods.values())
+        ]
         budget = RandomBudget(seed)
         found = engine(PLAIN, budget, rows=6).complete(mixed)
         texts = expected()
         assert tokens(found) == [texts[i % 4] for i in range(len(mixed))]
+        for run in range(4):
+            alike = engine(methods["ngram"], RandomBudget(4 * seed + run), rows=4).complete(REQUESTS)
+            assert tokens(alike) == texts, "of several requests of one method, asked in any order"
     s = budget.statistics
     assert s.nodes_drafted >= s.nodes_verified > 0
 

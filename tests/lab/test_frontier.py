@@ -3,13 +3,17 @@
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from matplotlib.text import Text
 
 from command import expect_error, run_foretell, tiny_draft, tiny_target
+from foretell.bench.charts import canvas
 from foretell.lab.frontier.predict import Predictor
+from foretell.lab.frontier.report import label_points
 from foretell.lab.frontier.variants import FAMILIES, ModelOptions, VariantInputs, all_variants
 from foretell.model.config.compressed import LowRank
 from foretell.roofline.graph_builder import build_graph
@@ -33,6 +37,18 @@ def pruned() -> Path:
                          "--held-back-tokens", "512", "--text", text)  # fmt: skip
     assert found.exit_code == 0, found.output
     return out
+
+
+def test_no_name_in_the_picture_covers_another() -> None:
+    _, axes = canvas()
+    points = [(f"a way of number {i}", 1 + 0.001 * i, 1 - 0.001 * i) for i in range(12)]
+    axes.scatter([x for _, x, _ in points], [y for _, _, y in points], label="ways")
+    axes.set(xlim=(0, 2), ylim=(0, 2))
+    axes.legend()
+    label_points(axes, points)
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [name for name, _, _ in points]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_every_way_is_priced_and_an_ended_run_is_not_repeated(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ from foretell.model.load.build import build_decoder
 from foretell.model.load.native import finish_writing, load_native
 from foretell.model.load.packed_cache import cache_entries
 from foretell.model.load.rounding import RoundedWeights
+from foretell.model.run.adapting_runner import AdaptingRunner
 from foretell.model.run.network import Network
-from helpers import all_logits, random_tokens
+from helpers import all_logits, chain_tree, random_tokens
 
 Tensors = dict[str, torch.Tensor]
 TEXT = random_tokens(23, 64)
@@ -211,7 +212,14 @@ def test_saved_modules_and_biases_replace_those_of_the_model(tmp_path: Path) -> 
     check(read(model, adapter), oracle)
 
 
-def write_gguf_adapter(path: Path, tensors: Tensors, alpha: float, arch: str = "llama", kind: str = "adapter") -> Path:
+def write_gguf_adapter(
+    path: Path,
+    tensors: Tensors,
+    alpha: float,
+    arch: str = "llama",
+    kind: str = "adapter",
+    heads: tuple[int, int] = (4, 2),
+) -> Path:
     """The adapter as llama.cpp's converter writes it: rows of queries and keys in its order."""
     names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
              "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}  # fmt: skip
@@ -223,7 +231,7 @@ def write_gguf_adapter(path: Path, tensors: Tensors, alpha: float, arch: str = "
         module, _, end = name.removesuffix(".weight").partition(".lora_")
         own, data = module.split(".")[-1], tensor.numpy()
         if end == "B" and own in ("q_proj", "k_proj"):
-            data = as_stored(data, 4 if own == "q_proj" else 2)
+            data = as_stored(data, heads[own == "k_proj"])
         if module == "model.embed_tokens":
             place, end, data = "token_embd", end.removeprefix("embedding_"), data.T if end.endswith("A") else data
         else:
@@ -369,6 +377,9 @@ def test_a_gguf_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path)
 
     write_gguf_adapter(path, tensors, 6.0, arch="qwen2")
     refused("qwen2", "llama")
+    with pytest.raises(ValueError) as error:
+        load(str(path))
+    one_sentence(error, str(path), "adapter", "--lora")
     write_gguf_adapter(path, tensors, 6.0, kind="model")
     refused("no LoRA adapter")
     write_gguf_adapter(path, factors({"model.layers.7.mlp.up_proj": (64, 32)}), 6.0)
@@ -491,10 +502,150 @@ def test_the_command_line_adapts_the_model(small: tuple[Path, Path, Path]) -> No
 def test_the_server_has_the_name_of_the_adapter(small: tuple[Path, Path, Path]) -> None:
     base, adapter, _ = small
     plans = list[ServePlan]()
-    for more in ([], ["--lora", f"x={adapter}"], ["--lora", str(adapter), "--served-model-name", "y"]):
-        arguments = ["serve", "--model", str(base), "--dtype", "float32", *more]
-        result = CliRunner(env=ENVIRONMENT).invoke(app, arguments, obj=plans.append)
+    arguments = ["serve", "--model", str(base), "--dtype", "float32", "--served-model-name", "y"]
+    for more in ([], ["--lora", str(adapter)], ["--lora", f"x={adapter}", "--lora", f"z={adapter}"]):
+        result = CliRunner(env=ENVIRONMENT).invoke(app, [*arguments, *more], obj=plans.append)
         assert result.exit_code == 0, result.output
-    assert [plan.settings.served_names for plan in plans] == [(str(base),), ("x",), ("y",)]
-    fingerprints = [plan.served.load().fingerprint for plan in plans]
-    assert fingerprints[0] != fingerprints[1] == fingerprints[2]
+    assert [plan.settings.served_names for plan in plans] == [("y",), ("y",), ("y", "x", "z")]
+    loaded = [plan.served.load() for plan in plans]
+    assert len({each.fingerprint for each in loaded}) == 3
+    assert [each.model.adapters for each in loaded] == [(), (), ("x", "z")]
+    for same in (["--lora", f"y={adapter}"], ["--lora", f"x={adapter}", "--lora", f"x={adapter}"]):
+        result = CliRunner(env=ENVIRONMENT).invoke(app, [*arguments, *same], obj=plans.append)
+        assert result.exit_code != 0
+
+
+def beside(base: Path, *adapters: str, dtype: str = "float32", **options: Any) -> Model:
+    return load(str(base), dtype, adapters=adapters, **options)
+
+
+WIDE = LAYER | {"mlp.gate_proj": (40, 32), "mlp.up_proj": (40, 32), "mlp.down_proj": (32, 40)}
+WIDE_SOME = {name: WIDE[name] for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")}
+
+
+def save_wide_model(path: Path) -> Path:
+    """A tiny model with heads that the kernels run, and a network whose neurons do not fill their vectors."""
+    return save_tiny_model(path, hidden=32, ffn=40)
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> tuple[Path, dict[str, Path], dict[str, Path]]:
+    """A model with a tokenizer, adapters of PEFT and in GGUF by name, and the models with one merged by hand."""
+    base, adapters, merged = save_wide_model(tmp_path / "base"), dict[str, Path](), {"": tmp_path / "base"}
+    kinds = {"one": WIDE_SOME, "all": WIDE, "gguf": WIDE}
+    for seed, (name, modules) in enumerate(kinds.items()):
+        tensors = factors({f"model.layers.{i}.{m}": shape for i in range(2) for m, shape in modules.items()})
+        tensors = {key: tensor.roll(seed, 0) for key, tensor in tensors.items()}
+        merged[name] = save_wide_model(tmp_path / f"merged_{name}")
+        weights = load_file(merged[name] / "model.safetensors")
+        for module in {key.partition(".lora_")[0] for key in tensors}:
+            weights[f"{module}.weight"] = weights[f"{module}.weight"].float() + 1.5 * product(tensors, module)
+        save_file(weights, merged[name] / "model.safetensors")
+        if name == "gguf":
+            adapters[name] = tmp_path / "a.gguf"
+            write_gguf_adapter(adapters[name], tensors, 6.0, heads=(2, 1))
+        else:
+            adapters[name] = write_adapter(tmp_path / name, tensors)
+    return base, adapters, merged
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_an_adapter_beside_the_weights_gives_the_numbers_of_the_merged_model(
+    native: bool, several: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr("foretell.model.load.network.native.available", lambda: False)
+    base, adapters, merged = several
+    model = beside(base, *(f"{name}={place}" for name, place in adapters.items()))
+    assert model.runner().backend.name == ("native" if native else "torch")
+    prompt = random_tokens(9, 40)
+    for name, place in merged.items():
+        wanted = all_logits(load(str(place), "float32").network, prompt)
+        runner = model.runner()
+        assert isinstance(runner, AdaptingRunner)
+        runner.adapt(0, name)
+        logits = runner.forward([0], chain_tree(prompt)).logits.numpy()
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def test_requests_of_one_batch_have_adapters_of_their_own(several: Any) -> None:
+    base, adapters, merged = several
+    model = beside(base, *(f"{name}={place}" for name, place in adapters.items()))
+    drafts = [load(str(base), "float32"), load(str(tiny_draft()), "float32")]
+    prompts = ["once upon a time", "abc abc abc", "once upon a hill"]
+    wanted = {
+        name: [answer.tokens for answer in load(str(place), "float32").generate(prompts, max_new_tokens=24)]
+        for name, place in merged.items()
+    }
+    assert len({str(texts) for texts in wanted.values()}) == len(merged)
+    for method in (model.method(), model.method("ngram"), model.method("draft_model", drafts=drafts)):
+        for cached in (False, True):
+            engine = model.engine(method, rows=5, prefix_caching=cached)
+            for _ in range(2):  # the second time rows hold the same prompts of every adapter
+                asked = [model.request(p, max_new_tokens=24, adapter=name) for name in merged for p in prompts]
+                answers = engine.complete(asked)
+                assert [answer.tokens for answer in answers] == [text for own in wanted.values() for text in own]
+    hits = [a.statistics.cached_tokens for a in answers]
+    assert any(hits)
+    with pytest.raises(ValueError, match="unknown adapter 'others'; known: all, gguf, one"):
+        engine.submit(model.request("a", adapter="others"))
+
+
+def test_a_prefix_is_of_one_adapter(several: Any) -> None:
+    base, adapters, _ = several
+    model = beside(base, f"one={adapters['one']}", f"all={adapters['all']}")
+    engine, prompt = model.engine(rows=3, prefix_caching=True), "once upon a time there was"
+    for name in ("", "one", "all"):
+        for expected in (False, True):
+            (answer,) = engine.complete([model.request(prompt, max_new_tokens=2, adapter=name)])
+            assert bool(answer.statistics.cached_tokens) is expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_narrow_weights_have_adapters_and_drafts_keep_the_text(dtype: str, several: Any) -> None:
+    base, adapters, merged = several
+    model = beside(base, *(f"{name}={place}" for name, place in adapters.items()), dtype=dtype)
+    prompt = random_tokens(9, 40)
+    for name in ("all", "gguf"):
+        runner = model.runner()
+        assert isinstance(runner, AdaptingRunner)
+        runner.adapt(0, name)
+        own = runner.forward([0], chain_tree(prompt)).logits.float().numpy()
+        exact = all_logits(load(str(merged[name]), "float32").network, prompt)
+        plain = all_logits(load(str(base), "float32").network, prompt)
+        assert np.abs(own - exact).max() < 0.15 * np.abs(plain - exact).max()
+    asked = [model.request("abc abc abc", max_new_tokens=32, adapter=name) for name in ("", "one", "all", "gguf")]
+    texts = [
+        [a.tokens for a in model.engine(model.method(m), rows=4).complete(asked)] for m in ("autoregressive", "ngram")
+    ]
+    alone = [answer.tokens for r in asked for answer in model.engine(model.method(), rows=1).complete([r])]
+    assert texts[0] == texts[1] == alone
+
+
+def test_adapters_that_requests_cannot_choose_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, adapter, _ = small
+
+    def refused(*words: str, **options: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            load(str(base), "float32", **options)
+        one_sentence(error, *words)
+
+    refused("NAME=PATH", adapters=[str(adapter)])
+    refused("NAME=PATH", adapters=[f"x={adapter}", f"x={adapter}"])
+    refused("--sparsity", adapters=[f"x={adapter}"], memory_limit=1 << 30)
+    wrong = write_adapter(tmp_path / "w", factors({"model.layers.0.mlp.up_proj": (24, 20)}))
+    refused("another model", "(24, 20)", "(24, 16)", adapters=[f"x={wrong}"])
+
+
+def test_an_adapter_of_another_kind_is_merged_into_a_copy(several: Any, tmp_path: Path) -> None:
+    base, adapters, _ = several
+    tensors = factors({"model.layers.0.self_attn.q_proj": (32, 32)})
+    tensors["model.layers.0.self_attn.q_proj.lora_magnitude_vector"] = random(32)
+    head = {"lm_head.lora_A.weight": random(4, 32), "lm_head.lora_B.weight": random(257, 4)}
+    own = {"dora": write_adapter(tmp_path / "d", tensors, use_dora=True), "head": write_adapter(tmp_path / "h", head)}
+    model = beside(base, *(f"{name}={place}" for name, place in (own | adapters).items()))
+    engine = model.engine(model.method("ngram"), rows=4)
+    answers = engine.complete([model.request("abc abc", max_new_tokens=16, adapter=name) for name in own])
+    for answer, place in zip(answers, own.values(), strict=True):
+        (wanted,) = load(str(base), "float32", lora=place).generate(["abc abc"], max_new_tokens=16)
+        assert answer.tokens == wanted.tokens

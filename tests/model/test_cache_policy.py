@@ -17,7 +17,7 @@ from foretell.model import kernels
 from foretell.model.block.decoder import BlockRange, Decoder
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
-from foretell.model.cache.policy import POLICIES, SINKS, CachePolicy, Quest, SnapKV, cache_policy
+from foretell.model.cache.policy import POLICIES, SINKS, CachePolicy, Observed, Quest, SnapKV, cache_policy
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.compact_runner import (
     CompactRunner,
@@ -246,8 +246,8 @@ class RandomKeys(CachePolicy):
 
     name = "random"
 
-    def scores(self, queries: torch.Tensor, keys: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        return torch.rand(keys.shape[:2], generator=torch.Generator().manual_seed(keys.shape[1]))
+    def scores(self, layer: Observed) -> torch.Tensor:
+        return torch.rand(layer.sums.shape, generator=torch.Generator().manual_seed(layer.sums.shape[1]))
 
 
 @pytest.mark.covering(1)
@@ -284,7 +284,7 @@ def test_a_selection_is_the_same_with_any_number_of_threads(name: str) -> None:
 def test_the_bound_of_a_page_of_equal_keys_is_their_score() -> None:
     queries, keys = random_inputs(5)
     pages = keys.repeat_interleave(16, 1)  # every page holds one key 16 times
-    bounds = Quest(8).scores(queries, pages, torch.zeros(3, 80))
+    bounds = Quest(8).scores(Observed(queries, pages, torch.zeros(3, 80)))
     expected = (queries[-1] @ keys.transpose(1, 2)).amax(1).repeat_interleave(16, 1)
     torch.testing.assert_close(bounds, expected)
 

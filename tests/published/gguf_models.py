@@ -564,6 +564,8 @@ CASES: Mapping[str, GGUFCase] = {
     "hunyuan-dense": GGUFCase("hunyuan-dense", "HunYuanDenseV1Config", {"head_dim": 32}),
     "hunyuan-dense alpha": GGUFCase("hunyuan-dense", "HunYuanDenseV1Config", {"head_dim": 16, "rope_parameters": {
     "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}}, meta=_hunyuan_meta),
+    "command-r": GGUFCase("command-r", "CohereConfig", {"logit_scale": 0.25}, meta=lambda config: {
+    "logit_scale": config.logit_scale, "attention.layer_norm_epsilon": config.layer_norm_eps}),
     "cohere2": GGUFCase("cohere2", "Cohere2Config", {"sliding_window": 8, "num_hidden_layers": 5,
     "logit_scale": 0.25}, meta=_cohere2_meta),
 }  # fmt: skip

@@ -246,6 +246,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("reset", [True, False])

@@ -1,5 +1,6 @@
 """`foretell bench serve` against a running server."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_every_prompt_is_answered_and_counted(server: Server) -> None:
 
 def test_the_command_compares_servers_in_turn(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("abc\nabcabc\nxyz\n")
+    prompts.write_text("\n".join(f"{word} " * 20 for word in ("abc", "bca", "cab")))
     command = ["serve", f"ours={server.url}", f"plain={server.url}", "--concurrency", "1,3", "--repeats", "2"]
     command += [
         "--max-new-tokens",
@@ -36,9 +37,19 @@ def test_the_command_compares_servers_in_turn(server: Server, tmp_path: Path) ->
         str(prompts),
         "--fields",
         'plain={"speculative": {"max_drafts": 0}}',
+        "--json",
+        str(tmp_path / "results.json"),
     ]
     output = CliRunner().invoke(app, command).output
     rows = [line for line in output.splitlines() if line.startswith("| ")]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(r["server"], r["concurrency"]) for r in results[:4]] == [
+        ("ours", 1), ("plain", 1), ("ours", 3), ("plain", 3),
+    ]  # fmt: skip
+    # Neither has read what the other has: each one's first prompts are new to the cache.
+    first = {r["server"]: [a["cached_tokens"] for a in r["answers"]] for r in reversed(results)}
+    assert first["ours"] == first["plain"]
+    assert sum(first["plain"]) < sum(a["prompt_tokens"] for a in results[0]["answers"]) / 2
     assert [row.split("|")[1].strip() for row in rows[1:]] == ["ours, 1", "plain, 1", "ours, 3", "plain, 3"]
     assert all(row.endswith("| 100% |") for row in rows[1:])
 

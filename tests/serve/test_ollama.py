@@ -103,9 +103,9 @@ def test_stop_and_lengths(server: Server, client: Any) -> None:
     stop = text[10:12]
     found = client.chat(NAME, QUESTION, options={"temperature": 0, "num_predict": 30, "stop": [stop]})
     assert found.message.content == text.partition(stop)[0] and found.done_reason == "stop"
-    for none in (0, -1, -2):
-        longest = client.chat(NAME, QUESTION, options={"temperature": 0, "num_predict": none})
-        assert longest.message.content == text_of(server, messages=QUESTION, max_tokens=None)
+    longest = text_of(server, messages=QUESTION, max_tokens=None)
+    for none in (0, -2):
+        assert client.chat(NAME, QUESTION, options={"temperature": 0, "num_predict": none}).message.content == longest
 
 
 def test_seed_minus_one_is_a_new_one(client: Any) -> None:
@@ -155,6 +155,8 @@ def test_tools(server: Server) -> None:
         assert [call.arguments for call in made[:-1]] == [json.loads(call["arguments"]) for call in calls[:-1]]
         assert whole.message.content == (message["content"] or "")
         kinds.add(len(calls) > 1)
+        if seed >= 7 and len(kinds) == 2:
+            break
     assert kinds == {True, False}
 
 

@@ -191,7 +191,7 @@ def test_decisions_against_drafts_are_counted() -> None:
         steps.step(cast(Engine, engine), 1.0)
     assert [samples("to")["foretell:spec_controller_switches_total", to] for to in ("off", "on")] == [3, 1]
     found = samples("reason")
-    assert [found["foretell:spec_undrafted_steps_total", r] for r in ("cost", "load", "protected")] == [9, 0, 0]
+    assert [found["foretell:spec_undrafted_steps_total", r] for r in ("cost", "load", "measured")] == [9, 0, 0]
     assert found["foretell:spec_undrafted_requests_total", "asked"] == 2
 
 

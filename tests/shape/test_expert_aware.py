@@ -129,7 +129,7 @@ def mixture(noise: float = 0.0) -> Decoder:
 
 
 def decoded(method: AnyMethod, params: SamplingParams) -> list[Completion]:
-    requests = [Request(random_tokens(9, seed=i), replace(params, seed=i), max_new_tokens=60) for i in range(3)]
+    requests = [Request(random_tokens(9, seed=i), replace(params, seed=i), max_new_tokens=30) for i in range(3)]
     return Engine(DecoderRunner(mixture()), method, rows=2).complete(requests)
 
 

@@ -394,3 +394,13 @@ def test_beam_search_keeps_the_best_sequences_of_every_length(width: int) -> Non
 def test_a_beam_of_no_width_is_refused() -> None:
     with pytest.raises(ValueError, match="beam search needs a depth and a width of at least 1, found 3 and 0"):
         BeamSearch(3, 0)
+
+
+@pytest.mark.parametrize("which", [[0, 1, 2], [2, 0, 1], [2, 0], [1]])
+def test_trees_of_some_requests_in_any_order_become_those_of_all(which: list[int]) -> None:
+    roots = [10, 11, 12]
+    tree = tree_from_lists([[roots[i], 20 + i] for i in which], [[-1, 0]] * len(which), [[1.0, 0.5]] * len(which))
+    whole = tree.spread(roots, which)
+    assert whole.token[:, 0].tolist() == roots
+    assert [row[1] for row in whole.token.tolist()] == [20 + i if i in which else 0 for i in range(3)]
+    assert whole.drafted_counts == [int(i in which) for i in range(3)]

@@ -38,6 +38,7 @@ REQUESTS = [Request(random_tokens(n, V, seed=n), max_new_tokens=12) for n in (3,
         (redrafter, "redrafter"),
     ],
 )
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["torch", "kernels"])
 def test_greedy_answers_are_those_of_plain_decoding(
     tmp_path: Path, make: Callable[[], Any], method: str, dtype: torch.dtype

@@ -49,6 +49,7 @@ def test_it_drafts_well_and_changes_nothing(kind: str, model: Model, plain: list
     assert sum(a.statistics.new_tokens for a in answers) / passes > 1.1
 
 
+@pytest.mark.exhaustive
 def test_the_shipped_eagle3_is_exported_as_good(model: Model, tmp_path: Path) -> None:
     """It reads the state after the final norm, which other engines do not give; the export reads that before it."""
     out = tmp_path / "out"

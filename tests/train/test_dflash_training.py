@@ -96,8 +96,8 @@ def test_anchors_are_tokens_of_the_answer_and_places_end_where_labels_do() -> No
         {"predicts_from_anchor": "true", "confidence": "true", "weighting": "decay"},
         pytest.param({"convolution": "1"}, marks=pytest.mark.exhaustive),
         pytest.param({"window": "6"}, marks=pytest.mark.exhaustive),
-        {"correction": "selector", "convolution": "1", "markov_rank": "0"},
-        {"correction": "domino", "markov_rank": "0"},
+        pytest.param({"correction": "selector", "convolution": "1", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
+        pytest.param({"correction": "domino", "markov_rank": "0"}, marks=pytest.mark.exhaustive),
         {"correction": "refiner", "markov_rank": "0", "predicts_from_anchor": "true", "candidates": "24"},
     ],
 )

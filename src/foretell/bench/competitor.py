@@ -167,6 +167,7 @@ class MethodCompetitor(Competitor):
         self._engines: dict[int, Engine] = {}
         method = self._build_engine().method
         self.lossless, self.inputs = method.lossless, method.inputs
+        self.drafter = method.drafter_label or method.draft.label
         self.shared = named_inputs(() if own_drafts else self._drafts, self._references)
         if own_drafts:
             named_inputs(self._drafts).require_used({spec.label: method.inputs})

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from statistics import median
 from typing import Any
@@ -30,6 +30,17 @@ class Server:
     url: str
     fields: str = "{}"
     """A JSON object."""
+
+
+def with_own_salts(servers: Sequence[Server]) -> list[Server]:
+    """The servers; those that share a URL get a `cache_salt` each, unless they have one: of prompts that one of them
+    has had read, the others would read nothing.
+    """
+    urls = [s.url.rstrip("/") for s in servers]
+    return [
+        replace(s, fields=json.dumps({"cache_salt": s.name} | json.loads(s.fields))) if urls.count(url) > 1 else s
+        for s, url in zip(servers, urls, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,16 @@ def measure_peak_memory(task: MemoryTask) -> int | None:
     return int(last[0]) if last and last[0].isdigit() else None
 
 
-def _reset_peak() -> None:
-    """Return freed memory to the system and reset the kernel's high-water mark."""
+def _reset_peak(pid: int | None = None) -> None:
+    """Return freed memory to the system and reset the kernel's high-water mark, of this process or another."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    Path(f"/proc/{pid or 'self'}/clear_refs").write_text("5")
 
 
-def _read_peak() -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+def _read_peak(pid: int | None = None) -> int:
+    lines = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
+    line = next(x for x in lines if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
@@ -58,11 +59,12 @@ def main(text: str) -> None:
     task = MemoryTask.model_validate_json(text)
     s = task.settings
     torch.set_num_threads(s.threads)
-    _, precision = task.competitor.split("/")
+    pid, (_, precision) = None, task.competitor.split("/")
     if task.method is None:
         settings = registry.PeerSettings(s.model, s.draft_model, precision, task.context, s.threads, Path(task.folder))
         peer = registry.load_peers([task.competitor], settings)[task.competitor]
-        _reset_peak()
+        pid = peer.pid
+        _reset_peak(pid)
         peer.generate(task.prompt, s.max_new_tokens)
     else:
         model, spec = s.target.load(s.model, precision, s.device, s.memory_limit), MethodSpec.parse(task.method)
@@ -72,7 +74,7 @@ def main(text: str) -> None:
         engine = model.engine(method, rows=1)
         _reset_peak()
         engine.complete([Request(task.prompt, max_new_tokens=s.max_new_tokens)])
-    print(torch.cuda.max_memory_allocated(s.device) if s.device.startswith("cuda") else _read_peak())
+    print(torch.cuda.max_memory_allocated(s.device) if s.device.startswith("cuda") else _read_peak(pid))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from foretell.bench.peers import registry
 from foretell.bench.questions import Question
 from foretell.bench.run import BenchRun
 from foretell.bench.schema import BenchSettings
+from foretell.catalogue import DEFAULT_METHOD
 from foretell.load import PLAIN_TARGET
 from foretell.model.load.native import finish_writing
 
@@ -93,16 +94,16 @@ class BenchPlan:
                 own = spec.config.model
                 drafts = load_drafts(own or s.draft_model, precision, s.device)
                 try:
-                    if spec.label in self.optional:
-                        _require_trained_drafter(model, spec, drafts)
                     methods.append(MethodCompetitor(model, spec, generation, drafts, references, own_drafts=bool(own)))
+                    if spec.method == DEFAULT_METHOD:
+                        notes.append(f"{spec.label} drafts with {methods[-1].drafter}")
                 except ValueError as error:
                     if spec.label not in self.optional:
                         raise
                     notes.append(f"{spec.label} is left out: {error}")
         first = next(iter(models.values()))
         peers = registry.load_peers(self.peers, self._peer_settings(first))
-        assisted = [name for name in self.peers if name.startswith("transformers-assisted")]
+        assisted = [name for name in self.peers if registry.drafts_with_model(name)]
         competitors: list[Competitor] = [*methods, *(PeerCompetitor(p, first) for p in peers.values())]
         notes += use_of_inputs(methods, assisted)
         return BenchRun(competitors, models, repeats, s.batch, tuple(dict.fromkeys(notes)))
@@ -125,16 +126,3 @@ class BenchPlan:
             )  # fmt: skip
             peaks[name] = measure_peak_memory(task)
         return {name: peak for name, peak in peaks.items() if peak is not None}
-
-
-def _require_trained_drafter(model: Model, spec: MethodSpec, drafts: Sequence[Model | Path]) -> None:
-    """Refuse `hybrid_model` where it would draft with the target's first blocks.
-
-    Raises:
-        ValueError: it would: `auto` drafts otherwise, by retrieval alone.
-    """
-    if spec.method != "hybrid_model":
-        return
-    drafters = {name: model.method(name, drafts=drafts, shared=True).drafter_label for name in (spec.method, "auto")}
-    if len(set(drafters.values())) > 1:
-        raise ValueError("no trained speculator or draft model is installed for this target")

@@ -5,6 +5,7 @@ The module of a command is imported only when the command is called, so that hel
 
 from importlib import import_module
 from importlib.metadata import version
+from inspect import getdoc
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from typer.main import get_command
 
 from foretell.cli.commands import commands
 from foretell.cli.errors import report_errors
+from foretell.cli.language import choose, translated
 
 _COMPLETION_OPTIONS = ("install_completion", "show_completion")
 """Options that typer adds to an application that is run alone."""
@@ -22,9 +24,19 @@ class CommandGroup(TyperGroup):
     """The commands of `commands()`: help shows the table, calling a command imports its module."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options before the command; no arguments at all means `--help`."""
+        """Parse the options before the command; none, or the language alone, means `--help`."""
+        choose(None)
         with report_errors():
-            return super().parse_args(ctx, args or ["--help"])
+            return super().parse_args(ctx, args if args and args[:-1] != ["--lang"] else [*args, "--help"])
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show the help in the language of this process."""
+        self.help = "\n".join(_translated_line(line) for line in (getdoc(main_options) or "").splitlines())
+        for command in commands():
+            if not command.is_of_group:
+                shown: Any = self.commands[command.name]
+                shown.help, shown.rich_help_panel = translated(command.summary), translated(command.panel)
+        super().format_help(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Replace the placeholder of a command by the real one."""
@@ -41,6 +53,14 @@ class CommandGroup(TyperGroup):
         """Run the command; an error becomes one sentence."""
         with report_errors():
             return super().invoke(ctx)
+
+
+def _translated_line(line: str) -> str:
+    """A line of help, of which the part that is no command has a translation."""
+    before, mark, note = line.partition("[dim]")
+    if mark:
+        return f"{before}{mark}{translated(note.removesuffix('[/]'))}[/]"
+    return line.replace(line.strip(), translated(line.strip())) if line.strip() else line
 
 
 def _lay_out_help(command: Any) -> None:
@@ -78,8 +98,24 @@ def _print_version(wanted: bool) -> bool:
     return wanted
 
 
+def _choose_language(language: str | None) -> str | None:
+    if language is not None:
+        choose(language)
+    return language
+
+
 @app.callback()
 def main_options(
+    language: Annotated[
+        str | None,
+        typer.Option(
+            "--lang",
+            metavar="en|zh",
+            callback=_choose_language,
+            is_eager=True,
+            help="Language of this list and of the demo; default: that of the locale.",
+        ),
+    ] = None,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from foretell.api import Answer
+from foretell.api import Answer, Model
 from foretell.cli.batch import Batch
 from foretell.cli.errors import print_error
 from foretell.cli.interrupt import Interrupt
@@ -117,8 +117,7 @@ def compare(setup: "ModelSetup", method: str, spec: "PromptSpec") -> int:
     if drafted.name == plain.name:
         raise ValueError("--compare sets a method that drafts beside plain decoding; name one by --method")
     setup.inputs.require_used({drafted.name: drafted.inputs})
-    # Reads every weight once, so that the time of the first answer does not include it.
-    setup.model.generate("Hello.", plain, max_new_tokens=4)
+    warm_up(setup.model)
     display, answers = _Display(), list[Answer]()
     with Interrupt() as interrupt:
         for title, chosen in (("plain decoding", plain), (drafted.name, drafted)):
@@ -141,6 +140,11 @@ def compare(setup: "ModelSetup", method: str, spec: "PromptSpec") -> int:
     return 0
 
 
+def warm_up(model: Model) -> None:
+    """Read every weight once, so that the time of the first answer does not include it."""
+    model.generate("Hello.", method="autoregressive", max_new_tokens=4)
+
+
 def verdict(comparison: Comparison, method: "AnyMethod") -> Text:
     """What drafting gained, and whether the text is the same.
 
@@ -149,10 +153,19 @@ def verdict(comparison: Comparison, method: "AnyMethod") -> Text:
     """
     speedup = comparison.speedup
     gain = f"{speedup:.2f} times plain decoding's speed" if speedup else "too few tokens to compare the speed"
-    line = Text.assemble((gain, "bold"), " · ", ("identical", "green") if comparison.identical else "")
-    if comparison.identical:
-        return line
+    same = ("identical", "green") if comparison.identical else difference(comparison, method)
+    return Text.assemble((gain, "bold"), " · ", same)
+
+
+def difference(comparison: Comparison, method: "AnyMethod") -> str:
+    """Why the texts are not identical; empty if they are.
+
+    Raises:
+        ValueError: a method that keeps every bit of the text changed it.
+    """
     answer = comparison.speculative
+    if comparison.identical:
+        return ""
     # A request with one row is greedy, or it has a seed; both give one text where the acceptor keeps it.
     if answer.exact and method.accept.same_seed:
         raise ValueError(
@@ -160,10 +173,10 @@ def verdict(comparison: Comparison, method: "AnyMethod") -> Text:
             "report its output"
         )
     if not answer.lossless:
-        return line.append("another text: the method is lossy")
+        return "another text: the method is lossy"
     if not method.accept.same_seed:
-        return line.append("another sample of the same distribution")
-    return line.append("another text: equal up to rounding only, on this backend")
+        return "another sample of the same distribution"
+    return "another text: equal up to rounding only, on this backend"
 
 
 def _footer(answer: Answer) -> str:

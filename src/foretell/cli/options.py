@@ -130,11 +130,12 @@ PreTokenizer = Annotated[
     ),
 ]
 Lora = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--lora",
         metavar="[NAME=]PATH",
-        help="A LoRA adapter that is merged into the model: a directory of PEFT, or an adapter's .gguf file.",
+        help="A LoRA adapter that is merged into the model: a directory of PEFT, or an adapter's .gguf file. With "
+        "NAME= `foretell serve` keeps it beside the model, for the requests that name it. Repeatable.",
     ),
 ]
 ChatTemplateDate = Annotated[
@@ -214,7 +215,7 @@ def with_target(lossy: bool = False) -> _Decorator:
     chosen = {name: option for name, option in _TARGET.items() if lossy or name not in _LOSSY_TARGET}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     options = [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in chosen.items()]
-    return _in_place_of("target", options, lambda name, value: value)
+    return _in_place_of("target", options, lambda name, value: tuple(value or ()) if name == "lora" else value)
 
 
 def _in_place_of(

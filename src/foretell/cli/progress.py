@@ -32,3 +32,19 @@ def progress_bar(total: int | None) -> Iterator[Callable[[str], None]]:
                 console.print(f"{done:,}{of}: {name}", highlight=False, markup=False, soft_wrap=True)
 
         yield count
+
+
+class TimeLeft:
+    """Estimates how long work still takes, from the share that is done since the first look."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def __call__(self, share: float) -> str:
+        """The time left in minutes, once a share of the work was done since the first look; else an empty text."""
+        now = time.monotonic()
+        self._first = self._first or (now, share)
+        start, first = self._first
+        if share <= first:
+            return ""
+        return f"{(now - start) / (share - first) * max(0.0, 1 - share) / 60:,.0f} min left"

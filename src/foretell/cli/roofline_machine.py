@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from foretell.bench.competitor import MethodSpec
-from foretell.bench.machine import synchronize
+from foretell.bench.machine import measure_bandwidth, synchronize
 from foretell.bench.random_model import random_network
 from foretell.cli.roofline_drafting import drafting_samples
 from foretell.core.tree import TokenTree, tree_from_lists
@@ -33,6 +33,9 @@ from foretell.roofline.workload import Workload
 
 DTYPES = {"bfloat16": "16", "int8": "8", "float32": "32"}
 PROMPT_CHUNK = 256
+ESTIMATED = "estimated"
+PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the product that an estimate times."""
 IMPROVEMENT = 0.98
 """A pass counts as faster below this part of the fastest time so far."""
 MAX_SECONDS = 2.0
@@ -112,6 +115,42 @@ def device_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def estimated_hardware() -> Hardware:
+    """This machine, or its GPU, by its memory's bandwidth and one matrix product by format: measured in about a second.
+    `foretell roofline calibrate` measures passes instead.
+    """
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = {"fp32": _product_rate(torch.float32, where), "fp16": _product_rate(torch.bfloat16, where)}
+    # Foretell converts 16-bit operands where products of them are slower.
+    rates["fp16"] = max(rates.values())
+    source = "estimated from the bandwidth and a matrix product"
+    return Hardware(
+        ESTIMATED,
+        device_title(where),
+        measure_bandwidth(where),
+        rates,
+        source,
+        device_memory(where),
+        kind="gpu" if where.type == "cuda" else "other",
+    )
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """OPs/s of a square matrix product: the fastest of several."""
+    size = PRODUCT_SIZE[device.type]
+    a = torch.ones(size, size, dtype=dtype, device=device)
+
+    def seconds() -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        return time.perf_counter() - start
+
+    seconds()
+    return 2 * size**3 / min(seconds() for _ in range(5))
 
 
 def probe_timers(precision: str, repeat: int, device: torch.device) -> Iterator[tuple[ModelConfig, PassTimer]]:

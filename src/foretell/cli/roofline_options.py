@@ -38,8 +38,8 @@ PlannedDevice = Annotated[
     str | None,
     typer.Option(
         "--hardware", "-H",
-        help="Device; see `foretell roofline hardware`; `custom` takes the next options alone. Default: this machine "
-        "if it is calibrated, else a100-80g.",
+        help="Device; see `foretell roofline hardware`; `custom` takes the next options alone. Default: this "
+        "machine, calibrated or estimated.",
     ),
 ]  # fmt: skip
 DeviceFile = Annotated[Path | None, typer.Option("--hardware-file", help="TOML file with more devices.")]

@@ -53,9 +53,6 @@ from foretell.roofline.speculation import MAX_NODES
 from foretell.roofline.sweep import parse_axis, sweep
 from foretell.roofline.workload import Workload
 
-_UNCALIBRATED = "a100-80g"
-"""The device of `plan` where none is named and this machine is not calibrated."""
-
 
 def analyze_command(
     ctx: typer.Context,
@@ -185,9 +182,7 @@ def plan_command(
     """Rank decoding methods by predicted speed-up, or advise against speculation."""
     check_output_options(as_json, as_csv)
     model = stored_file(model)
-    calibrated = CALIBRATED in known_hardware(hardware_file)
-    named, hardware = hardware is not None, hardware or (CALIBRATED if calibrated else _UNCALIBRATED)
-    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
+    device, how = _planned_device(hardware, hardware_file, bandwidth, peak, capacity, runtime)
     refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
     best = "nodes", "tokens", "tree", "tau", "share", "density"
     refuse_unused(ctx, best, "--curve has the best shape at every batch size", curve)
@@ -228,7 +223,7 @@ def plan_command(
         cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
         legend = f"[dim]{report.PLAN_LEGEND}[/]"
         out.print(f"[bold]{plan.advice}[/]")
-        out.print(_assumptions(device, workload, named), style="dim", highlight=False)
+        out.print(_assumptions(device, workload, how), style="dim", highlight=False)
         out.print("", ranking, legend)
         if variants:
             out.print("", cheaper)
@@ -237,16 +232,31 @@ def plan_command(
     exit_with_error(report.memory_warning(analysis, apply_offload(analysis, placed) if placed else None))
 
 
-def _assumptions(device: Hardware, workload: Workload, named: bool) -> str:
-    """What a plan is predicted for, in a line; `named`: whether the user named the device."""
-    why = (
-        ""
-        if named
-        else " (calibrated)"
-        if device.name == CALIBRATED
-        else (" (no --hardware; for this machine run `foretell roofline calibrate`)")
-    )
+def _planned_device(
+    name: str | None,
+    file: Path | None,
+    bandwidth: float | None,
+    peak: float | None,
+    capacity: float | None,
+    runtime: str,
+) -> tuple[Hardware, str]:
+    """The device that was named, else this machine; and how its figures are known, empty for one that was named."""
+    if name is not None:
+        return cli_inputs.select_hardware(name, file, bandwidth, peak, capacity, runtime), ""
+    if CALIBRATED in known_hardware(file):
+        return cli_inputs.select_hardware(CALIBRATED, file, bandwidth, peak, capacity, runtime), "calibrated"
+    from foretell.cli.roofline_machine import estimated_hardware
+    from foretell.cli.setup import spinner
+
+    with spinner("measuring this machine's memory and products"):
+        estimate = estimated_hardware()
+    device = cli_inputs.with_given_figures(estimate, bandwidth, peak, capacity, runtime)
+    return device, "this machine, estimated in a second; `foretell roofline calibrate` measures it"
+
+
+def _assumptions(device: Hardware, workload: Workload, how: str) -> str:
+    """What a plan is predicted for, in a line; `how`: how the device's figures are known."""
     return (
-        f"for {device.title}{why}; batch {workload.batch}, context {workload.context}, weights "
+        f"for {device.title}{f' ({how})' if how else ''}; batch {workload.batch}, context {workload.context}, weights "
         f"{workload.weights.name}, activations {workload.activations.name}, cache {workload.kv.name}"
     )

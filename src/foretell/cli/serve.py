@@ -217,9 +217,13 @@ def serve(
     from foretell.serve.settings import Limits, ServerSettings, Timeouts
 
     refuse_unused(ctx, ("host", "port"), "--uds listens on a unix socket", uds is not None)
-    adapter = None if target["lora"] is None else adapter_name(target["lora"]).name
+    loras = [(adapter_name(each).name, each) for each in target["lora"]]
+    names = [*(served_model_name or (model,)), *(name for name, _ in loras if name is not None)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the models of this server need names of their own, found {', '.join(names)}")
+    merged, beside = (tuple(each for name, each in loras if (name is None) == whole) for whole in (True, False))
     settings = ServerSettings(
-        served_names=tuple(served_model_name or (adapter if adapter else model,)),
+        served_names=tuple(names),
         api_keys=read_keys(api_key or (), api_key_file, os.environ.get(API_KEY_VARIABLE, "")),
         cors_origins=tuple(allowed_origins or ()),
         allowed_hosts=tuple(allowed_hosts or ()) if allowed_hosts or (is_local(host) and uds is None) else None,
@@ -246,7 +250,7 @@ def serve(
         device=device,
         selection=parse_method(method, speculative_config, draft_model),
         references=tuple(reference or ()),
-        target_options=TargetOptions(**target),
+        target_options=TargetOptions(**{**target, "lora": merged}, adapters=beside),
         engine=EngineSettings(
             rows=max_num_seqs,
             prefix_caching=enable_prefix_caching,

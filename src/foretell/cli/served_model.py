@@ -65,10 +65,10 @@ class ServedModel:
         if not self.allowed:
             # References are for the retrieval methods that requests may ask for.
             replace(setup.inputs, references=()).require_used({first.name: first.inputs})
-        lora = self.target_options.lora
-        adapter = None if lora is None else adapter_name(lora).place
+        options = self.target_options
+        adapters = [adapter_name(each).place for each in (*options.lora, *options.adapters)]
         runner, memory, engine = setup.model.runner(), available_memory(), self.engine
         if engine.cache_bytes is None and shares_prefixes(runner) and memory is not None:
             engine = replace(engine, cache_bytes=int(memory * CACHE_SHARE / self.sharing))
-        fingerprint = system_fingerprint(path, adapter, runner.backend)
+        fingerprint = system_fingerprint(path, adapters, runner.backend)
         return LoadedModel(setup.model, methods, engine, fingerprint, defaults, file_bytes(path))

@@ -17,7 +17,7 @@ from foretell.cli import options
 from foretell.cli.commands import add_group_commands
 from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
-from foretell.cli.progress import PROGRESS_INTERVAL
+from foretell.cli.progress import PROGRESS_INTERVAL, TimeLeft
 from foretell.cli.setup import load_model
 from foretell.cli.train_exits import exits
 from foretell.train.loop.accelerator import create_accelerator
@@ -243,8 +243,9 @@ class LogCallback(TrainingCallback):
 
     def __init__(self, console: Console) -> None:
         self._console, self._last_line, self._steps, self._best = console, 0.0, 0, ""
-        self._first: tuple[float, float, int] | None = None
-        """Time, finished share and tokens of the first step."""
+        self._first: tuple[float, int] | None = None
+        """Time and tokens of the first step."""
+        self._left = TimeLeft()
 
     def on_train_begin(self, step: int, steps: int, processes: int) -> None:
         """Training starts."""
@@ -253,16 +254,15 @@ class LogCallback(TrainingCallback):
 
     def on_step_end(self, row: StepMetrics, share: float) -> None:
         """A step is done."""
-        now = time.monotonic()
+        now, left = time.monotonic(), self._left(share)
         if self._first is None:
-            self._first = now, share, row.tokens
+            self._first = now, row.tokens
         elif now - self._last_line >= PROGRESS_INTERVAL or share == 1 or row.tokens_per_pass is not None:
             self._last_line = now
-            start, first, tokens = self._first
-            left = (now - start) / max(share - first, 1e-9) * (1 - share)
+            start, tokens = self._first
             self._print(
                 f"step {row.step:,} of {self._steps:,}  loss {row.loss:.4f}  "
-                f"{(row.tokens - tokens) / max(now - start, 1e-9):,.0f} tokens/s  {left / 60:,.0f} min left{self._best}"
+                f"{(row.tokens - tokens) / max(now - start, 1e-9):,.0f} tokens/s  {left}{self._best}"
             )
 
     def on_measure(self, measurement: Measurement, best: float) -> None:

@@ -135,7 +135,7 @@ class TokenTree:
         """
         others = sorted(set(range(len(roots))) - set(which))
         if not others:
-            return self
+            return self if sorted(which) == list(which) else self.select(np.argsort(which))
         alone = replace(root_tree([roots[i] for i in others]), score=np.ones((len(others), 1)))
         return concatenate_trees([self, alone]).select(np.argsort([*which, *others]))
 

@@ -19,6 +19,7 @@ from foretell.distributions.coupling import add_noise
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import Runner
 from foretell.model.run.topk import top_probabilities
+from foretell.speculator.network.base import Speculator
 from foretell.utils.transfer import to_host
 
 _ROLE = re.compile("(Drafter|Retriever)$")
@@ -269,7 +270,9 @@ class Predictor(Drafter):
 class RootStatePredictor(Predictor):
     """A predictor that drafts from the target's hidden state at the root only; it needs no earlier states."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: Speculator) -> None:
+        self.network, self.hidden_layers = network, network.hidden_layers
+        self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._root_states = WeakKeyDictionary[TokenBuffer, tuple[int, torch.Tensor]]()
         """Per sequence its length when a state produced its last token, and that state: a request that is paused keeps
         it.
@@ -278,6 +281,35 @@ class RootStatePredictor(Predictor):
     def _ready(self, context: Context) -> list[bool]:
         """Whether the state at the root is known, per request."""
         return [self._root_states.get(text, (-1,))[0] == text.length for text in context.sequences]
+
+    @abstractmethod
+    def _scores(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+        """Logits over the draft vocabulary after the frontier, and the row of every node; -1: none, as at the maximum
+        depth and for requests without a root state.
+        """
+
+    def _no_logits(self) -> Float[torch.Tensor, "0 w"]:
+        return torch.zeros(0, self.network.target_info.vocab if self._token_of is None else len(self._token_of))
+
+    def expand(
+        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+        """Logits over the target's vocabulary after the frontier."""
+        logits, logit_index = self._scores(tree, frontier, context)
+        return self.network.to_target_vocab(logits), logit_index
+
+    def top_tokens(
+        self,
+        tree: TokenTree,
+        frontier: Int[np.ndarray, "b f"],
+        context: Context,
+        count: int,
+        noise: LevelNoise | None = None,
+    ) -> TopTokens:
+        """The `count` most probable tokens after the frontier."""
+        return top_tokens(*self._scores(tree, frontier, context), count, self._token_of, noise)
 
     def _prepare_states(self, hidden_states: Sequence[Float[torch.Tensor, "b d"]]) -> Float[torch.Tensor, "b e"]:
         """What is kept of the target's hidden states, one tensor per layer."""

@@ -29,9 +29,7 @@ class DFlashDrafter(BlockPredictor):
 
     label = "a block of masks over the target's hidden states, in one pass"
 
-    def __init__(self, network: DFlash, max_pending: int = 32) -> None:
-        super().__init__(network, max_pending)
-        self.network = network
+    network: DFlash
 
     def _grow_native(
         self,

@@ -13,6 +13,7 @@ from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor, layout_of
+from foretell.draft.target_states import TargetStates
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees
 from foretell.model.run.mtp import MTPLayer
@@ -71,6 +72,8 @@ class EagleDrafter(CachedStatesPredictor):
         token, states = self._pending(rows, [context.sequences[i] for i in which], counts)
         length = [self._prefixes[row].count for row in rows]
         self._cache.reserve(rows, [n + sizes[0] * sizes[1] for n in length])
+        if sum(counts) > self._max_pending:
+            token, states, counts = self._store_prefixes(rows, token, states, counts)
         part = context.select(which)
         trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, kernel_noise(part, sizes[0]))
         hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
@@ -96,23 +99,37 @@ class EagleDrafter(CachedStatesPredictor):
         logit_index[batch_row, node] = np.arange(len(batch_row))
         return out, logit_index
 
+    def _store_prefixes(
+        self, rows: Sequence[int], token: Int[np.ndarray, " t"], states: TargetStates, counts: Sequence[int]
+    ) -> tuple[Int[np.ndarray, " b"], TargetStates, list[int]]:
+        """Store the keys and values of pending positions but the last one of each row; what is left of them."""
+        slot = np.concatenate(
+            [np.arange(self._prefixes[r].count - n, self._prefixes[r].count) for r, n in zip(rows, counts, strict=True)]
+        )
+        last = np.cumsum(counts) - 1
+        before = np.delete(np.arange(len(token)), last)
+        layout = layout_of(np.repeat(rows, counts)[before], slot[before], slot[before], slot[before] + 1)
+        self.network.store_target_states(
+            torch.from_numpy(token[before]), states.hidden_states, states.place[before], layout, self._cache
+        )
+        return token[last], TargetStates(states.hidden_states, states.place[last]), [1] * len(rows)
+
     def _forward_roots(self, active: Sequence[int], context: Context) -> Float[torch.Tensor, "a d"]:
         """Outputs at the roots of some requests, after reading the pending positions."""
         rows = [context.rows[i] for i in active]
         if not rows:
             return self._cache.k.new_zeros(0, self.network.hidden, dtype=self.network.dtype)
         counts = self._count_pending(rows, context)
-        read = self._read_pending(rows, [context.sequences[i] for i in active], counts)
+        layout = self._reserve_pending(rows, counts)
+        token, states = self._pending(rows, [context.sequences[i] for i in active], counts)
+        read = self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
         return read[-1:] if len(rows) == 1 else read[torch.tensor(list(accumulate(counts))) - 1]
 
     @torch.inference_mode()
-    def _read_pending(
-        self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]
-    ) -> Float[torch.Tensor, "t d"]:
-        """Read the next positions of some rows from the target's states."""
+    def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
         token, states = self._pending(rows, texts, counts)
-        return self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
+        self.network.store_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
     def _forward_nodes(
         self, tree: TokenTree, batch_row: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
-from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
-from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
+from foretell.draft.base import RootStatePredictor
 from foretell.speculator.network.heads import HeadsNetwork
 
 
@@ -23,34 +22,15 @@ class HeadsDrafter(RootStatePredictor):
 
     label = "heads on the target's last hidden state"
 
+    network: HeadsNetwork
+
     def __init__(self, network: HeadsNetwork) -> None:
-        super().__init__()
-        self.network, self.hidden_layers = network, network.hidden_layers
+        super().__init__(network)
         self._logits = torch.zeros(0, 0, 0)
-        self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """The number of heads, for requests whose root state is known."""
         return np.minimum(super().max_depths(context), np.where(self._ready(context), self.network.heads, 0))
-
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """The logits of head `d` for nodes at depth `d`; none for requests without a root state."""
-        logits, logit_index = self._scores(tree, frontier, context)
-        return self.network.to_target_vocab(logits), logit_index
-
-    def top_tokens(
-        self,
-        tree: TokenTree,
-        frontier: Int[np.ndarray, "b f"],
-        context: Context,
-        count: int,
-        noise: LevelNoise | None = None,
-    ) -> TopTokens:
-        """The `count` most probable tokens after the frontier."""
-        logits, logit_index = self._scores(tree, frontier, context)
-        return top_tokens(logits, logit_index, count, self._token_of, noise)
 
     def _scores(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -66,9 +46,7 @@ class HeadsDrafter(RootStatePredictor):
     def _compute_all(self, texts: Sequence[TokenBuffer]) -> Float[torch.Tensor, "h k w"]:
         """The logits of all heads for these sequences."""
         if not texts:
-            return torch.zeros(
-                self.network.heads, 0, self.network.target_info.vocab if self._token_of is None else len(self._token_of)
-            )
+            return self._no_logits().expand(self.network.heads, 0, -1)
         h = torch.stack([self._root_states[text][1] for text in texts])
         return self.network(h).transpose(0, 1).contiguous()
 

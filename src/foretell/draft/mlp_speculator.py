@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context
-from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
-from foretell.draft.base import RootStatePredictor, TopTokens, top_tokens
+from foretell.draft.base import RootStatePredictor
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.redrafter import ReDrafter
@@ -26,10 +25,10 @@ class MLPSpeculatorDrafter(RootStatePredictor):
 
     label = "recurrent MLP on the target's last hidden state"
 
+    network: MLPSpeculator | ReDrafter
+
     def __init__(self, network: MLPSpeculator | ReDrafter) -> None:
-        super().__init__()
-        self.network, self.hidden_layers = network, network.hidden_layers
-        self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
+        super().__init__(network)
         self._states = torch.zeros(0, 0)
         """States of the nodes expanded in this step, in the order of their expansion."""
         self._stage: Int[np.ndarray, " k"] = np.zeros(0, np.int64)
@@ -45,17 +44,6 @@ class MLPSpeculatorDrafter(RootStatePredictor):
     def _prepare_states(self, hidden_states: Sequence[Float[torch.Tensor, "b d"]]) -> Float[torch.Tensor, "b e"]:
         """The states before the first stage."""
         return self.network.initial_state(hidden_states)
-
-    def top_tokens(
-        self,
-        tree: TokenTree,
-        frontier: Int[np.ndarray, "b f"],
-        context: Context,
-        count: int,
-        noise: LevelNoise | None = None,
-    ) -> TopTokens:
-        """The `count` most probable tokens after the frontier."""
-        return top_tokens(*self._scores(tree, frontier, context), count, self._token_of, noise)
 
     @in_inference_mode
     def grow_dynamic_tree(
@@ -73,13 +61,6 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         trees = DynamicTrees(part.max_depth, sizes, bounds, noise=kernel_noise(part, sizes[0]))
         kernels.grow_dynamic_trees(start, part.last_tokens, trees)
         return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
-
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
-        """Logits after the frontier; none for nodes at the maximum depth."""
-        logits, logit_index = self._scores(tree, frontier, context)
-        return self.network.to_target_vocab(logits), logit_index
 
     def _scores(
         self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
@@ -131,9 +112,6 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         self._stage = np.concatenate([self._stage, stages]) if len(self._states) else stages
         self._states = torch.cat([self._states, new]) if len(self._states) else new
         return logits, index
-
-    def _no_logits(self) -> Float[torch.Tensor, "0 w"]:
-        return torch.zeros(0, self.network.target_info.vocab if self._token_of is None else len(self._token_of))
 
 
 class ReDrafterDrafter(MLPSpeculatorDrafter):

@@ -23,9 +23,7 @@ class PEagleDrafter(BlockPredictor):
 
     label = "EAGLE's layers over masks, in one pass"
 
-    def __init__(self, network: PEagle, max_pending: int = 32) -> None:
-        super().__init__(network, max_pending)
-        self.network = network
+    network: PEagle
 
     def _grow_native(
         self,
@@ -42,7 +40,7 @@ class PEagleDrafter(BlockPredictor):
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
         token, states = self._pending(rows, texts, counts)
-        self.network.forward_target_states(torch.from_numpy(token), *states, layout, self._cache)
+        self.network.store_target_states(torch.from_numpy(token), *states, layout, self._cache)
 
     def _draft(self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]) -> Blocks:
         counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.slots

@@ -27,7 +27,7 @@ class BlockPredictor(CachedStatesPredictor):
 
     def __init__(self, network: DFlash | PEagle, max_pending: int = 32) -> None:
         super().__init__(network, max_pending)
-        self._network = network
+        self.network = network
         self._token_of = None if network.token_of is None else network.token_of.cpu().numpy()
         self._block: Int[np.ndarray, " b"] = np.zeros(0, np.int64)
         """The block of every request, -1: none."""
@@ -40,21 +40,21 @@ class BlockPredictor(CachedStatesPredictor):
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """At most the number of tokens that a block predicts."""
-        return np.minimum(super().max_depths(context), self._network.depth)
+        return np.minimum(super().max_depths(context), self.network.depth)
 
     def grow_dynamic_tree(
         self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
     ) -> TokenTree | None:
         """Dynamic trees in one call of the CPU kernels, where these run the network."""
         which = np.flatnonzero(context.max_depth).tolist()
-        if self._network.native is None or not which:
+        if self.network.native is None or not which:
             return None
         rows = [context.rows[i] for i in which]
         counts = self._count_pending(rows, context)
         token, states = self._pending(rows, [context.sequences[i] for i in which], counts)
         length = [self._prefixes[row].count for row in rows]
-        self._cache.reserve(rows, [n + self._network.slots for n in length])
-        sizes = min(sizes[0], self._network.depth), *sizes[1:]
+        self._cache.reserve(rows, [n + self.network.slots for n in length])
+        sizes = min(sizes[0], self.network.depth), *sizes[1:]
         noise = kernel_noise(context.select(which), sizes[0])
         trees = DynamicTrees(context.max_depth[which], sizes, bounds, rows, length, noise)
         read = TargetStates(
@@ -82,7 +82,7 @@ class BlockPredictor(CachedStatesPredictor):
     ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
         """Logits after the frontier; the first call drafts the block."""
         logits, _, logit_index = self._scores(tree, frontier, context)
-        return self._network.to_target_vocab(logits), logit_index
+        return self.network.to_target_vocab(logits), logit_index
 
     @torch.inference_mode()
     def top_tokens(
@@ -125,7 +125,7 @@ class BlockPredictor(CachedStatesPredictor):
 
     def _draft_blocks(self, context: Context) -> None:
         """Draft a block for every request that may have drafts."""
-        which, network = np.flatnonzero(context.max_depth), self._network
+        which, network = np.flatnonzero(context.max_depth), self.network
         self._block = np.full(len(context.rows), -1)
         self._block[which] = np.arange(len(which))
         rows = [context.rows[i] for i in which.tolist()]

@@ -29,9 +29,10 @@ from foretell.engine.tuning import (
     FLOOR_SLACK,
     HORIZON,
     LEVEL_SHARE,
+    MOST_CAUTION,
     MOST_EXPANDED,
-    MOST_LOSS,
     OFF,
+    OFF_STEPS,
     ON,
     TRIAL_INTERVAL,
     TRIAL_NODES,
@@ -41,8 +42,8 @@ from foretell.engine.tuning import (
 )
 from foretell.shape.chain import Chain
 
-NO_CHOICE, LOAD, MEASURED, COST, PROTECTED = "no_choice", "load", "measured", "cost", "protected"
-REASONS = NO_CHOICE, LOAD, MEASURED, COST, PROTECTED
+NO_CHOICE, LOAD, MEASURED, COST = "no_choice", "load", "measured", "cost"
+REASONS = NO_CHOICE, LOAD, MEASURED, COST
 """Why a request got no drafts in a step: it may have none; more requests than `disable_by_batch_size`; a plain pass is
 measured; drafts would not pay; they would cost a request more than it may lose.
 """
@@ -119,6 +120,8 @@ class _Trials:
     """Step of the next trial."""
     left: int = 0
     """Steps of the present trial that are left."""
+    until: int = 0
+    """Step until which it stays off without another look."""
 
 
 class _Source:
@@ -127,7 +130,8 @@ class _Source:
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.levels = name, 0, 1.0
         """Steps in which it drafted, and mean levels of its trees."""
-        self.scored = True
+        self.scored, self.last = True, 0
+        """Whether its trees have scores, and the last step in which it drafted."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
         self.trials = dict[Key, _Trials]()
 
@@ -157,11 +161,10 @@ class _Offered(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A least chance, the drafts down to it, the seconds of the step with them, and its rate."""
+    """A least chance, the drafts down to it, and the rate of the step with them."""
 
     chance: float
     nodes: float
-    seconds: float
     rate: float
 
 
@@ -208,16 +211,28 @@ class Budget:
         self._requests = sum(w > 0 for w in load.weights)
         self._first = load.tokens - max(1, self._requests)
         self._key = load_key(self._requests, load.context)
+        self._caution = 1 + max(
+            (load.accounts[i].deficit(load.room[i] + 1) ** 2 for i, w in enumerate(load.weights) if w), default=0
+        )
         self._seconds = self.times.seconds(self._key, max(1, self._requests))
+        self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
         self._measures = load.is_decode and self.times.needs_plain(self._key)
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
         self._values, self._offers = list[float](), list[_Offer]()
         self._offered = dict[int, list[float]]()
         """Chances of the drafts offered to each request."""
+        self._expected = dict[int, float]()
+        """Accepted tokens that are expected of the drafts chosen for each request."""
         self._fixed = 0
         """Drafts that are verified whatever they cost."""
         self._asked = set[_Source]()
-        self._overdrawn = [i for i, w in enumerate(load.weights) if w and load.accounts[i].overdrawn(load.room[i] + 1)]
+
+    def _cost(self, drafts: float, spent: float) -> float:
+        """Seconds of the step with so many drafts and so long a drafting; what exceeds a plain one counts the more, the
+        more the request that has lost most has lost.
+        """
+        # What prompts take is no reason to draft more: tokens that come later come at the usual rate.
+        return self._host + self._seconds[0] + self._caution * (self._at(drafts) - self._at(0) + spent)
 
     def _at(self, drafts: float) -> float:
         """Seconds of the pass with so many drafts."""
@@ -253,6 +268,9 @@ class Budget:
 
     def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
+        trials = source.trials.setdefault(self._key, _Trials())
+        if not trials.on and not trials.left and self._step < min(trials.until, trials.next):
+            return COST
         load, plain, before = self._load, self._at(0), self._so_far
         asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
         weights = dict[bool, list[float]]()
@@ -267,34 +285,28 @@ class Budget:
                     tokens -= offered * load.weights[i]
         spent = self._spent + self.times.draft_seconds(source.name, self._key, len(asked), plain)
         best = self._best_cut(source, weights, nodes, tokens, spent)
-        for i in self._overdrawn:
-            expected = before.expected.get(i, 0.0)
-            if i in asked:
-                chances = source.acceptance(load.sampled[i]).promise
-                expected = load.accounts[i].hope(source.name) * sum(c * n for c, n in chances if c >= best.chance)
-            if asked and (1 + expected) * (1 + MOST_LOSS) * plain < best.seconds:
-                return PROTECTED
-        trials = source.trials.setdefault(self._key, _Trials())
-        is_new = source.steps < FIRST_STEPS and not self._overdrawn
+        is_new = source.steps < FIRST_STEPS and self._caution < MOST_CAUTION
         on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
         if on is not trials.on:
             self._switch(trials, on)
         if not on:
+            trials.until = self._step + OFF_STEPS
             asked = self._tried(trials, source, which, plain)
             if not asked:
                 return COST
         rate, size = max(before.rate, best.rate), best.nodes
         # Where the time of a pass has a step, further drafts cost more than those that lead up to it are worth.
-        floor = FLOOR_SLACK * min(best.chance, rate * (self._at(size + _MARGIN) - self._at(size)) / _MARGIN, 1.0)
+        marginal = self._caution * (self._at(size + _MARGIN) - self._at(size)) / _MARGIN
+        floor = FLOOR_SLACK * min(best.chance, rate * marginal, 1.0)
         raw = max(source.acceptance(kind).least_score(floor) for kind in {load.sampled[i] for i in asked})
-        level = LEVEL_SHARE * (spent - self._spent) / source.levels
+        level = self._caution * LEVEL_SHARE * (spent - self._spent) / source.levels
         return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
 
     @property
     def _so_far(self) -> "_Offered":
         """The drafts that pay of those that were offered before."""
         if not self._values:
-            return _Offered(0, 0.0, self._worth / (self._at(0) + self._spent), {}, {})
+            return _Offered(0, 0.0, self._worth / self._cost(0, self._spent), {}, {})
         values, weights = sorted(self._values, reverse=True), self._load.weights
         nodes, gained = self._best_of(values)
         least = values[nodes - 1] if nodes else inf
@@ -302,7 +314,7 @@ class Budget:
         return _Offered(
             nodes,
             gained,
-            (self._worth + gained) / (self._at(nodes) + self._spent),
+            (self._worth + gained) / self._cost(nodes, self._spent),
             {i: len(chances) for i, chances in paying.items()},
             {i: sum(chances) for i, chances in paying.items()},
         )
@@ -318,12 +330,12 @@ class Budget:
             drafts += [(chance, n * requests, chance * n * worth) for chance, n in acceptance.promise]
         if len(weights) > 1:
             drafts.sort(reverse=True)
-        best = _Cut(inf, nodes, self._at(nodes) + spent, 0.0)
+        best = _Cut(inf, nodes, 0.0)
         for chance, count, more in drafts:
             tokens, nodes = tokens + more, nodes + count
-            seconds = self._at(nodes) + spent
-            if tokens > best.rate * seconds:
-                best = _Cut(chance, nodes, seconds, tokens / seconds)
+            rate = tokens / self._cost(nodes, spent)
+            if rate > best.rate:
+                best = _Cut(chance, nodes, rate)
         return best
 
     def _switch(self, trials: _Trials, on: bool) -> None:
@@ -334,7 +346,7 @@ class Budget:
     def _tried(self, trials: _Trials, source: _Source, which: list[int], plain: float) -> list[int]:
         """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
         if not trials.left:
-            if self._step < trials.next or self._overdrawn:
+            if self._step < trials.next or self._caution >= MOST_CAUTION:
                 return []
             lost = self._at(TRIAL_NODES) - plain
             lost += self.times.draft_seconds(source.name, self._key, TRIAL_REQUESTS, plain)
@@ -366,10 +378,10 @@ class Budget:
     def _best_of(self, values: Sequence[float]) -> tuple[int, float]:
         """How many of the drafts with these falling values to verify, and their summed value."""
         worth, best = self._worth, (0, 0.0)
-        rate, gained = worth / (self._at(0) + self._spent), 0.0
+        rate, gained = worth / self._cost(0, self._spent), 0.0
         for count, value in enumerate(values, 1):
             gained += value
-            now = (worth + gained) / (self._at(count) + self._spent)
+            now = (worth + gained) / self._cost(count, self._spent)
             if now > rate:
                 rate, best = now, (count, gained)
         return best
@@ -393,7 +405,7 @@ class Budget:
         self._first += self._fixed
         # Stable: of equals the earlier ones stay, so that a node's parent is kept.
         drafts.sort(key=lambda draft: -draft[0])
-        count = self._count([value for value, *_ in drafts], drafts, parts)
+        count = self._count([value for value, *_ in drafts])
         self.statistics.nodes_drafted += len(drafts)
         self.statistics.nodes_verified += count
         if count < len(drafts):
@@ -404,41 +416,37 @@ class Budget:
                     rows, nodes = zip(*left, strict=True)
                     valid[rows, nodes] = False
                     part.tree = replace(part.tree, valid=valid)
-        tokens = sum(value / weights[parts[p].indices[row]] for value, p, row, _ in drafts[:count])
-        speed = self.times.speed
-        self.last = Forecast(speed * (self._at(count) + self._spent), speed * self._at(0), self._requests + tokens)
+        self._expected = {i: 0.0 for part in parts if part.removable for i in part.indices}
+        for value, p, row, _ in drafts[:count]:
+            i = parts[p].indices[row]
+            self._expected[i] += value / weights[i]
+        tokens, speed = self._requests + sum(self._expected.values()), self.times.speed
+        seconds = self._host + self._at(count) + self._spent
+        self.last = Forecast(speed * seconds, speed * (self._host + self._at(0)), tokens)
 
-    def _count(
-        self, values: Sequence[float], drafts: Sequence[tuple[float, int, int, int]], parts: Sequence[DraftedTrees]
-    ) -> int:
-        """How many of the drafts, the best first, are verified."""
+    def _count(self, values: Sequence[float]) -> int:
+        """How many of the drafts of these falling values are verified."""
         if self._measures:
             return 0
-        count = self._best_of(values)[0]
-        most = self._at(0) * (1 + MOST_LOSS)
-        for i in self._overdrawn:
-            own = sum(v for v, p, row, _ in drafts[:count] if parts[p].indices[row] == i) / self._load.weights[i]
-            if self._at(count) > max(most, (1 + own) * self._at(0)):
-                while count and self._at(count) > most:
-                    count -= 1
-        return min(len(values), count + self._trial_nodes)
+        return min(len(values), self._best_of(values)[0] + self._trial_nodes)
 
     def observe(self, step: StepResult, time: StepTime, shared: bool) -> None:
         """Learn from the result of the step that began last; `shared`: several methods drafted in it."""
         load, tree = self._load, step.tree
-        for offer in self._offers:
-            self._learn(offer, step)
         if load.is_decode:
             drafts = tree.active_count - load.tokens
-            lost = (self._at(drafts - self._fixed) + self._spent) / self._at(0)
-            for account, new, weight in zip(load.accounts, step.new_tokens, load.weights, strict=True):
-                if weight:
-                    account.lead += len(new) - lost
+            lost = (self._host + self._at(drafts - self._fixed) + self._spent) / (self._host + self._at(0))
+            for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
+                if load.weights[i]:
+                    # What was to be expected counts, not luck: else one unlucky request ends the drafts of all.
+                    account.lead += 1 + self._expected.get(i, len(new) - 1) - lost
             self.statistics.steps += 1
             self.statistics.drafting_steps += drafts > 0
             self.times.observe_pass(self._key, self._requests, tree.active_count, time.total - time.draft)
             if not shared:
-                self._learn_drafting(time.draft)
+                self._learn_drafting(time.draft + time.between)
+        for offer in self._offers:
+            self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
             account.tokens += len(new)
             if new and (drafted := step.num_drafted(i)):
@@ -449,6 +457,9 @@ class Budget:
         *before, last = [_HOST, *(offer.source.name for offer in self._offers)]
         known = sum(self.times.draft_seconds(name, self._key, self._requests, 0.0) for name in before)
         plain = 0.0 if last == _HOST else self._at(0)
+        # After steps without it, a drafter has more to read.
+        if self._offers and (source := self._offers[-1].source).steps > 1 and source.last < self._step - 1:
+            return
         self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
@@ -464,6 +475,7 @@ class Budget:
             acceptance.count(judged, right, load.room[i])
             predicted = sum(acceptance.chance[rung] for rung in judged)
             load.accounts[i].count(source.name, predicted, len(right))
+        source.last = self._step
         if levels:
             source.levels += (levels - source.levels) / min(source.steps, HORIZON)
 

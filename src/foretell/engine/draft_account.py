@@ -1,7 +1,5 @@
 """What drafting has given and taken from one request."""
 
-from math import sqrt
-
 from foretell.engine.tuning import (
     FADING,
     HORIZON,
@@ -28,18 +26,14 @@ class DraftAccount:
         predicted, right = self._factors.get(drafter, (0.0, 0.0))
         return min(MOST_FACTOR, (REQUEST_WEIGHT + right) / (REQUEST_WEIGHT + predicted))
 
-    def hope(self, drafter: str) -> float:
-        """The same as far as luck may have made them small."""
-        return self.factor(drafter) * (1 + 1 / sqrt(REQUEST_WEIGHT + self._factors.get(drafter, (0.0, 0.0))[0]))
-
     def count(self, drafter: str, predicted: float, right: int) -> None:
         """Count a step: the summed chances of drafts before the factor, and how many of them were right."""
         before, hits = self._factors.get(drafter, (0.0, 0.0))
         self._factors[drafter] = FADING * before + predicted, FADING * hits + right
 
-    def overdrawn(self, room: int) -> bool:
-        """Whether it has lost all that it may over its life, of which `room` tokens are to come."""
-        return self.lead < -MOST_LOSS * (self.tokens + min(room, HORIZON))
+    def deficit(self, room: int) -> float:
+        """What it has lost over what it may lose in its life, of which `room` tokens are to come."""
+        return max(0.0, -self.lead) / (MOST_LOSS * (self.tokens + min(room, HORIZON)))
 
     def count_chain(self, drafted: int, accepted: int) -> None:
         """Count a chain of the request."""

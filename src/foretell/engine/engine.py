@@ -24,10 +24,11 @@ from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
 from foretell.engine.tuning import NEAR_STEPS
 from foretell.model.cache.block_table import OutOfBlocksError
-from foretell.model.run.runner import LimitsCache, Runner, free_tokens, offered, required
+from foretell.model.run.runner import Adapts, LimitsCache, Runner, free_tokens, offered, required
 from foretell.shape.base import RootOnly
 from foretell.tokenizer.stream import Detokenizer
 from foretell.utils.inference import in_inference_mode
+from foretell.utils.names import unknown
 
 _log = logging.getLogger(__name__)
 _PLAIN: AnyMethod = Method(NoDrafter(), RootOnly(), Match())
@@ -84,6 +85,8 @@ class Engine:
         """Methods whose requests the next step runs one by one to find the one that fails: their drafters failed."""
         self.last_step = StepTime(0.0, 0.0, 0.0)
         """Times of the last step that ran."""
+        self._ended = clock()
+        """When the last step had learned what it gave."""
         self._methods: WeakValueDictionary[int, BoundMethod] = WeakValueDictionary()
         """The methods of requests and of rows that keep their tokens, by id of the method."""
         self._bind(method)
@@ -97,6 +100,9 @@ class Engine:
                 by now that is busy.
         """
         validate_request(request, self.runner.vocab, self.runner.context)
+        adapts = offered(self.runner, Adapts)
+        if request.adapter and (adapts is None or request.adapter not in adapts.adapters):
+            raise unknown("adapter", request.adapter, () if adapts is None else adapts.adapters)
         if request.stop and self._detokenizer is None:
             raise ValueError("stop strings need a tokenizer: this engine works on tokens only")
         method = self._bind(_PLAIN if request.max_drafts == 0 else request.method or self.method)
@@ -367,8 +373,10 @@ class Engine:
             ended - started,
             committed - verified.verified,
             StepCounts.of(step),
+            started - self._ended,
         )
         self._scheduler.observe(scheduled, step_time)
+        self._ended = ended
         self.budget.observe(step, step_time, shared=len(verified.groups.groups) > 1)
         updates = list[Update]()
         for i, (r, result) in enumerate(zip(scheduled, results, strict=True)):

@@ -61,10 +61,17 @@ class Request:
     """
     cache_salt: str = ""
     """Requests share cached prefixes, and what token recycling learns, only with those of the same salt (vLLM)."""
+    adapter: str = ""
+    """Name of the adapter of the model that answers; empty: the model as it is."""
     prediction: Sequence[int] | None = None
     """Tokens that the answer is expected to resemble: drafted beside those of a lossless method (OpenAI's
     `prediction`).
     """
+
+    @property
+    def prefix_salt(self) -> str:
+        """Requests share cached prefixes only with those of the same."""
+        return f"{self.adapter}\0{self.cache_salt}" if self.adapter else self.cache_salt
 
     @cached_property
     def ending_tokens(self) -> frozenset[int]:

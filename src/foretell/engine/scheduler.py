@@ -7,7 +7,7 @@ from foretell.engine.logprobs import TokenLogprobs
 from foretell.engine.prompt_chunks import PromptChunks
 from foretell.engine.rows import RowPool
 from foretell.engine.statistics import StepTime
-from foretell.model.run.runner import Runner, free_tokens
+from foretell.model.run.runner import Adapts, Runner, free_tokens, offered
 
 _ROOM_FOR_DRAFTS = 128
 """Tokens of the cache that a request needs beside those of its sequence: about a tree."""
@@ -24,7 +24,7 @@ class Scheduler:
 
     def __init__(self, runner: Runner, rows: RowPool, chunks: PromptChunks, clock: Callable[[], float]) -> None:
         self.rows, self.chunks = rows, chunks
-        self._runner, self._clock = runner, clock
+        self._runner, self._clock, self._adapts = runner, clock, offered(runner, Adapts)
         self.waiting = dict[int, LiveRequest]()
         """By number."""
         self.running: list[LiveRequest] = []
@@ -113,11 +113,13 @@ class Scheduler:
             if not self.rows.available:
                 return
             reuses = not r.reads_prompt_logprobs
-            if reuses and self.rows.awaits(r.sequence, r.method, r.request.cache_salt):
+            if reuses and self.rows.awaits(r.sequence, r.method, r.request.prefix_salt):
                 continue
             if not self._make_room(_ROOM_FOR_DRAFTS):
                 return
-            row, cached = self.rows.allocate(r.sequence, r.method, r.request.cache_salt, reuses)
+            row, cached = self.rows.allocate(r.sequence, r.method, r.request.prefix_salt, reuses)
+            if self._adapts is not None:
+                self._adapts.adapt(row, r.request.adapter)
             if not self._make_room(r.sequence.length - cached + _ROOM_FOR_DRAFTS):
                 self.rows.release(row, keep=True)
                 return

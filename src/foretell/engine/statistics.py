@@ -44,6 +44,8 @@ class StepTime:
     total: float
     sample: float = 0.0
     counts: StepCounts = StepCounts()
+    between: float = 0.0
+    """From the end of the step before to the begin of this one: text, sockets, or nothing to do."""
 
 
 @dataclass

@@ -99,11 +99,23 @@ def select_hardware(
         figures |= {} if capacity is None else {"capacity": capacity}
         return hardware_from_table("custom", figures, "the command line").run_by(chosen)
 
+    return with_given_figures(look_up(known_hardware(file), name, "hardware"), bandwidth, peak, capacity, runtime)
+
+
+def with_given_figures(
+    hardware: Hardware, bandwidth: float | None, peak: float | None, capacity: float | None, runtime: str
+) -> Hardware:
+    """The device under a runtime, with the figures that are given (GB/s, 1e12 OPs/s, GB) in place of its own.
+
+    Raises:
+        ValueError: an unknown runtime, or a figure that is not positive.
+    """
+
     def scaled(figure: float | None, unit: float) -> float | None:
         return None if figure is None else figure * unit
 
-    hardware = look_up(known_hardware(file), name, "hardware")
-    return with_overrides(hardware, scaled(bandwidth, 1e9), scaled(peak, 1e12), scaled(capacity, 1e9)).run_by(chosen)
+    changed = with_overrides(hardware, scaled(bandwidth, 1e9), scaled(peak, 1e12), scaled(capacity, 1e9))
+    return changed.run_by(find_runtime(runtime))
 
 
 def parse_shape(

@@ -122,6 +122,7 @@ def make_requests(
     sampling, request = engine_values(body, loaded)
     if logprobs is not None:
         request["logprobs"] = logprobs or True
+    request["adapter"] = body.model if body.model in loaded.model.adapters else ""
     salt = request["cache_salt"] = tenant_salt(body.cache_salt)
     request["method"] = loaded.methods.for_salt(request.get("method"), salt)
     config = loaded.model.config

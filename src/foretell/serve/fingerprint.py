@@ -1,6 +1,7 @@
 """`system_fingerprint`: equal fingerprints and equal requests with a seed give equal answers."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from foretell.model.block.backend import Backend
@@ -11,9 +12,9 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _DIGITS = 12
 
 
-def system_fingerprint(path: Path, adapter: Path | None, backend: Backend) -> str:
-    """Name of the weights, of the adapter that is merged into them, of the kernels and the arithmetic."""
-    weights = "+".join(weights_digest(each) for each in (path, adapter) if each is not None)
+def system_fingerprint(path: Path, adapters: Sequence[Path], backend: Backend) -> str:
+    """Name of the weights, of their adapters, of the kernels and the arithmetic."""
+    weights = "+".join(weights_digest(each) for each in (path, *adapters))
     kernels = "-".join(part for part in (backend.name, backend.instructions, backend.device) if part)
     cache = "" if backend.cache_dtype == "auto" else f"+{backend.cache_dtype}-cache"
     return f"fp_{weights}_{kernels}_{backend.precision}{cache}".replace(" ", "-")

@@ -31,6 +31,8 @@ class Peer(ABC):
     """Another runtime with the same weights."""
 
     name: str
+    pid: int | None = None
+    """Its process; None: this one."""
 
     @abstractmethod
     def generate(self, prompt: Sequence[int], count: int) -> TokenTimestamps:

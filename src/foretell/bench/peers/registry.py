@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from foretell.bench.peers import hf, llama_cpp
+from foretell.bench.peers import hf, isolated, llama_cpp
 from foretell.bench.peers.base import ForwardBackend, Peer
 from foretell.bench.peers.export import PRECISIONS, export
+from foretell.model.load.reference import resolve_reference
 from foretell.utils.names import unknown
 
 TRANSFORMERS: dict[str, hf.Mode] = {
@@ -21,8 +22,11 @@ LLAMA_CPP = ("llama.cpp-plain", "llama.cpp-lookup")
 GROUPS = {
     "transformers": ("transformers-plain", "transformers-lookup"),
     "llama.cpp": (*(f"llama.cpp-plain/{p}" for p in PRECISIONS), "llama.cpp-lookup/bf16"),
+    **{name: tuple(f"{name}-{mode}" for mode in runtime.modes[:2]) for name, runtime in isolated.RUNTIMES.items()},
 }
 """Peers that the bare name of a runtime selects."""
+_ASSISTED = {"transformers": "transformers-assisted"} | {name: f"{name}-draft" for name in isolated.RUNTIMES}
+"""The further one with a draft model."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,25 @@ def expand_names(names: Sequence[str], dtype: str, has_draft_model: bool) -> lis
         ValueError: an unknown name (the nearest is suggested).
     """
     known = [*GROUPS, *TRANSFORMERS, *(f"{n}/{p}" for n in LLAMA_CPP for p in PRECISIONS), *LLAMA_CPP]
+    known += isolated.MODES
     out: dict[str, None] = {}
     for name in names:
         if name not in known:
             raise unknown("peer", name, known)
         members = [*GROUPS.get(name, (name,))]
-        members += ["transformers-assisted"] if name == "transformers" and has_draft_model else []
+        members += [_ASSISTED[name]] if name in _ASSISTED and has_draft_model else []
         for member in members:
-            full = member if "/" in member else f"{member}/{_torch_dtype(dtype) if member in TRANSFORMERS else 'bf16'}"
-            out[full] = None
+            out[member if "/" in member else f"{member}/{_precision(member, dtype)}"] = None
     return list(out)
+
+
+def drafts_with_model(name: str) -> bool:
+    """Whether a peer drafts with the draft model."""
+    return name.split("/")[0] in _ASSISTED.values()
+
+
+def _precision(name: str, dtype: str) -> str:
+    return _torch_dtype(dtype) if name in TRANSFORMERS else isolated.FILE if name in isolated.MODES else "bf16"
 
 
 def _torch_dtype(dtype: str) -> str:
@@ -70,6 +83,8 @@ def require_installed(names: Sequence[str]) -> None:
     for name in names:
         if name.startswith("transformers"):
             hf.import_transformers()
+        elif name.split("/")[0] in isolated.MODES:
+            isolated.require_installed(name)
         else:
             llama_cpp.import_llama_cpp()
 
@@ -86,6 +101,10 @@ def load_peers(names: Sequence[str], settings: PeerSettings) -> dict[str, Peer]:
             if mode == "transformers-assisted" and settings.draft_model:
                 assistant = assistant or hf.load(settings.draft_model, dtype)
             out[name] = hf.TransformersPeer(torch_model, TRANSFORMERS[mode], assistant, name)
+        elif mode in isolated.MODES:
+            draft = resolve_reference(settings.draft_model) if settings.draft_model else None
+            model = resolve_reference(settings.model)
+            out[name] = isolated.IsolatedPeer(name, model, draft, settings.context, settings.threads)
         else:
             path = export(settings.model, precision, settings.folder)
             out[name] = llama_cpp.LlamaCppPeer(

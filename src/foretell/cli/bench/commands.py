@@ -6,6 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from foretell.cli.bench.peers import install
 from foretell.cli.bench.recording import record_, replay_
 from foretell.cli.bench.results import compare_, report_, schema
 from foretell.cli.bench.run import run
@@ -43,6 +44,12 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "step": step, "run": run, "record": record_, "replay": replay_, "serve": serve_, "soak": soak,
     "compare": compare_, "schema": schema, "report": report_,
 }  # fmt: skip
+_peers = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Runtimes that bench run compares with."
+)
+_peers.callback()(lambda: None)
+_peers.command("install")(install)
+app.add_typer(_peers, name="peers")
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
 add_group_commands(app, "bench")

@@ -39,9 +39,11 @@ References = Annotated[
 ]
 REPLAYED_METHODS = "ngram,suffix,recycling,sam_recycling"
 """Replayed unless the user names others: lossless, and needing nothing but the model."""
-METHODS = f"auto,eagle3,hybrid_model,{REPLAYED_METHODS}"
-"""Measured unless the user names others, as far as the model can run them."""
-QUICK_METHODS = "auto,eagle3,hybrid_model,sam_recycling,ngram"
+METHODS = f"auto,eagle3,{REPLAYED_METHODS}"
+"""Measured unless the user names others, as far as the model can run them. `auto` is `hybrid_model` where a speculator
+or a draft model is there.
+"""
+QUICK_METHODS = "auto,eagle3,sam_recycling,ngram"
 """The same of `--quick`."""
 
 

@@ -81,7 +81,8 @@ def run(
     peers: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: transformers, llama.cpp, or one of their modes, e.g. llama.cpp-plain/q8_0."
+            help="Comma-separated: transformers, llama.cpp, xllamacpp, openvino, or one of their modes, e.g. "
+            "llama.cpp-plain/q8_0, xllamacpp-ngram-mod; `foretell bench peers install` installs the last two."
         ),
     ] = "",
     draft_model: DraftModel = None,

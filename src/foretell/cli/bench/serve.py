@@ -1,7 +1,8 @@
 """`foretell bench serve`: servers under load."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from foretell.bench.identity import (
     identity_requests,
     identity_table,
 )
-from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all
+from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all, with_own_salts
 from foretell.bench.questions import BUILT_IN
 from foretell.bench.saved_answers import read_answers, save_answers
 from foretell.cli.bench.inputs import load_selected_questions, parse_counts
@@ -50,6 +51,9 @@ def serve_(
             "status 1 if one of the first server differs. No speed is measured.",
         ),
     ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write every answer's numbers to this file.")
+    ] = None,
     requests: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="--identity: requests of every case (default: two per prompt)."),
@@ -65,7 +69,7 @@ def serve_(
 ) -> None:
     """Measure servers under load: tokens per second, time to the first token and between tokens, greedy.
 
-    The first server is compared with the others.
+    The first server is compared with the others. Two names of one server keep their prompts apart in its cache.
 
         foretell bench serve ours=http://127.0.0.1:8000 peer=http://127.0.0.1:8080
 
@@ -78,12 +82,14 @@ def serve_(
     for text in extra.values():
         if not isinstance(parse_json(text, "--fields"), dict):
             raise ValueError(f"--fields: a JSON object was expected, found {text!r}")
-    named = [replace(s, fields=extra.get(s.name, "{}")) for s in named]
+    named = with_own_salts([replace(s, fields=extra.get(s.name, "{}")) for s in named])
+    if json_file is not None:
+        require_file_place(json_file)
     selected = load_selected_questions(questions, per_category, "")[1]
     workload = Workload(tuple(q.turns[0] for q in selected.questions), max_new_tokens)
 
     counts = parse_counts(concurrency, "--concurrency")
-    refuse_unused(ctx, ("repeats",), "--identity compares answers and measures no speed", identity)
+    refuse_unused(ctx, ("repeats", "json_file"), "--identity compares answers and measures no speed", identity)
     refuse_unused(ctx, ("requests", "save", "against"), "they belong to --identity", not identity)
     if identity:
         _check_identity(named, workload, counts, _IdentityOptions(requests, save, against))
@@ -95,6 +101,8 @@ def serve_(
 
     results = run_all(named, workload, counts, repeats, report)
     typer.echo(load_table(results).markdown(), nl=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(r) for r in results], indent=1), "utf-8")
 
 
 @dataclass(frozen=True)

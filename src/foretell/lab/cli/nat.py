@@ -15,7 +15,7 @@ from rich.table import Table
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.cli.interrupt import Interrupt
-from foretell.cli.progress import PROGRESS_INTERVAL
+from foretell.cli.progress import PROGRESS_INTERVAL, TimeLeft
 from foretell.lab.nat.checkpoint import load_model, require_autoregressive, require_same_words
 from foretell.lab.nat.decode import DecodeOptions, options_read, translate
 from foretell.lab.nat.distill import distilled
@@ -159,13 +159,15 @@ class _Log:
     """Prints a line at the first step and every half minute."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._last = console, 0.0
+        self._console, self._last, self._left = console, 0.0, TimeLeft()
 
-    def __call__(self, row: StepMetrics) -> None:
+    def __call__(self, row: StepMetrics, share: float) -> None:
+        left = self._left(share)
         if time.monotonic() - self._last >= PROGRESS_INTERVAL:
             self._last = time.monotonic()
             self._console.print(
-                f"step {row.step:,}  loss {row.loss:.4f}  {row.seconds / 60:.1f} min of CPU time", highlight=False
+                f"step {row.step:,}  loss {row.loss:.4f}  {row.seconds / 60:.1f} min of CPU time  {left}".rstrip(),
+                highlight=False,
             )
 
 

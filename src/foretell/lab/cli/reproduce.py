@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from foretell.cli import options
@@ -23,7 +24,7 @@ _LEAST_FREE = 20_000_000
 """Bytes that a report and its runs may take."""
 _LEAST_FREE_TRAINING = 4_000_000_000
 """The same with what is trained for it, for a model of 135M parameters."""
-_STYLES = {"holds": "green", "does not hold": "red", "not checked": "yellow"}
+_STYLES = {"reproduced": "green", "direction only": "cyan", "not reproduced": "red", "not checked": "yellow"}
 
 
 @app.command()
@@ -32,13 +33,13 @@ def reproduce(
     methods: Annotated[
         list[str] | None, typer.Argument(metavar="[METHOD ...]", help="Methods whose paper's claim is checked.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Check the claims of all methods.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Check all claims.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write the report here (index.html, a page for each claim), and the runs, with which the same "
-            "command goes on after an interruption.",
+            help="Write the report here (index.html, claims.json), and the runs, with which the same command goes on "
+            "after an interruption.",
         ),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
@@ -47,7 +48,7 @@ def reproduce(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=8, help="Most tokens of an answer.")] = 64,
     per_category: Annotated[
         int, typer.Option(metavar="N", min=1, max=4, help="Built-in questions of each of six categories.")
-    ] = 2,
+    ] = 4,
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Prompts of your own in their place, as `generate` takes them."),
@@ -69,10 +70,10 @@ def reproduce(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Check what the papers claim on a model here: tokens per pass and their trends, acceptance laws, bounds.
+    """Measure numbers of papers on a model here: tokens per pass, acceptance, what one method has over another.
 
-    What depends on a paper's hardware or models is left out. Nothing is timed, so a busy machine changes no verdict.
-    The exit status is 0 whether claims hold or not.
+    Each gets an interval over the prompts, its ratio to the paper's number, and a verdict. Nothing is timed, so a busy
+    machine changes no verdict. The exit status is 0 whatever the verdicts are.
 
         foretell reproduce eagle3 draft_model
 
@@ -124,7 +125,7 @@ def _writable(folder: Path, least: int) -> Path:
     Raises:
         ValueError: it cannot be written, is a file, holds a page that is no report, or has no room.
     """
-    from foretell.lab.reproduce.pages import RESULTS
+    from foretell.lab.reproduce.reproduce import RESULTS
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,12 +163,10 @@ def _check(lab: "Lab", claims: "Sequence[Claim]", quiet: bool) -> "list[ClaimRes
 def _panel(result: "ClaimResult") -> Table:
     """A result in a few lines."""
     table = Table.grid(padding=(0, 1))
-    style = _STYLES[result.verdict]
-    table.add_row(f"[bold]{result.claim.method}[/]", f"[{style}]{result.verdict}[/]  {result.claim.statement}")
-    finding = result.finding
-    table.add_row("", finding.summary if finding else result.obstacle)
-    if finding and not finding.holds and finding.reason:
-        table.add_row("", f"[dim]{finding.reason}[/]")
-    for note in result.prepared:
-        table.add_row("", f"[dim]{note}[/]")
+    table.add_row(
+        f"[bold]{result.claim.method}[/]", f"[{_STYLES[result.verdict]}]{result.verdict}[/]  {escape(result.summary)}"
+    )
+    for line in (result.claim.paper, result.reason, *result.prepared):
+        if line:
+            table.add_row("", f"[dim]{escape(line)}[/]")
     return table

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from typing import Any
 
 from foretell.bench.charts import canvas, png
 from foretell.bench.text_table import Cell, TextTable
@@ -23,6 +24,8 @@ DEFINITIONS: Mapping[str, str] = {
     "answers": "share of greedy answers that differ from the exact model's in any token.",
     "perplexity": "of the way's greedy answers under the exact model.",
 }
+_LABEL_HEIGHT, _LABEL_STEPS = 4, 30
+"""Points between the places of a name, and how many places above and below are tried."""
 _HEADER = (
     "way", "gain", "predicted", "error", "bytes", "KL", "TV", "tokens", "answers", "perplexity",
 )  # fmt: skip
@@ -79,7 +82,6 @@ def picture(results: Sequence[VariantResult]) -> bytes:
             continue
         divergence, colour = r.price, colours[r.price.family]
         axes.scatter([divergence.kl], [r.gain], s=36, color=colour)
-        axes.annotate(divergence.way, (divergence.kl, r.gain), textcoords="offset points", xytext=(5, 3), fontsize=7)
         if divergence.predicted_gain is not None:
             axes.plot([divergence.kl] * 2, [r.gain, divergence.predicted_gain], color=colour, linewidth=0.7)
             axes.scatter([divergence.kl], [divergence.predicted_gain], s=24, marker="x", color=colour)
@@ -87,8 +89,37 @@ def picture(results: Sequence[VariantResult]) -> bytes:
         axes.scatter([], [], color=colour, label=family)
     axes.axhline(1, color="#333333", linewidth=1)
     axes.set_xscale("symlog", linthresh=1e-4)
-    axes.set_xlim(-3e-5, 4 * max(1e-3, *(r.price.kl for r in results)))
+    axes.set_xlim(-3e-5, 8 * max(1e-3, *(r.price.kl for r in results)))
     axes.set_xlabel("price: KL divergence per token, nats (0: lossless)")
     axes.set_ylabel("gain over plain decoding")
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="upper right")
+    label_points(axes, [(r.price.way, r.price.kl, r.gain) for r in results if r.gain is not None])
     return png(figure)
+
+
+def label_points(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """Write the name of every point (name, x, y) beside it, the nearest place where it covers no other name; a line
+    leads to a name that is not next to its point.
+    """
+    from matplotlib.text import Text
+
+    axes.figure.draw_without_rendering()
+    inside, boxes = axes.get_window_extent(), [axes.get_legend().get_window_extent()]
+    line = {"arrowstyle": "-", "linewidth": 0.4, "color": "#999999", "shrinkA": 0, "shrinkB": 2}
+    # Near places first, on either side, above and below.
+    steps = sorted(range(-_LABEL_STEPS, _LABEL_STEPS + 1), key=abs)
+    places = [(side, step) for step in steps for side in ("left", "right")]
+    for name, x, y in sorted(points, key=lambda point: -point[2]):
+        for side, step in places:
+            label = axes.annotate(
+                name, (x, y), textcoords="offset points", xytext=(6 if side == "left" else -6, _LABEL_HEIGHT * step),
+                ha=side, va="center", fontsize=7, arrowprops=line if step else None,
+            )  # fmt: skip
+            # That of the annotation, which places the text, holds the line too.
+            label.get_window_extent()
+            box = Text.get_window_extent(label)
+            within = inside.containsx(box.x0) and inside.containsx(box.x1) and inside.containsy(box.y0)
+            if within and inside.containsy(box.y1) and not any(box.overlaps(other) for other in boxes):
+                boxes.append(box)
+                break
+            label.remove()

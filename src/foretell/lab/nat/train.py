@@ -104,7 +104,7 @@ class NatTrainer:
     time as well, so that a repeated training is not the same one.
     """
 
-    def __init__(self, settings: NatSettings, report: Callable[[StepMetrics], None] = lambda _: None) -> None:
+    def __init__(self, settings: NatSettings, report: Callable[[StepMetrics, float], None] = lambda *_: None) -> None:
         pairs = read_pairs(Path(settings.data))
         torch.manual_seed(settings.seed)
         self.settings, self.model, self._report = settings, NatModel(config_for(settings, pairs)), report
@@ -137,7 +137,7 @@ class NatTrainer:
         while self._progress() < 1:
             self._step()
             self._seconds = time.process_time() - started
-            self._report(self.curve[-1])
+            self._report(self.curve[-1], self._progress())
             stop = should_stop()
             if stop or time.monotonic() - saved > 60 * self.settings.save_minutes or self._progress() >= 1:
                 self._save()

@@ -1,26 +1,24 @@
-"""Claims of papers, restated so that they do not depend on the paper's hardware and models, and checked on a model
-here.
-"""
+"""Numbers of papers, measured here as the same quantity, with an interval and a verdict that can be "no"."""
 
-from foretell.lab.reproduce.claim import Claim, Finding, Series, Verdict
+from foretell.lab.reproduce.claim import Claim, Finding, Interval, Run, Verdict
 from foretell.lab.reproduce.claims import CLAIMS, claim_of
 from foretell.lab.reproduce.lab import Lab, LabRun, LabSettings, mixed_prompts
-from foretell.lab.reproduce.pages import write_report
-from foretell.lab.reproduce.preparation.maker import PreparationSettings
 from foretell.lab.reproduce.preparation.preparation import Preparation
-from foretell.lab.reproduce.reproduce import ClaimResult, reproduce
+from foretell.lab.reproduce.preparation.training import PreparationSettings
+from foretell.lab.reproduce.reproduce import ClaimResult, reproduce, write_report
 
 __all__ = [
     "CLAIMS",
     "Claim",
     "ClaimResult",
     "Finding",
+    "Interval",
     "Lab",
     "LabRun",
     "LabSettings",
     "Preparation",
     "PreparationSettings",
-    "Series",
+    "Run",
     "Verdict",
     "claim_of",
     "mixed_prompts",

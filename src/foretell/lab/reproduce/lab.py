@@ -1,53 +1,55 @@
 """Decodes prompts with methods for the checks of claims, and keeps every run, so that a check can be repeated."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from foretell.api import Model, named_inputs
 from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.bench.schema import FileModel, FrozenModel
+from foretell.catalogue import find
 from foretell.core.sampling import SamplingParams
 from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
 from foretell.engine.pass_times import PassTimes
-from foretell.engine.request import Completion, Request
-from foretell.lab.reproduce.preparation.preparation import Preparation
+from foretell.engine.request import Request
+from foretell.lab.reproduce.claim import Run
+from foretell.lab.reproduce.counts import Counts
+from foretell.lab.reproduce.preparation.preparation import Preparation, Prepared
 from foretell.utils.store import RunStore
 
 PLAIN = "autoregressive"
-COPY = (
-    "Minutes: Ada reports that the pump in hall 2 leaks. Grace orders a seal. Alan checks the valves on Friday."
-    " Everyone meets again on 10 May at nine.\n\nRepeat the minutes word by word.",
-    "The train to Lund leaves at 8:05 from track 4 and arrives at 9:40. The train to Ystad leaves at 8:20 from track 7"
-    " and arrives at 9:55.\n\nCopy the two sentences, then copy them again.",
-    "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
-    "    return width * height * depth\n\nRepeat this code without any change.",
-    "Apples are red. Pears are green. Plums are blue. Lemons are yellow. Cherries are dark red.\n\n"
-    "Write these sentences again, each on its own line.",
-)
-"""Prompts whose answers repeat them; written for this package."""
-_REQUESTS = (
-    "Summarise all of the above in some sentences.",
-    "List the subjects of all of the above, one on each line.",
-    "Which of the above is the hardest to answer? Explain why.",
-    "Answer the last of the questions above.",
-)
-"""What is asked about a long text."""
+_REQUESTS = ("Summarise", "Continue")
+_LONG = 24
+_LONG_CHARACTERS = 7000
+_FREE = {n: 1 + 0.001 * (n - 1) for n in range(1, 65)}
+"""Seconds of passes by their tokens, beside which drafting takes no time."""
 
 
 def mixed_prompts(per_category: int) -> tuple[str, ...]:
-    """The first turns of the built-in questions, so many of each category."""
-    return tuple(q.turns[0] for q in load_questions(BUILT_IN).select(per_category).questions)
+    """The first turns of the built-in questions, so many of each category, and half as many about the built-in texts:
+    two sources, written apart.
+    """
+    questions = load_questions(BUILT_IN).select(per_category).questions
+    texts = [f"{request}:\n\n{text}" for request in _REQUESTS for text in _texts()]
+    return (*(q.turns[0] for q in questions), *texts[: max(1, len(questions) // 2)])
+
+
+def _texts() -> Iterator[str]:
+    folder = files("foretell.lab.assess").joinpath("texts")
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        yield path.read_text(encoding="utf-8")[:600]
 
 
 class LabSettings(FileModel):
     """What all runs of a folder have in common."""
 
-    format: str = "foretell reproduce 1"
+    format: str = "foretell reproduce 2"
     model: str
     dtype: str
     draft_models: tuple[str, ...]
@@ -57,51 +59,14 @@ class LabSettings(FileModel):
 
 
 class LabRun(FrozenModel):
-    """What one method did with one set of prompts."""
+    """What one method did with the prompts."""
 
     key: str
-    new_tokens: int
-    passes: int
-    drafting_passes: int
-    """Those that had drafts."""
-    drafted: int
-    accepted_per_position: tuple[int, ...]
-    """Passes that accepted a draft at depth 1, 2, …"""
-    identical: int
-    """Answers equal to those of plain decoding with the same seeds."""
-    answers: int
-    mean_variation: float
-    """Mean total variation distance per token from the target, of a lossy method."""
-    changed_share: float
-    """Share of tokens that a lossy method changed."""
+    prompts: tuple[Counts, ...]
     tokens: tuple[tuple[int, ...], ...]
+    """The answers, those of the first seed first."""
     prepared: str = ""
     """What it drafted with and how that was made for the check, or that it was named; empty: neither."""
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Mean new tokens per pass, the target's own included."""
-        return self.new_tokens / self.passes
-
-    @property
-    def tokens_per_drafting_pass(self) -> float:
-        """Mean new tokens of the passes that had drafts."""
-        return 1 + sum(self.accepted_per_position) / self.drafting_passes if self.drafting_passes else 1.0
-
-    @property
-    def acceptance(self) -> float:
-        """Share of the drafting passes that accept their first draft."""
-        return self.conditional_acceptance(1)
-
-    @property
-    def accepted_by_depth(self) -> list[tuple[float, float]]:
-        """Depth of a draft, and the passes that accepted one there."""
-        return [(depth, passes) for depth, passes in enumerate(self.accepted_per_position, 1)]
-
-    def conditional_acceptance(self, depth: int) -> float:
-        """Share of the passes that accepted a draft at `depth` - 1 that accept one at `depth`; depths begin with 1."""
-        reached = (self.drafting_passes, *self.accepted_per_position)
-        return self.accepted_per_position[depth - 1] / reached[depth - 1] if depth < len(reached) else 0.0
 
 
 class PromptTooLongError(ValueError):
@@ -129,108 +94,85 @@ class Lab:
         rows: int = 8,
     ) -> None:
         self.model, self._store, self._settings = model, store, settings
-        self.mixed, self._drafts, self._rows = tuple(mixed), drafts, rows
+        self._mixed, self._drafts, self._rows = tuple(mixed), drafts, rows
         self.preparation = preparation
         self._runs = {run.key: run for run in store.records}
-        self._notes: dict[str, None] = {}
-
-    def take_notes(self) -> tuple[str, ...]:
-        """What methods drafted with since the last call that was named, or made for the check and how."""
-        notes, self._notes = tuple(self._notes), {}
-        return notes
 
     @cached_property
-    def free(self) -> tuple[str, ...]:
-        """Questions whose answers do not repeat them."""
-        return tuple(q.turns[0] for q in load_questions(BUILT_IN).select(4, ["conversation"]).questions)
+    def _long(self) -> tuple[str, ...]:
+        """Long texts with a request each: the mixed prompts, beginning with another one each time."""
+        texts = [*mixed_prompts(4)]
+        begins = [len(texts) * i // _LONG for i in range(_LONG)]
+        joined = ["\n\n".join((*texts[begin:], *texts[:begin]))[:_LONG_CHARACTERS] for begin in begins]
+        return tuple(f"{text}\n\n{_REQUESTS[i % len(_REQUESTS)]} all of the above." for i, text in enumerate(joined))
 
-    @cached_property
-    def long(self) -> tuple[str, ...]:
-        """Long texts with a request each: the built-in questions, beginning with another one each time."""
-        parts = [q.turns[0] for q in load_questions(BUILT_IN).questions]
-        begins = [len(parts) * i // len(_REQUESTS) for i in range(len(_REQUESTS))]
-        texts = ["\n\n".join((*parts[begin:], *parts[:begin])) for begin in begins]
-        return tuple(f"{text}\n\n{request}" for text, request in zip(texts, _REQUESTS, strict=True))
-
-    def run(
-        self,
-        method: str,
-        options: Mapping[str, object] | None = None,
-        *,
-        prompts: Sequence[str] | None = None,
-        temperature: float = 0.0,
-        references: Sequence[str] = (),
-        repeat: int = 1,
-        pass_seconds: Mapping[int, float] | None = None,
-    ) -> LabRun:
-        """Decode `prompts` (default: `mixed`) with a method, `repeat` times with other seeds; once per folder.
-        `pass_seconds`: times of passes by their tokens, by which drafts are chosen; None: measured ones.
+    def run(self, run: Run) -> LabRun:
+        """The answers of a run, which are decoded once per folder.
 
         Raises:
             PromptTooLongError: the model reads no prompt of this length.
             ValueError: the method cannot be built for this model.
         """
-        prompts = tuple(prompts or self.mixed)
-        lacks = "" if self.preparation is None else self.preparation.label(method)
-        what = [method, options or {}, prompts, temperature, list(references), repeat, *([lacks] if lacks else [])]
-        what += [pass_seconds] if pass_seconds else []
+        options = dict(run.options_for(self.model.config.layers))
+        prompts = self._long if run.prompts == "long" else self._mixed
+        lacks = "" if self.preparation is None else self.preparation.label(run.method)
+        digest = sha256(json.dumps(prompts).encode()).hexdigest()[:16]
+        what = [run.method, options, digest, run.temperature, run.repeat, run.corpus, run.free, lacks]
         key = json.dumps(what, sort_keys=True)
         if key not in self._runs:
-            run = self._decode(key, method, options, prompts, temperature, references, repeat, pass_seconds)
-            self._store.append(run)
-            self._runs[key] = run
-        if self._runs[key].prepared:
-            self._notes[self._runs[key].prepared] = None
+            made = None if self.preparation is None else self.preparation.prepared(run.method)
+            self._store.append(done := self._decode(key, run, options, prompts, made))
+            self._runs[key] = done
         return self._runs[key]
 
-    def plain_texts(self, prompts: Sequence[str] | None = None) -> list[str]:
-        """The greedy answers of plain decoding."""
-        return [self.model.codec.decode(list(tokens)) for tokens in self.run(PLAIN, prompts=prompts).tokens]
+    def changed(self, run: Run) -> int:
+        """Answers that differ from those of plain decoding, of a run in which none may."""
+        entry = find(run.method)
+        if not entry.lossless or (run.temperature and not entry.same_seed):
+            return 0
+        plain = self.run(Run(PLAIN, prompts=run.prompts, temperature=run.temperature, repeat=run.repeat))
+        return sum(a != b for a, b in zip(self.run(run).tokens, plain.tokens, strict=True))
 
     def _decode(
-        self,
-        key: str,
-        method: str,
-        options: Mapping[str, object] | None,
-        prompts: Sequence[str],
-        temperature: float,
-        references: Sequence[str],
-        repeat: int,
-        pass_seconds: Mapping[int, float] | None,
+        self, key: str, run: Run, options: dict[str, object], prompts: Sequence[str], made: Prepared | None
     ) -> LabRun:
-        made = None if self.preparation is None else self.preparation.prepared(method)
-        drafts, wanted = self._drafts, dict(options or {})
+        drafts = self._drafts
         if made is not None:
-            drafts, wanted = made.drafts, wanted | dict(made.options)
-        built = self.model.method(method, wanted or None, drafts=drafts, references=references, shared=made is None)
-        engine, longest = self.model.engine(built, rows=self._rows), self._settings.new_tokens
-        if pass_seconds is not None:
-            budget = Budget(PassTimes(pass_seconds))
-            runner, detokenizer = self.model.runner(), self.model.codec.detokenizer
-            engine = Engine(runner, built, self._rows, detokenizer=detokenizer, budget=budget)
+            drafts = (made.folder,)
+        method = self.build(run, options, drafts)
         requests = [
-            self.model.request(text, SamplingParams(temperature=temperature, seed=seed), max_new_tokens=longest)
-            for seed in range(repeat)
+            self.model.request(
+                text, SamplingParams(temperature=run.temperature, seed=seed), max_new_tokens=self._settings.new_tokens
+            )
+            for seed in range(run.repeat)
             for text in prompts
         ]
-        self._check_length(requests, prompts)
-        done = engine.complete(requests)
-        plain: Sequence[Sequence[int]] = [c.tokens for c in done]
-        if method != PLAIN:
-            plain = self.run(PLAIN, prompts=prompts, temperature=temperature, repeat=repeat).tokens
-        return _summarise(key, done, plain, self._named(built) if made is None else made.note)
+        self._check_length(requests, run)
+        done = self._engine(method, run.free).complete(requests)
+        return LabRun(
+            key=key,
+            prompts=tuple(Counts.of(done[i :: len(prompts)]) for i in range(len(prompts))),
+            tokens=tuple(tuple(c.tokens) for c in done),
+            prepared=self._named(method) if made is None else made.note,
+        )
 
-    def _check_length(self, requests: Sequence[Request], prompts: Sequence[str]) -> None:
-        """Check that the model reads prompts of this length.
+    def build(self, run: Run, options: Mapping[str, object], drafts: Sequence[Model | Path]) -> AnyMethod:
+        """The method of a run."""
+        references = list(topics.values()) if run.corpus else ()
+        return self.model.method(run.method, options or None, drafts=drafts, references=references, shared=True)
 
-        Raises:
-            PromptTooLongError: it does not.
-        """
+    def _engine(self, method: AnyMethod, free: bool) -> Engine:
+        if not free:
+            return self.model.engine(method, rows=self._rows)
+        budget = Budget(PassTimes(_FREE))
+        return Engine(self.model.runner(), method, self._rows, detokenizer=self.model.codec.detokenizer, budget=budget)
+
+    def _check_length(self, requests: Sequence[Request], run: Run) -> None:
         longest, most = max(len(r.prompt) for r in requests), self.model.config.context - 1
         if longest > most:
             remedy = (
                 "give shorter ones with --prompts FILE.jsonl"
-                if tuple(prompts) == self.mixed
+                if run.prompts == "mixed"
                 else "the claim needs prompts of its own, so it cannot be checked on this model"
             )
             raise PromptTooLongError(f"a prompt has {longest} tokens, and the model reads at most {most}; {remedy}")
@@ -240,23 +182,3 @@ class Lab:
         named = named_inputs(self._drafts)
         used = [name for kind, names in vars(named).items() if kind in method.inputs for name in names]
         return f"{method.name} drafts with {', '.join(used)}, as named" if used else ""
-
-
-def _summarise(key: str, done: Sequence[Completion], plain: Sequence[Sequence[int]], prepared: str) -> LabRun:
-    statistics = [c.statistics for c in done]
-    accepted = [sum(passes) for passes in zip_longest(*(s.accepted_per_position for s in statistics), fillvalue=0)]
-    tokens = sum(s.new_tokens for s in statistics)
-    return LabRun(
-        key=key,
-        new_tokens=tokens,
-        passes=sum(s.target_passes for s in statistics),
-        drafting_passes=sum(s.drafting_passes for s in statistics),
-        drafted=sum(s.drafted for s in statistics),
-        accepted_per_position=tuple(accepted),
-        identical=sum(tuple(c.tokens) == tuple(p) for c, p in zip(done, plain, strict=True)),
-        answers=len(done),
-        mean_variation=sum(s.fidelity.mean_variation * s.new_tokens for s in statistics) / tokens,
-        changed_share=sum(s.fidelity.changed_share * s.new_tokens for s in statistics) / tokens,
-        tokens=tuple(tuple(c.tokens) for c in done),
-        prepared=prepared,
-    )

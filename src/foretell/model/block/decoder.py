@@ -6,7 +6,7 @@ The modules hold weights only; key-value caches are arguments.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,7 @@ def _shortcut(x: torch.Tensor, matrix: nn.Module | None) -> torch.Tensor:
     return out.to(x.dtype)
 
 
-def _normed(p: "LayerModules", qk: torch.Tensor, heads: int) -> torch.Tensor:
+def _normed(p: "LayerModules | DecoderBlock", qk: torch.Tensor, heads: int) -> torch.Tensor:
     """Queries, as many as heads, and keys with their norms, where these exist."""
     if p.q_norm is None or p.k_norm is None:
         return qk
@@ -144,7 +144,7 @@ class DecoderLayer(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def layer_modules(self) -> LayerModules:
+    def layer_modules(self) -> "LayerModules | DecoderBlock":
         """Its modules."""
 
     def project(
@@ -284,9 +284,9 @@ class DecoderBlock(DecoderLayer):
         self.sinks = None if sinks is None else nn.Parameter(sinks, requires_grad=False)
 
     @property
-    def layer_modules(self) -> LayerModules:
-        """Its modules."""
-        return LayerModules(**{name: getattr(self, name) for name in LayerModules._fields})
+    def layer_modules(self) -> Self:
+        """Itself: its modules have the common names."""
+        return self
 
     def finish(
         self, x: Float[torch.Tensor, "*t d"], inputs: Float[torch.Tensor, "*t w"] | None = None

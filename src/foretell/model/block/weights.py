@@ -298,6 +298,16 @@ def tensor_at(block: BlockWeights, place: TensorPlace) -> Float[Tensor, "*shape"
     return tensor
 
 
+def linear_places(config: ModelConfig, i: int) -> dict[str, LinearPlace]:
+    """The linear layers of block `i` that every token reads, by the path of their field."""
+    at, dense = Place(config, i), specs_of(BlockWeights)["mlp"]
+    assert isinstance(dense, PartSpec)
+    places = dict.fromkeys(("qkv", "attention_gate", "output"), at)
+    if dense.when(at):
+        places |= dict.fromkeys(("mlp.gate_up", "mlp.down"), dense.at(at))
+    return {path: linear_of(LINEARS[path], where, path) for path, where in places.items() if LINEARS[path].when(where)}
+
+
 def linear_shapes(config: ModelConfig, i: int) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of the linear layers of block `i`, by the path of their field, its experts left out."""
     at, shapes = Place(config, i), dict[str, tuple[int, int]]()

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,16 @@ _CHUNK = 8
 """Keys of a chunk (TriForce)."""
 _POOL = 7
 """Width of the pooling of votes (SnapKV)."""
+
+
+class Observed(NamedTuple):
+    """What a rule reads of a layer."""
+
+    queries: Float[torch.Tensor, "w g q e"]
+    """Of the last `observed` tokens, `q` per key-value head, times the scale of the scores."""
+    keys: Float[torch.Tensor, "g n e"]
+    sums: Float[torch.Tensor, "g n"]
+    """What the keys have received of the softmax; zeros for rules that ignore it."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +69,8 @@ class CachePolicy(ABC):
         return min(context, self.budget)
 
     @abstractmethod
-    def scores(
-        self,
-        queries: Float[torch.Tensor, "w g q e"],
-        keys: Float[torch.Tensor, "g n e"],
-        sums: Float[torch.Tensor, "g n"],
-    ) -> Float[torch.Tensor, "g n"]:
-        """Scores of the keys of a layer, from the queries of the last `observed` tokens, `q` per key-value head, times
-        the scale of the scores. `sums`: what the keys have received of the softmax; zeros for rules that ignore it.
-        """
+    def scores(self, layer: Observed) -> Float[torch.Tensor, "g n"]:
+        """Scores of the keys of a layer."""
 
     def select(
         self,
@@ -75,12 +78,12 @@ class CachePolicy(ABC):
         keys: Float[torch.Tensor, "g n e"],
         sums: Float[torch.Tensor, "g n"] | None = None,
     ) -> Int[torch.Tensor, "g b"]:
-        """The keys that are kept, ascending: `budget` of them, or all; `sums`: see `scores`."""
+        """The keys that are kept, ascending: `budget` of them, or all; see `Observed`."""
         heads, count = keys.shape[:2]
         if count <= self.budget:
             return torch.arange(count, device=keys.device).expand(heads, -1)
         sums = torch.zeros(heads, count, device=keys.device) if sums is None else sums
-        scores = self.scores(queries, keys, sums).clone()
+        scores = self.scores(Observed(queries, keys, sums)).clone()
         scores[:, :SINKS] = scores[:, count - self.recent :] = float("inf")
         # Of equal scores the earliest keys are taken, so that the selection is the same everywhere.
         best = torch.argsort(scores, dim=-1, descending=True, stable=True)[:, : self.budget]
@@ -92,14 +95,9 @@ class StreamingLLM(CachePolicy):
 
     name, evicts = "streaming_llm", True
 
-    def scores(
-        self,
-        queries: Float[torch.Tensor, "w g q e"],
-        keys: Float[torch.Tensor, "g n e"],
-        sums: Float[torch.Tensor, "g n"],
-    ) -> Float[torch.Tensor, "g n"]:
+    def scores(self, layer: Observed) -> Float[torch.Tensor, "g n"]:
         """Later keys have higher scores."""
-        return torch.arange(keys.shape[1], device=keys.device, dtype=torch.float32).expand(len(keys), -1)
+        return torch.arange(layer.keys.shape[1], device=layer.keys.device, dtype=torch.float32).expand_as(layer.sums)
 
 
 class SnapKV(CachePolicy):
@@ -109,14 +107,9 @@ class SnapKV(CachePolicy):
 
     name, observed, evicts = "snapkv", 16, True
 
-    def scores(
-        self,
-        queries: Float[torch.Tensor, "w g q e"],
-        keys: Float[torch.Tensor, "g n e"],
-        sums: Float[torch.Tensor, "g n"],
-    ) -> Float[torch.Tensor, "g n"]:
+    def scores(self, layer: Observed) -> Float[torch.Tensor, "g n"]:
         """Pooled votes."""
-        votes = attention_weights(queries, keys).sum((0, 2))
+        votes = attention_weights(layer.queries, layer.keys).sum((0, 2))
         return F.max_pool1d(votes, _POOL, 1, _POOL // 2)
 
 
@@ -125,15 +118,10 @@ class TOVA(CachePolicy):
 
     name, observed, evicts = "tova", 1, True
 
-    def scores(
-        self,
-        queries: Float[torch.Tensor, "w g q e"],
-        keys: Float[torch.Tensor, "g n e"],
-        sums: Float[torch.Tensor, "g n"],
-    ) -> Float[torch.Tensor, "g n"]:
+    def scores(self, layer: Observed) -> Float[torch.Tensor, "g n"]:
         """The same scores for all heads."""
-        weights: torch.Tensor = attention_weights(queries, keys).mean((0, 1, 2))
-        return weights.expand(len(keys), -1)
+        weights: torch.Tensor = attention_weights(layer.queries, layer.keys).mean((0, 1, 2))
+        return weights.expand(len(layer.keys), -1)
 
 
 class H2O(CachePolicy):
@@ -148,14 +136,9 @@ class H2O(CachePolicy):
         """Half of the budget."""
         return self.budget // 2
 
-    def scores(
-        self,
-        queries: Float[torch.Tensor, "w g q e"],
-        keys: Float[torch.Tensor, "g n e"],
-        sums: Float[torch.Tensor, "g n"],
-    ) -> Float[torch.Tensor, "g n"]:
+    def scores(self, layer: Observed) -> Float[torch.Tensor, "g n"]:
         """The sums."""
-        return sums
+        return layer.sums
 
 
 class Quest(CachePolicy):
@@ -169,15 +152,10 @@ class Quest(CachePolicy):
         """The budget, and the bounds of all pages: two numbers for 16 keys and values each."""
         return context if context <= self.budget else min(context, self.budget + context // PAGE)
 
-    def scores(
-        self,
-        queries: Float[torch.Tensor, "w g q e"],
-        keys: Float[torch.Tensor, "g n e"],
-        sums: Float[torch.Tensor, "g n"],
-    ) -> Float[torch.Tensor, "g n"]:
+    def scores(self, layer: Observed) -> Float[torch.Tensor, "g n"]:
         """Of every key the bound of its page, the largest over the queries of the head."""
-        bounds = page_bounds(queries[-1], _split(keys, PAGE).flatten(1, 2)).amax(1)
-        return bounds.repeat_interleave(PAGE, -1)[:, : keys.shape[1]]
+        bounds = page_bounds(layer.queries[-1], _split(layer.keys, PAGE).flatten(1, 2)).amax(1)
+        return bounds.repeat_interleave(PAGE, -1)[:, : layer.keys.shape[1]]
 
 
 class Retrieval(CachePolicy):
@@ -187,16 +165,11 @@ class Retrieval(CachePolicy):
 
     name, observed = "retrieval", 1
 
-    def scores(
-        self,
-        queries: Float[torch.Tensor, "w g q e"],
-        keys: Float[torch.Tensor, "g n e"],
-        sums: Float[torch.Tensor, "g n"],
-    ) -> Float[torch.Tensor, "g n"]:
+    def scores(self, layer: Observed) -> Float[torch.Tensor, "g n"]:
         """Of every key the score of its chunk, mean over the queries of the head."""
-        means = _split(keys, _CHUNK).mean(2)
-        scores = (queries[-1] @ means.transpose(1, 2)).mean(1)
-        return scores.repeat_interleave(_CHUNK, -1)[:, : keys.shape[1]]
+        means = _split(layer.keys, _CHUNK).mean(2)
+        scores = (layer.queries[-1] @ means.transpose(1, 2)).mean(1)
+        return scores.repeat_interleave(_CHUNK, -1)[:, : layer.keys.shape[1]]
 
 
 def attention_weights(

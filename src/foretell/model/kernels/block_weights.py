@@ -5,17 +5,26 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foretell.model.block.latent import LATENT_EPS
 from foretell.model.block.spec import VECTORS, BlockWeights, LatentWeights, LinearWeights
 from foretell.model.config.model import MLAConfig, ModelConfig
 from foretell.model.kernels import structures
 from foretell.model.kernels.experts import pack_experts
-from foretell.model.kernels.linear import LinearPlan, PartMemory, float_precision, plan_gate_up, plan_linear, set_factor
-from foretell.model.kernels.pack import plan_rows
+from foretell.model.kernels.linear import (
+    LinearPlan,
+    PartMemory,
+    float_precision,
+    linear_outputs,
+    plan_gate_up,
+    plan_linear,
+    set_factor,
+)
+from foretell.model.kernels.pack import plan_inner, plan_rows
 from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import pack_mixer
-from foretell.model.kernels.structures import Precision
+from foretell.model.kernels.structures import OPERANDS, PANEL, Precision
 from foretell.model.matrices.stored import widened
 
 _FACTOR = ".factor"
@@ -107,6 +116,26 @@ def pack_block(
         assert config.latent is not None
         struct.latent = _pack_latent(config.latent, config.heads, block.latent, precision, memory)
     return PackedBlock((struct, *memory.structs), memory.tensors)
+
+
+def pack_update(layer: structures.Layer, path: str, update: LinearWeights, memory: PartMemory) -> None:
+    """Let a linear layer of a packed block, by its path in `BlockWeights`, add an update of low rank to its outputs.
+
+    The update is in float32; its factor is rounded as the inputs of the layer are.
+    """
+    base: structures.Weight = getattr(layer, path.rpartition(".")[2])
+    operand = OPERANDS[base.operand]
+    assert update.factor is not None
+    parts, outputs = [widened(part) for part in update.parts], linear_outputs(base)
+    plan = plan_inner(parts[0], parts[1], "float32") if path == "mlp.gate_up" and len(parts) > 1 else None
+    if plan is None:
+        whole = torch.cat(parts)
+        plan = plan_rows([pad(whole, (0, 0, 0, outputs - len(whole)))], "float32")
+    factor = plan_rows([update.factor], operand if operand in ("float32", "bfloat16") else "float32")
+    packed, inner = memory.linears([LinearPlan(plan), LinearPlan(factor)])
+    packed.outputs = -(-packed.outputs // PANEL) * PANEL
+    packed.factor = memory.keep(inner)
+    base.update = memory.keep(packed)
 
 
 def _pack_linears(plans: Mapping[str, LinearPlan], memory: PartMemory) -> dict[str, structures.Weight]:

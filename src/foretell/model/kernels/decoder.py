@@ -1,6 +1,6 @@
 """The decoder on the CPU kernels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int32
 from dataclasses import replace
 from functools import cache as memoize
@@ -23,7 +23,7 @@ from foretell.model.block.decoder import (
 )
 from foretell.model.block.modules import to_weights
 from foretell.model.block.sparsity import NeuronRule, PredictedNeurons, check_sparse
-from foretell.model.block.spec import BlockWeights
+from foretell.model.block.spec import BlockWeights, LinearWeights
 from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.pages import page_policy
@@ -373,6 +373,12 @@ class NativeDecoder:
     def without_sublayers(self, skip: SkipSet) -> "NativeDecoder":
         """The network without some sub-layers, sharing all weights."""
         return self._sharing(self.config, self.stack.without_sublayers(skip.attention, skip.mlp))
+
+    def with_updates(self, updates: Sequence[Mapping[str, LinearWeights]]) -> "NativeDecoder":
+        """The network with an adapter, which shares all weights: updates of low rank by block and by the path of their
+        linear layer in `BlockWeights`. The parts of an update are its second factor, by the rows of the layer.
+        """
+        return self._sharing(self.config, self.stack.with_updates(updates))
 
     def with_rules(
         self, rules: Sequence[NeuronRule], read_block: Callable[[int], BlockWeights] | None = None, label: str = ""

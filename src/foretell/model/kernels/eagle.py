@@ -3,8 +3,9 @@ trees, per call.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_void_p
+from ctypes import Array, addressof, c_void_p
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,30 @@ class NativeEagle:
         Raises:
             ValueError: as `forward`.
         """
+        return self._run_from_target(self._stack.layers, token, states, place, layout, cache)
+
+    def store_from_target(
+        self, token: Tensor, states: Sequence[Tensor], place: Int[np.ndarray, " t"], layout: Layout, cache: KVCache
+    ) -> None:
+        """The same where nothing reads the outputs: of the last layer, keys and values suffice."""
+        self._run_from_target(self._storing, token, states, place, layout, cache)
+
+    @cached_property
+    def _storing(self) -> "Array[structures.Layer]":
+        """The layers, the last one reduced to storing its keys and values."""
+        layers = type(self._stack.layers).from_buffer_copy(self._stack.layers)
+        layers[-1] = self._stack.keys_only.layers[-1]
+        return layers
+
+    def _run_from_target(
+        self,
+        layers: "Array[structures.Layer]",
+        token: Tensor,
+        states: Sequence[Tensor],
+        place: Int[np.ndarray, " t"],
+        layout: Layout,
+        cache: KVCache,
+    ) -> Tensor:
         rows = len(states[0])
         for state in states:
             check_tensor(state, torch.float32, "states", rows, self._stack.config.hidden)
@@ -92,7 +117,7 @@ class NativeEagle:
             )
         place = np.ascontiguousarray(place, np.int64)
         sources = (c_void_p * self._state_count)(*(state.data_ptr() for state in states)), rows, place.ctypes.data
-        return self._run(self._kernels.foretell_eagle_forward_from_target, token, sources, layout, cache)
+        return self._run(self._kernels.foretell_eagle_forward_from_target, layers, token, sources, layout, cache)
 
     def forward(self, token: Tensor, features: Tensor, parent: Tensor, layout: Layout, cache: KVCache) -> Tensor:
         """Run tokens, int64 [t], that follow features, float32 [n, hidden]: token `i` follows feature `parent[i]`.
@@ -104,10 +129,16 @@ class NativeEagle:
         check_tensor(features, torch.float32, "features", len(features), self._stack.config.hidden)
         check_tensor(parent, torch.int64, "parent", len(token))
         sources = features.data_ptr(), len(features), parent.data_ptr()
-        return self._run(self._kernels.foretell_eagle_forward, token, sources, layout, cache)
+        return self._run(self._kernels.foretell_eagle_forward, self._stack.layers, token, sources, layout, cache)
 
     def _run(
-        self, kernel: Callable[..., int], token: Tensor, sources: tuple[Any, ...], layout: Layout, cache: KVCache
+        self,
+        kernel: Callable[..., int],
+        layers: "Array[structures.Layer]",
+        token: Tensor,
+        sources: tuple[Any, ...],
+        layout: Layout,
+        cache: KVCache,
     ) -> Tensor:
         """Call a kernel with the tokens and the arguments for the states or features that they follow."""
         stack, count = self._stack, len(token)
@@ -116,8 +147,8 @@ class NativeEagle:
         x = torch.empty(count, stack.config.hidden)
         invalid = kernel(
             stack.model,
-            stack.layers,
-            len(stack.layers),
+            layers,
+            len(layers),
             self._input,
             token.data_ptr(),
             *sources,

@@ -1,7 +1,7 @@
 """Linear layers and embeddings packed for the kernels, and the checks of tensors that are passed to them."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -170,12 +170,22 @@ class PackedLinears:
         )
 
 
+def _weights_of(layer: structures.Weight) -> Iterator[structures.Weight]:
+    """The weights of a layer, which write their outputs side by side."""
+    yield layer
+    if layer.next:
+        yield from _weights_of(structures.Weight.from_address(layer.next))
+
+
 def set_factor(layer: structures.Weight, address: int) -> None:
     """Let all weights of a layer read their inputs through the factor at an address."""
-    part: structures.Weight | None = layer
-    while part is not None:
-        part.factor = address
-        part = structures.Weight.from_address(part.next) if part.next else None
+    for weight in _weights_of(layer):
+        weight.factor = address
+
+
+def linear_outputs(layer: structures.Weight) -> int:
+    """Outputs of all weights of a layer."""
+    return sum(weight.outputs for weight in _weights_of(layer))
 
 
 class PartMemory:

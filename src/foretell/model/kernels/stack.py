@@ -5,7 +5,7 @@ threads. Verifying a tree gives bit for bit the results of decoding one token at
 """
 
 import ctypes
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from ctypes import c_int32
 from dataclasses import fields
 from functools import cached_property
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretell.model.block.attention import query_factors
 from foretell.model.block.rope import RopeTables
-from foretell.model.block.spec import BlockWeights
+from foretell.model.block.spec import BlockWeights, LinearWeights
 from foretell.model.cache.base import Cache, LayeredCache
 from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.cache.layout import Layout
@@ -24,11 +24,12 @@ from foretell.model.cache.state_store import plan_stores
 from foretell.model.config.attention import AttentionSizes
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels import build, structures
-from foretell.model.kernels.block_weights import PackedBlock, pack_block
+from foretell.model.kernels.block_weights import PackedBlock, pack_block, pack_update
 from foretell.model.kernels.expert_cache import ExpertCache
 from foretell.model.kernels.experts import supports as supports_experts
 from foretell.model.kernels.kv_cache import NativeKVCache, cache_dtype, cache_kind
-from foretell.model.kernels.linear import check_tensor
+from foretell.model.kernels.linear import PartMemory, check_tensor
+from foretell.model.kernels.packed_file import PackedPart
 from foretell.model.kernels.states import NativePass, NativeStateStore, projected_width
 from foretell.model.kernels.states import supports as supports_states
 from foretell.model.kernels.structures import (
@@ -111,8 +112,8 @@ class NativeStack:
         self._skipped: tuple[Collection[int], Collection[int]] = (), ()
         self._checked = dict[int, structures.Cache]()
         """The caches that passed the last checks, by store."""
-        self._further: tuple[PackedBlock, ...] = ()
-        """Blocks beside those of the model, kept alive here; see `followed_by`."""
+        self._further: tuple[PackedPart, ...] = ()
+        """What there is beside the blocks of the model, kept alive here; see `followed_by` and `with_updates`."""
 
     expert_cache: ExpertCache | None = None
     """Where the experts are; None: in the blocks."""
@@ -262,6 +263,16 @@ class NativeStack:
         if result == UNREADABLE and self.expert_cache is not None:
             self.expert_cache.raise_error()
 
+    def with_updates(self, updates: Sequence[Mapping[str, LinearWeights]]) -> "NativeStack":
+        """The blocks with updates of low rank, by block and by the path of their linear layer; all else is shared."""
+        layers, memory = type(self.layers).from_buffer_copy(self.layers), PartMemory(self.kernels)
+        for layer, own in zip(layers, updates, strict=True):
+            for path, update in own.items():
+                pack_update(layer, path, update, memory)
+        other = self._sharing(layers)
+        other._further = (*self._further, PackedPart(tuple(memory.structs), memory.tensors))
+        return other
+
     def without_sublayers(
         self, attention: Collection[int], mlp: Collection[int], config: ModelConfig | None = None
     ) -> "NativeStack":
@@ -310,7 +321,7 @@ class NativeStack:
         for i, block in enumerate(blocks):
             other.layers[layers + i] = block.struct
             other.layers[layers + i].store = place + i
-        other._further = tuple(blocks)
+        other._further = (*self._further, *blocks)
         return other
 
     def _sharing(self, layers: "ctypes.Array[structures.Layer]", config: ModelConfig | None = None) -> "NativeStack":

@@ -5,17 +5,21 @@ and the GGUF files of llama.cpp.
 import hashlib
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 
-from foretell.model.block.weights import names_of
+from foretell.model.block.spec import LinearWeights
+from foretell.model.block.weights import linear_places, names_of
 from foretell.model.config.families import family_of
+from foretell.model.config.families.base import Rows
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import OUTER_NAMES
 from foretell.model.load.gguf import GGUF
@@ -66,6 +70,17 @@ def with_adapter(config: ModelConfig, weights: Weights, reference: str) -> tuple
     Raises:
         ValueError: there is no such adapter, it is damaged, for another model, or of a kind that is not supported.
     """
+    place, files, changes = _read(config, weights, reference)
+    if weights.storage == "quantized":
+        count = sum(name.endswith(".weight") for name in changes)
+        log.warning("%s: %d of the quantised matrices are adapted, so they and those packed with them become floats",
+                    place, count)  # fmt: skip
+    tied = config.tied and not {EMBEDDING, HEAD}.isdisjoint(changes)
+    return replace(config, tied=False) if tied else config, AdaptedWeights(weights, place, files, changes, tied)
+
+
+def _read(config: ModelConfig, weights: Weights, reference: str) -> "tuple[Path, Sequence[Path], dict[str, Change]]":
+    """The place of an adapter, its files, and what it changes."""
     place = adapter_name(reference).place
     if place.is_dir():
         files, changes = _read_peft(place, config, weights)
@@ -77,12 +92,58 @@ def with_adapter(config: ModelConfig, weights: Weights, reference: str) -> tuple
             "adapter's .gguf file, with NAME= before it or without"
         )
     _refuse_stacked(place, changes, config, weights)
-    if weights.storage == "quantized":
-        count = sum(name.endswith(".weight") for name in changes)
-        log.warning("%s: %d of the quantised matrices are adapted, so they and those packed with them become floats",
-                    place, count)  # fmt: skip
-    tied = config.tied and not {EMBEDDING, HEAD}.isdisjoint(changes)
-    return replace(config, tied=False) if tied else config, AdaptedWeights(weights, str(place), files, changes, tied)
+    return place, files, changes
+
+
+def read_updates(config: ModelConfig, weights: Weights, reference: str) -> list[dict[str, LinearWeights]] | None:
+    """An adapter as updates of low rank beside the weights of a model, for `NativeDecoder.with_updates`; None: it
+    changes more than the linear layers of the blocks that every token reads, or not by LoRA alone.
+
+    Raises:
+        ValueError: see `with_adapter`.
+    """
+    place, _, changes = _read(config, weights, reference)
+    pairs, used, blocks = dict[str, _Factors](), Counter[str](), list[dict[str, LinearWeights]]()
+    for name, change in changes.items():
+        factors = change.factors() if isinstance(change, _Module | _Update) else None
+        if factors is None:
+            return None
+        pairs[name] = factors
+    family = family_of(config.architecture)
+    for i in range(config.layers):
+        blocks.append({})
+        for path, layer in linear_places(config, i).items():
+            names = [f"model.layers.{i}.{family.name(each.name)}.weight" for each in layer.rows]
+            for each, name in zip(layer.rows, names, strict=True):
+                if name in pairs:
+                    used[name] += len(each)
+                    shape = pairs[name].high.shape[0], pairs[name].low.shape[1]
+                    _check_shape(place, name, shape, (each.outputs, layer.inputs), weights)
+            if own := {name: pairs[name] for name in names if name in pairs}:
+                blocks[i][path] = _beside(own, names, layer.rows)
+    return blocks if all(used[name] == len(pair.high) for name, pair in pairs.items()) else None
+
+
+def _beside(pairs: "Mapping[str, _Factors]", names: Sequence[str], rows: Sequence[Rows]) -> LinearWeights:
+    """The update of a linear layer: what the first factors of its tensors give, one after the other, is read by the
+    rows of their tensors alone.
+    """
+    ranks = [len(pair.low) for pair in pairs.values()]
+    first = dict(zip(pairs, accumulate(ranks, initial=0), strict=False))
+    parts = list[Tensor]()
+    for name, each in zip(names, rows, strict=True):
+        parts.append(torch.zeros(len(each), sum(ranks)))
+        if name in pairs:
+            high = pairs[name].high if each.chosen is None else pairs[name].high[torch.tensor(each.chosen)]
+            parts[-1][:, first[name] : first[name] + high.shape[1]] = high
+    return LinearWeights(tuple(parts), factor=torch.cat([pair.low for pair in pairs.values()]))
+
+
+class _Factors(NamedTuple):
+    """An update of a matrix: `high @ low`."""
+
+    low: Float[Tensor, "r i"]
+    high: Float[Tensor, "o r"]
 
 
 class AdaptedWeights(DelegatedWeights):
@@ -91,12 +152,12 @@ class AdaptedWeights(DelegatedWeights):
     """
 
     def __init__(
-        self, inner: Weights, place: str, files: Sequence[Path], changes: Mapping[str, Change], unties: bool
+        self, inner: Weights, place: Path, files: Sequence[Path], changes: Mapping[str, Change], unties: bool
     ) -> None:
         super().__init__(inner)
         self._place, self._changes, self._unties = place, changes, unties
         self.files = [*inner.files, *files] if inner.files else ()
-        digest = hashlib.sha256()
+        digest = hashlib.sha256((inner.adapter or "").encode())
         for file in files:
             with file.open("rb") as opened:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
@@ -142,12 +203,16 @@ class AdaptedWeights(DelegatedWeights):
         if name not in self._changes:
             return tensor
         changed: Tensor = self._changes[name](tensor.float())
-        if changed.shape != tensor.shape:
-            raise ValueError(
-                f"{self._place}: the adapter is for another model: it changes {name} as a tensor of shape "
-                f"{tuple(changed.shape)}, and that of {self.source} has {tuple(tensor.shape)}"
-            )
+        _check_shape(self._place, name, tuple(changed.shape), tuple(tensor.shape), self)
         return changed
+
+
+def _check_shape(place: Path, name: str, shape: tuple[int, ...], wanted: tuple[int, ...], weights: Weights) -> None:
+    if shape != wanted:
+        raise ValueError(
+            f"{place}: the adapter is for another model: it changes {name} as a tensor of shape {shape}, and that of "
+            f"{weights.source} has {wanted}"
+        )
 
 
 def _sum(base: Tensor, update: Tensor) -> Tensor:
@@ -174,6 +239,12 @@ class _Module:
         if "lora_magnitude_vector" in parts:
             base = base * (parts["lora_magnitude_vector"].flatten() / base.norm(dim=1))[:, None]
         return base
+
+    def factors(self) -> _Factors | None:
+        """The update; None: there is more than one of a linear layer."""
+        if set(self.parts) != {"lora_A", "lora_B"}:
+            return None
+        return _Factors(self.parts["lora_A"].float(), self.scale * self.parts["lora_B"].float())
 
 
 def _read_peft(place: Path, config: ModelConfig, weights: Weights) -> tuple[list[Path], dict[str, Change]]:
@@ -326,6 +397,7 @@ class _Updates(GGUF):
     def __init__(self, file: GGUF) -> None:
         self.path, self.files, self.metadata = file.path, file.files, file.metadata
         self._factors, pairs = file, dict[str, dict[str, TensorInfo]]()
+        self.ranks = dict[str, int]()
         for name, entry in file.tensors.items():
             own, _, end = name.rpartition(".lora_")
             if end not in ("a", "b"):
@@ -342,6 +414,7 @@ class _Updates(GGUF):
                 f"{self.path}: {name} needs .lora_a and .lora_b of one rank, found shapes {low} and {high}; convert "
                 "the adapter again"
             )
+        self.ranks[name] = high[-1]
         shape = (low[0], high[0]) if name == "token_embd.weight" else (*high[:-1], low[-1])
         return TensorInfo(shape, 0, 0)
 
@@ -352,6 +425,18 @@ class _Updates(GGUF):
         scale = alpha / high.shape[-1] if alpha else 1.0
         product: Tensor = low @ high.T if name == "token_embd.weight" else high @ low
         return scale * product
+
+
+class _UpdateWeights(GGUFWeights):
+    """The updates by the names of the tensors that they change."""
+
+    def __init__(self, file: _Updates, config: ModelConfig) -> None:
+        super().__init__(file, config)
+        self._ranks = file.ranks
+
+    def rank(self, name: str) -> int:
+        """The greatest rank that the update of a matrix can have."""
+        return sum(self._ranks[part.tensor] for part in self._parts(name))
 
 
 def _read_gguf(place: Path, config: ModelConfig) -> tuple[list[Path], dict[str, Change]]:
@@ -371,16 +456,38 @@ def _read_gguf(place: Path, config: ModelConfig) -> tuple[list[Path], dict[str, 
         raise ValueError(
             f"{place}: the adapter is for a model of the architecture {named}, and this one is {config.architecture}"
         )
-    updates = GGUFWeights(_Updates(file), config)
+    updates = _UpdateWeights(_Updates(file), config)
     changes = dict[str, Change]()
     for name in set(_known_names(config).values()):
         experts = range(config.experts.count) if "{}" in name and config.experts is not None else range(1)
         own = (name.replace("{}", str(i)) for i in experts)
-        changes |= {each: partial(_updated, updates, each) for each in own if updates.has(each)}
+        changes |= {each: _Update(updates, each) for each in own if updates.has(each)}
     return file.files, changes
 
 
-def _updated(updates: GGUFWeights, name: str, base: Tensor) -> Tensor:
-    update = updates.get(name)
-    assert update is not None
-    return _sum(base, update)
+@dataclass(frozen=True)
+class _Update:
+    """What an adapter in GGUF adds to a tensor."""
+
+    updates: _UpdateWeights
+    name: str
+
+    def __call__(self, base: Tensor) -> Tensor:
+        return _sum(base, self._whole)
+
+    @property
+    def _whole(self) -> Tensor:
+        update = self.updates.get(self.name)
+        assert update is not None
+        return update
+
+    def factors(self) -> _Factors | None:
+        """The update; its first factor is an orthonormal basis of its rows, since those of the file may be of other
+        rows and columns. None: it is not of a linear layer.
+        """
+        if not self.name.startswith("model.layers.") or _EXPERT.search(self.name):
+            return None
+        whole, drawn = self._whole.double(), torch.Generator().manual_seed(0)
+        sketch = torch.randn(len(whole), self.updates.rank(self.name), generator=drawn, dtype=torch.float64)
+        basis = torch.linalg.qr(whole.T @ sketch).Q
+        return _Factors(basis.T.float().contiguous(), (whole @ basis).float())

@@ -22,8 +22,11 @@ from foretell.utils.inference import in_inference_mode
 class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTrees):
     """A `Network` with the whole cache of its rows."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, beside: NetworkRunner | None = None) -> None:
+        """`beside`: a runner whose cache it shares; None: it has its own."""
         super().__init__(network)
+        if beside is not None:
+            self.cache, self._length = beside.cache, beside._length
         self._tree_network = network if isinstance(network, TreeNetwork) and network.forwards_trees else None
         self._begun: list[PartialPass] = []
         """Passes that have run their first layers since the last `forward`."""

@@ -164,6 +164,17 @@ class GrowsTrees(ABC):
         """
 
 
+class Adapts(ABC):
+    """Has adapters, of which every row may have another."""
+
+    adapters: tuple[str, ...]
+    """Their names."""
+
+    @abstractmethod
+    def adapt(self, row: int, name: str) -> None:
+        """Run the passes of a row with this adapter from now on; empty: with none. Its tokens are of the same one."""
+
+
 def offered(runner: Runner, interface: type[Interface]) -> Interface | None:
     """The runner that does the work, if it has this interface."""
     inner = runner.innermost

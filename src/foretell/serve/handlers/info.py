@@ -34,7 +34,7 @@ def _card(service: Service, name: str) -> dict[str, object]:
         "created": service.created,
         "owned_by": "foretell",
         "root": loaded.model.name,
-        "parent": None,
+        "parent": service.settings.served_names[0] if name in loaded.model.adapters else None,
         "max_model_len": loaded.model.config.context,
         "methods": sorted(loaded.methods.allowed),
         "default_method": loaded.methods.default,

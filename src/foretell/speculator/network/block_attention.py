@@ -112,8 +112,8 @@ def attend_in_blocks(
     hidden = _hidden(seen, end - window if window else torch.zeros_like(end), s)
     score = torch.cat((before.masked_fill(hidden, float("-inf")), within), -1)
     if extra is not None:
-        sinks = extra.to(score.dtype).view(g, h // g, 1, 1, 1).expand(*score.shape[:-1], 1)
-        score = torch.cat((score, sinks), -1)
+        column = extra.to(score.dtype).view(g, h // g, 1, 1, 1).expand(*score.shape[:-1], 1)
+        score = torch.cat((score, column), -1)
     weight = score.softmax(-1, dtype=v.dtype)
     out = (weight[..., :s].reshape(b, g, -1, s) @ context_v.transpose(1, 2)).view(b, g, h // g, a, slots, e)
     out = out + weight[..., s : s + slots] @ own_v

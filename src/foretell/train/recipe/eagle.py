@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from jaxtyping import Bool, Float
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.catalogue.feature_level import eagle_method
@@ -21,7 +21,6 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.objective.alignment import DraftedPaths, cross_step_loss, top_k_losses
 from foretell.train.objective.distillation import Objective
 from foretell.train.objective.regression import add_uniform_noise, feature_loss
 from foretell.train.objective.unrolled import TargetLabels, mean_loss, target_labels, top1_agreement
@@ -53,24 +52,10 @@ class EagleTraining(BaseModel):
 
 
 class UnrolledTraining(EagleTraining):
-    """Options of unrolled steps, and of what aligns them with decoding; see `train.objective.alignment`."""
+    """Options of unrolled steps."""
 
     steps: int = Field(5, ge=1, le=MAX_COUNT)
     """Unrolled steps on the layer's own output."""
-    top_k_weight: float = Field(0.0, ge=0)
-    """HASS: weight of a further loss on the target's `top_k` most probable tokens; the paper has 1."""
-    top_k: int = Field(10, ge=1)
-    """HASS: tokens of that loss."""
-    aligned_width: int = Field(0, ge=0)
-    """GRIFFIN: later steps are learned where the best so many tokens of every step contain the text; 0: everywhere."""
-    coral_weight: float = Field(0.0, ge=0)
-    """CORAL: weight of a loss that makes the outputs of all steps for the same token alike."""
-
-    @model_validator(mode="after")
-    def _check_steps(self) -> Self:
-        if self.steps == 1 and (self.aligned_width or self.coral_weight):
-            raise ValueError("aligned_width and coral_weight compare steps, and there is one; set steps=3")
-        return self
 
 
 class Eagle1Training(UnrolledTraining):
@@ -152,7 +137,7 @@ class UnrolledRecipe(EagleRecipe):
 
     def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: UnrolledTraining) -> None:
         super().__init__(setup, network, options)
-        self._steps, self._alignment = options.steps, options
+        self._steps = options.steps
 
     @abstractmethod
     def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
@@ -179,45 +164,20 @@ class UnrolledRecipe(EagleRecipe):
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
     ) -> Loss:
-        """The weighted sum of the losses of all steps, and of CORAL's."""
+        """The weighted sum of the losses of all steps."""
         steps = [labels.shifted(1 + i) for i in range(self._steps)]
         masks = self.wanted(loss_mask, [mask for mask, _ in steps])
         outputs = network(batch.token, self.inputs(batch), masks, labels.candidates)
-        paths = DraftedPaths(self._alignment.aligned_width, masks[0].shape, loss_mask.device)
         losses, metrics = list[torch.Tensor](), {"covered": labels.covered}
         for i, (output, mask, (labelled, target)) in enumerate(zip(outputs, masks, steps, strict=True)):
-            logits, learned, kept = output.logits[labelled[mask]], paths.at(labelled), paths.at(mask)
-            after = F.pad(_where(mask, kept), (1 + i, 0))[:, : loss_mask.shape[1]]
-            token_loss = self._token_loss(logits[learned], target[learned])
-            loss, further = self.step_loss(token_loss, output.state[kept], after, batch)
+            logits = output.logits[labelled[mask]]
+            after = F.pad(mask, (1 + i, 0))[:, : loss_mask.shape[1]]
+            token_loss = mean_loss(logits, target, self._hard, self._objective)
+            loss, further = self.step_loss(token_loss, output.state, after, batch)
             losses.append(self._decay**i * loss)
             further |= {"top 1": top1_agreement(logits.detach(), target)}
             metrics |= {f"step {i + 1} {name}": value for name, value in further.items()}
-            text = F.pad(batch.token[:, 2 + i :], (0, 1 + i))
-            paths.advance(labelled, *self._drafted(logits, labels), text[:, : mask.shape[1]])
-        if self._alignment.coral_weight:
-            aligned = cross_step_loss([output.state for output in outputs], masks)
-            losses.append(self._alignment.coral_weight * aligned)
-            metrics |= {"alignment": float(aligned.detach())}
         return Loss(torch.stack(losses).sum(), metrics)
-
-    def _token_loss(
-        self, draft: Float[torch.Tensor, "k w"], target: Float[torch.Tensor, "k w"]
-    ) -> Float[torch.Tensor, ""]:
-        loss, weight = mean_loss(draft, target, self._hard, self._objective), self._alignment.top_k_weight
-        if not weight:
-            return loss
-        return loss + weight * top_k_losses(draft, target, self._alignment.top_k).sum() / max(1, len(draft))
-
-    def _drafted(
-        self, logits: Float[torch.Tensor, "k w"], labels: TargetLabels
-    ) -> tuple[Float[torch.Tensor, "k w"], Int[torch.Tensor, " w"]]:
-        """Logits as in drafting, and the token of every column."""
-        token_of = self.network.token_of
-        if token_of is None:
-            token_of = torch.arange(self.network.target_info.vocab, device=logits.device)
-        subset = labels.candidates
-        return (logits, token_of) if subset is None else (logits - subset.logit_offset, token_of[subset.columns])
 
 
 class Eagle3Recipe(UnrolledRecipe):
@@ -336,11 +296,6 @@ def sample_positions(mask: Bool[torch.Tensor, "b s"], count: int) -> Bool[torch.
     out = torch.zeros_like(mask)
     out.view(-1)[positions[drawn]] = True
     return out
-
-
-def _where(mask: Bool[torch.Tensor, "b t"], kept: Bool[torch.Tensor, " k"]) -> Bool[torch.Tensor, "b t"]:
-    """The positions of a mask that are kept."""
-    return torch.zeros_like(mask).masked_scatter(mask, kept)
 
 
 def _shift_mask(mask: Bool[torch.Tensor, "b s"], shift: int) -> Bool[torch.Tensor, "b t"]:

@@ -1,7 +1,6 @@
 """Finds what a method lacks, and has it made once per folder."""
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,23 +9,16 @@ from pydantic import BaseModel, ConfigDict
 from foretell.api import Model
 from foretell.catalogue import find
 from foretell.catalogue.speculators import DRAFT_MODEL
-from foretell.lab.reproduce.preparation.fitting import CalibratedSparsity, FittedExits
-from foretell.lab.reproduce.preparation.maker import Maker, PreparationSettings
 from foretell.lab.reproduce.preparation.texts import Texts
-from foretell.lab.reproduce.preparation.training import PLANS, TrainedSpeculator
-from foretell.lab.reproduce.preparation.vocabulary import SmallVocabularyDraft
+from foretell.lab.reproduce.preparation.training import PLANS, PreparationSettings, TrainedSpeculator
 from foretell.speculator.installed import find_installed
 from foretell.utils.store import write_synced
 from foretell.utils.validation import read_model
 
 _CARD = "made.json"
 _TEXTS = "answers"
-_FURTHER = {
-    "hybrid_model": "eagle3",
-    "sparse_mlp_draft": CalibratedSparsity.name,
-    "universal_draft": "small_vocabulary",
-}
-"""What methods need, beside what the catalogue says."""
+_KIND = {"hybrid_model": "eagle3"}
+"""What methods draft with that take any kind."""
 
 
 class _Card(BaseModel):
@@ -41,18 +33,15 @@ class _Card(BaseModel):
 class Prepared:
     """What a method gets. `note`: how it was made."""
 
-    drafts: tuple[Model | Path, ...]
-    options: Mapping[str, object]
+    folder: Path
     note: str
 
 
 def need_of(method: str) -> str:
-    """What can be made for a method: a kind of speculator, or another thing; empty: it needs nothing of the kind."""
+    """The kind of speculator that can be made for a method; empty: it needs nothing of the kind."""
     entry = find(method)
-    if method in _FURTHER:
-        return _FURTHER[method]
     kind = DRAFT_MODEL if entry.needs.startswith("draft model") else entry.speculator
-    return kind if kind in PLANS or kind == FittedExits.name else ""
+    return _KIND.get(method, kind if kind in PLANS else "")
 
 
 class Preparation:
@@ -84,14 +73,13 @@ class Preparation:
         maker = self._maker(need_of(method))
         if maker is None:
             return None
-        note, folder = self._make(maker), self._folder / maker.label
-        return Prepared(maker.drafts(folder), maker.options(folder), note)
+        return Prepared(self._folder / maker.label, self._make(maker))
 
     def clean(self) -> None:
         """Delete the hidden states of the texts, which only further trainings read; they would compute them again."""
         shutil.rmtree(self._folder / _TEXTS / "features", ignore_errors=True)
 
-    def _make(self, maker: Maker) -> str:
+    def _make(self, maker: TrainedSpeculator) -> str:
         folder = self._folder / maker.label
         card = folder / _CARD
         if not card.is_file():
@@ -100,15 +88,8 @@ class Preparation:
             maker.clean(folder)
         return read_model(_Card, card, f"delete {folder}").note
 
-    def _maker(self, need: str) -> Maker | None:
+    def _maker(self, need: str) -> TrainedSpeculator | None:
         """None: nothing is needed, or it is installed."""
         if not need or find_installed(need, self._model.checkpoint.fingerprint()) is not None:
             return None
-        parts = self._model, self._texts, self._settings
-        if need == FittedExits.name:
-            return FittedExits(*parts)
-        if need == CalibratedSparsity.name:
-            return CalibratedSparsity(*parts)
-        if need == SmallVocabularyDraft.name:
-            return SmallVocabularyDraft(*parts, self._maker(DRAFT_MODEL), self._make)
-        return TrainedSpeculator(need, *parts)
+        return TrainedSpeculator(need, self._model, self._texts, self._settings)

@@ -92,6 +92,16 @@ def windowed(
     return window, default() if chosen is None else chosen
 
 
+def window_pattern(read: Fields, layers: int, default: int | None = None) -> tuple[int, ...]:
+    """The layers with a window by `sliding_window_pattern`: all but every so many, or those marked L in turns."""
+    names = "sliding_window_pattern", "_sliding_window_pattern"
+    pattern = read.raw.get(names[0])
+    if isinstance(pattern, str) and pattern:
+        return tuple(i for i in range(layers) if pattern[i % len(pattern)] == "L")
+    step = read.integer(*names, default=default, least=1)
+    return tuple(i for i in range(layers) if (i + 1) % step)
+
+
 def no_windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
     """Of architectures without sliding windows."""
     return 0, ()

@@ -3,20 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, gguf_windows, windowed
+from foretell.model.config.families.base import Family, Kind, gguf_windows, window_pattern, windowed
 from foretell.model.config.families.olmo import POST_NORMS_GGUF
 from foretell.utils.validation import Fields
-
-
-def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
-    def by_pattern() -> tuple[int, ...]:
-        pattern = read.raw.get("sliding_window_pattern")
-        if isinstance(pattern, str) and pattern:
-            return tuple(i for i in range(layers) if pattern[i % len(pattern)] == "L")
-        step = read.integer("sliding_window_pattern", least=1)
-        return tuple(i for i in range(layers) if (i + 1) % step)
-
-    return windowed(read, layers, by_pattern)
 
 
 def unrotated_without_window(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,6 +33,6 @@ EXAONE4 = Family(
     gguf_kinds={"exaone4": "exaone4"},
     gguf_names=POST_NORMS_GGUF,
     read_gguf=_read_gguf,
-    read_windows=_windows,
+    read_windows=lambda read, kind, layers: windowed(read, layers, lambda: window_pattern(read, layers)),
     read_further=lambda read, kind, values: unrotated_without_window(values),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from foretell.model.config.families.base import Family, Kind, gguf_windows, windowed
+from foretell.model.config.families.base import Family, Kind, gguf_windows, window_pattern, windowed
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
@@ -17,11 +17,8 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def _windows(read: Fields, kind: str, layers: int) -> tuple[int, tuple[int, ...]]:
-    def by_pattern() -> tuple[int, ...]:
-        pattern = read.integer("sliding_window_pattern", "_sliding_window_pattern", default=6, least=1)
-        return tuple(i for i in range(layers) if (i + 1) % pattern)
-
-    return windowed(read, layers, (lambda: tuple(range(0, layers, 2))) if kind == "gemma2" else by_pattern)
+    by_kind = (lambda: tuple(range(0, layers, 2))) if kind == "gemma2" else lambda: window_pattern(read, layers, 6)
+    return windowed(read, layers, by_kind)
 
 
 def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -48,6 +48,11 @@ def from_gguf(
     """
     whole = Fields(meta, source)
     name = whole.text("general.architecture")
+    if meta.get("general.type") == "adapter":
+        raise ValueError(
+            f"{source}: a model was asked for, and this is an adapter for one of the architecture {name}; name it with "
+            "--lora, and its model with --model"
+        )
     if name not in GGUF_KINDS:
         raise ValueError(
             f"{source}: the decoder does not know GGUF architecture {name!r}; {known_architectures(name, GGUF_KINDS)}"

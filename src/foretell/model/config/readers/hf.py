@@ -174,4 +174,6 @@ def is_decoder_family(raw: Mapping[str, Any]) -> bool:
     kind, text = raw.get("model_type"), raw.get("text_config")
     if kind == "mistral3" and isinstance(text, Mapping):
         kind = text.get("model_type") or kind
+    if kind == "cohere" and raw.get("use_qk_norm"):
+        return False  # norms of every head of their own (Command R+)
     return not isinstance(kind, str) or kind in TEXT_MODELS or kind in KINDS or kind == COMPRESSED

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <array>
+
 #include "attention.h"
 #include "experts.h"
 #include "latent.h"
@@ -38,7 +40,7 @@ class ForwardPass {
                   std::max({reader(layers[first].qkv).inputs, inner_width_, model.hidden, model.heads * model.head_dim,
                             ffn_, experts_of_ ? round_up(experts_of_->shared_ffn, kLanes) : 0,
                             latent_of_ ? latent_of_->query_rank : 0, widest_predictor(layers, first, last)}),
-                  team, largest_rank(layers, first, last)),
+                  team, largest_rank(layers, first, last), largest_update(layers, first, last)),
         qkv_(buffer<float>((size_t)layout.count * std::max(qkv_width_, state_width_))),
         inner_(buffer<float>((size_t)layout.count * inner_width_)),
         product_(buffer<float>((size_t)layout.count * model.hidden)),
@@ -164,10 +166,12 @@ class ForwardPass {
   void write_keys(int i, const Team& team) const {
     const Layer& layer = layers_[i];
     const int queries = m_.heads * m_.head_dim;
-    const bool apart = layer.qkv.next && layer.qkv.outputs == queries;
+    const bool apart = layer.qkv.next && layer.qkv.outputs == queries && !layer.qkv.update;
     const Weight& keys = apart ? *layer.qkv.next : layer.qkv;
     const int width = apart ? qkv_width_ - queries : qkv_width_;
-    operands_.multiply(keys, x_, m_.hidden, layer.attention_norm, m_.eps,
+    const bool given = attention_input_ && i == first_;
+    operands_.multiply(keys, given ? attention_input_ : x_, reader(keys).inputs,
+                       given ? nullptr : layer.attention_norm, m_.eps,
                        {qkv_.get() + (apart ? queries : 0), qkv_width_, width, Epilogue::kStore, 0, 0}, nullptr, team);
     team.barrier();
     if (m_.qk_norm_over == kAllHeads) norm_all_heads(layer, false, team);
@@ -264,9 +268,23 @@ class ForwardPass {
   static int largest_rank(const Layer* layers, int first, int last) {
     int rank = 0;
     for (int i = first; i < last; ++i)
-      for (const Weight* w : {&layers[i].qkv, &layers[i].output, &layers[i].gate_up, &layers[i].down})
+      for (const Weight* w : linears(layers[i])) {
         if (w->factor) rank = std::max(rank, w->factor->outputs);
+        if (w->update) rank = std::max(rank, w->update->inputs);
+      }
     return rank;
+  }
+
+  static int largest_update(const Layer* layers, int first, int last) {
+    int outputs = 0;
+    for (int i = first; i < last; ++i)
+      for (const Weight* w : linears(layers[i]))
+        if (w->update) outputs = std::max(outputs, w->update->outputs);
+    return outputs;
+  }
+
+  static std::array<const Weight*, 5> linears(const Layer& layer) {
+    return {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.attention_gate};
   }
 
   static const Experts* first_experts(const Layer* layers, int first, int last) {
@@ -402,9 +420,13 @@ class ForwardPass {
                        bool rounded = true, const Runs* runs = nullptr) const {
     const bool adds = !norm && m_.residual_scale == 1;
     float* y = adds ? x_ : product_.get();
+    Output output = {y, m_.hidden, m_.hidden, adds ? Epilogue::kAdd : Epilogue::kStore, 0, 0, nullptr, runs};
+    if (w.update) {
+      const bool words = rounded && rounds_each_number(w.operand);  // of which its factor has the operand, too
+      operands_.add_update(w, inner_operands(stride, *w.update->factor, words, team), output, team);
+    }
     const Rows inner = inner_operands(stride, reader(w), rounded, team);
-    multiply(w, w.factor ? operands_.through_factor(w, inner, team) : inner, tokens_,
-             {y, m_.hidden, m_.hidden, adds ? Epilogue::kAdd : Epilogue::kStore, 0, 0, nullptr, runs}, next, team);
+    multiply(w, w.factor ? operands_.through_factor(w, inner, team) : inner, tokens_, output, next, team);
     team.barrier();
     if (adds) return;
     const auto [from, to] = team.share(tokens_);

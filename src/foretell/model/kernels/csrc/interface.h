@@ -71,6 +71,9 @@ struct Weight {           // one packed linear layer
   const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
   const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
   const ExactRows* exact;  // of an output head in two stages; or null
+  // What is added to the outputs of the layer, from the same inputs: a matrix of low rank with a factor of its own, its
+  // outputs padded to whole panels (LoRA, arXiv 2106.09685). Of qkv, output, gate_up, down and attention_gate; or null.
+  const Weight* update;
 };
 
 // How the neurons of a token are chosen: by the magnitude of their activated gate (CATS, arXiv 2404.08763), or by the

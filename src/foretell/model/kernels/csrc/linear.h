@@ -103,16 +103,17 @@ inline void store_operand(int32_t operand, float* row, int first, Float v) {
 }
 
 // The activations of a product: normed where asked for, and rounded to the operand. rank: outputs of the largest
-// factor.
+// factor; updated: of the largest update.
 class Operands {
  public:
-  Operands(int tokens, int widest, const Team& team, int rank = 0)
+  Operands(int tokens, int widest, const Team& team, int rank = 0, int updated = 0)
       : every_thread_prepares_all_(tokens <= kFewTokens),
         tokens_(tokens),
-        row_size_((size_t)round_up(widest, 64)),
+        row_size_((size_t)round_up(std::max(widest, rank), 64)),
         words_(buffer<uint32_t>((size_t)tokens * (every_thread_prepares_all_ ? team.threads : 1) * row_size_)),
         rows_(buffer<float>(team.threads * row_size_)),
-        latent_(buffer<float>((size_t)tokens * rank)) {}
+        latent_(buffer<float>((size_t)tokens * rank)),
+        added_(buffer<float>((size_t)tokens * updated + (updated ? kPanel : 0))) {}
 
   // Every thread prepares its share and waits for the others; for few tokens every thread prepares all of them, which
   // is quicker than waiting. Rows first .. last - 1; last -1: all.
@@ -146,12 +147,27 @@ class Operands {
     return prepare(w.operand, latent_.get(), w.inputs, w.inputs, nullptr, 0, team);
   }
 
+  // Lets the products of w have its update, of which x are the inputs, as its factor needs them.
+  void add_update(const Weight& w, const Rows& x, Output& output, const Team& team) const {
+    const Weight& update = *w.update;
+    multiply_factor(update, x, team);
+    const Rows latent = prepare(update.operand, latent_.get(), update.inputs, update.inputs, nullptr, 0, team);
+    output.added = added_.get(), output.added_width = update.outputs;
+    ::multiply(update, latent, tokens_, {added_.get(), update.outputs, update.outputs, Epilogue::kStore, 0, 0}, &w,
+               team);
+    team.barrier();
+  }
+
   // Products with all parts of w, which write their outputs side by side. A part with another operand than the one
   // before prepares the activations again. Threads do not wait at the end.
   void multiply(const Weight& w, const float* x, int x_stride, const float* norm, float eps, Output output,
                 const Weight* following, const Team& team) const {
     Rows rows = {};
     int32_t prepared = -1;
+    if (w.update) {
+      const Weight& f = *w.update->factor;
+      add_update(w, prepare(f.operand, x, f.inputs, x_stride, norm, eps, team), output, team);
+    }
     if (const Weight* f = w.factor) {
       multiply_factor(w, prepare(f->operand, x, f->inputs, x_stride, norm, eps, team), team);
       x = latent_.get(), x_stride = w.inputs, norm = nullptr;
@@ -165,6 +181,7 @@ class Operands {
       if (w.next) output.width = part->outputs;
       ::multiply(*part, rows, tokens_, output, part->next ? part->next : following, team);
       output.y += part->outputs;
+      if (output.added) output.added += part->outputs;
       if (output.panels) output.panels += (part->outputs + kPanel - 1) / kPanel;
     }
   }
@@ -181,7 +198,7 @@ class Operands {
   const int tokens_;
   const size_t row_size_;
   const Buffer<uint32_t> words_;
-  const Buffer<float> rows_, latent_;
+  const Buffer<float> rows_, latent_, added_;
 };
 
 inline void linear(const Weight& w, const float* x, float* y, int tokens, int width, int threads) {

@@ -26,6 +26,8 @@ struct Output {
   int32_t operand;  // kGate, kSquare: of the next product
   const uint8_t* panels = nullptr;  // 0: this panel is not read, and its outputs are not written; null: all are
   const Runs* runs = nullptr;       // null: all inputs are read
+  const float* added = nullptr;     // [tokens, added_width], what is added to the outputs; or null
+  int added_width = 0;
   bool skips(int panel) const { return panels && !panels[panel]; }
 };
 

@@ -16,6 +16,9 @@ inline void apply_epilogue(const Output& output, const Weight& w, const Float* t
   Float v[2] = {tile[0], tile[1]};
   if (w.bias)
     for (int i = 0; i < 2; ++i) v[i] += load<Float>(w.bias + kPanel * panel + kLanes * i);
+  if (output.added)
+    for (int i = 0; i < 2; ++i)
+      v[i] += load<Float>(output.added + (size_t)token * output.added_width + kPanel * panel + kLanes * i);
   float* row = output.y + (size_t)token * output.stride;
   if (output.epilogue == Epilogue::kGate) {
     store_operand(output.operand, row, kLanes * panel, gated(v[0], v[1], output.activation));

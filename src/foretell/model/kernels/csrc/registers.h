@@ -283,6 +283,10 @@ __attribute__((always_inline)) inline V select(Int mask, V a, V b) {
   return each_part<V>([](auto m, auto x, auto y) { return m ? x : y; }, mask, a, b);
 }
 
+// Rounded towards zero.
+inline Int to_integer(Float v) {
+  return each_part<Int>([](auto x) { return __builtin_convertvector(x, IntPart); }, v);
+}
 inline Float to_float(Int v) {
   return each_part<Float>([](IntPart x) { return __builtin_convertvector(x, FloatPart); }, v);
 }

@@ -19,13 +19,14 @@
 
 namespace {
 
-constexpr int kWide = 8;  // float64 numbers or 64-bit integers per vector
-typedef double Wide __attribute__((vector_size(64)));
-typedef int64_t Long __attribute__((vector_size(64)));
-typedef uint64_t Counter __attribute__((vector_size(64)));
-typedef float Half __attribute__((vector_size(32)));
+// float64 numbers or 64-bit integers per register: comparisons of wider vectors are compiled lane by lane.
+constexpr int kWide = FORETELL_AVX512 ? 8 : FORETELL_AVX2 ? 4 : 2;
+typedef double Wide __attribute__((vector_size(8 * kWide)));
+typedef int64_t Long __attribute__((vector_size(8 * kWide)));
+typedef uint64_t Counter __attribute__((vector_size(8 * kWide)));
+typedef uint32_t HalfBits __attribute__((vector_size(4 * kWide)));
+typedef float Half __attribute__((vector_size(4 * kWide)));
 
-constexpr Counter kFirstTokens = {0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int kSampleBlock = 4096;        // logits that a thread takes at a time
 constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds a number below 2^51 to an integer
 constexpr double kLeastExponent = -40.0;  // e^x weighs nothing below
@@ -39,7 +40,14 @@ constexpr int kLogTerms = 12;  // of the series of the inverse hyperbolic tangen
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 constexpr int kFirstCut = 5, kCutStep = 4;  // binary orders below the largest weight within which tokens are gathered
 
-inline Wide wide(double x) { return Wide{x, x, x, x, x, x, x, x}; }
+inline Wide wide(double x) { return x - Wide{}; }
+
+// The counters of kWide tokens.
+inline Counter tokens_from(int64_t first) {
+  Counter out;
+  for (int i = 0; i < kWide; ++i) out[i] = (uint64_t)(first + i);
+  return out;
+}
 
 // Integer weights of (logit - largest) / temperature.
 struct Weigher {
@@ -142,7 +150,7 @@ void gumbel_noise(uint64_t key, float scale, const int64_t* token_of, int first,
     float u[kLanes], rest[kLanes];
     for (int half = 0; half < kLanes; half += kWide) {
       const int at = first + i + half, lanes = std::clamp(n - i - half, 0, kWide);
-      Counter token = kFirstTokens + (uint64_t)at;
+      Counter token = tokens_from(at);
       if (token_of) std::memcpy(&token, token_of + at, 8 * (size_t)lanes);
       const Counter bits = mix(key + kGolden * (token + 1)) >> 11;
       const Wide x = (__builtin_convertvector((Long)bits, Wide) + wide(0.5)) * wide(0x1p-53);
@@ -172,19 +180,35 @@ struct Winner {
   }
 };
 
-// The race between all tokens from `first` on.
+// The race between all tokens from `first` on; `winner` is one of them already. Of most tokens a bound tells that they
+// lose: 2^y <= (1 + f) 2^n for y = n + f, which are the bits of a float, and the first 24 bits of the noise.
 void race_block(const Weigher& weigh, const float* x, int first, int n, uint64_t key, Winner& winner) {
-  Counter token;
-  for (int i = 0; i < kWide; ++i) token[i] = (uint64_t)(first + i + 1);
-  for (int i = 0; i < n; i += kWide, token += (uint64_t)kWide) {
-    const Long weight = weigh(widen_part(x + i, n - i));
-    const Counter bits = mix(key + kGolden * token) >> 11;
-    const Wide rest = wide(1.0) - __builtin_convertvector((Long)bits, Wide) * wide(0x1p-53);
-    const Long runs =
-        (rest <= wide(winner.time * kRaceSlack) * __builtin_convertvector(weight, Wide) + wide(0x1p-52)) & (weight > 0);
-    if (!any(load<Int>(&runs))) continue;
-    for (int lane = 0; lane < kWide; ++lane)
-      if (runs[lane]) winner.run(bits[lane], first + i + lane, weight[lane]);
+  constexpr float kOne = 1.0f / (1 << 24);
+  constexpr double kSlack = 1.001;  // for the rounding of the bound
+  const float most = std::ldexp(1.0, weigh.bits) * kSlack, slope = (float)std::min(weigh.inverse_temperature, 1e30);
+  const Float largest = splat((float)weigh.largest);
+  for (int i = 0; i < n; i += kLanes) {
+    const int lanes = std::min(kLanes, n - i);
+    uint32_t high[kLanes];
+    for (int part = 0; part < kLanes; part += kWide) {
+      const HalfBits top =
+          __builtin_convertvector(mix(key + kGolden * tokens_from(first + i + part + 1)) >> 40, HalfBits);
+      std::memcpy(high + part, &top, sizeof top);
+    }
+    const Float below = load_part<Float>(x + i, lanes) - largest;
+    const Float y = larger(below * splat(slope) * splat((float)kLog2E), splat(-126.0f));
+    const Float weight = (Float)(to_integer(y * splat((float)(1 << 23))) + splat(127 << 23));
+    const Float rest = to_float(splat((1 << 24) - 1) - load<Int>(high)) * splat(kOne);
+    const Float bound = fma(weight, splat((float)winner.time * most), splat(1e-6f));
+    // A logit that is as large, or NaN, is not below.
+    const Int runs = ~((below < Float{}) & (rest > bound));
+    if (!any(runs)) continue;
+    int32_t run[kLanes];
+    store(run, runs);
+    for (int lane = 0; lane < lanes; ++lane) {
+      const int64_t exact = run[lane] ? weigh((double)x[i + lane]) : 0;
+      if (exact > 0) winner.run(noise_bits(key, first + i + lane), first + i + lane, exact);
+    }
   }
 }
 
