@@ -45,7 +45,7 @@ def serving(model: Path, *options: str) -> Iterator[str]:
     """The address of `foretell serve` in a process of its own."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
-    arguments = ("serve", "--model", model, "--port", str(port), *options)
+    arguments: tuple[str | Path, ...] = ("serve", "--model", model, "--port", str(port), *options)
     with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, env=environment()) as process:
         try:
             url = f"http://127.0.0.1:{port}"
