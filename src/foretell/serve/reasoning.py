@@ -1,5 +1,6 @@
 """What a model thinks before it answers: one table of marks, by vLLM's names, and how the texts are told apart."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class ReasoningSyntax:
     """Whether an answer consists of messages with headers."""
     strips: bool = False
     """Whether blanks at the end of the reasoning are left out, as vLLM does."""
+    cites: bool = False
+    """Whether `<co>` and `</co: 0:[1]>` in texts mark what is cited."""
 
     def opened_by(self, prompt: str, continued: bool) -> bool:
         """Whether the prompt of an answer ends inside the reasoning; `continued`: with the beginning of the answer."""
@@ -63,7 +66,7 @@ REASONING_SYNTAXES: dict[str, ReasoningSyntax] = {
     "granite_response": ReasoningSyntax(hidden=("<response>", "</response>")),
     **dict.fromkeys(("cohere_command3", "cohere_command4"), ReasoningSyntax(
         ("<|START_THINKING|>",), ("<|END_THINKING|>",), _COHERE, ("<|START_RESPONSE|>", "<|START_TEXT|>"),
-        "<|END_THINKING|><|START_RESPONSE|>",
+        "<|END_THINKING|><|START_RESPONSE|>", strips=True, cites=True,
     )),
     "seed_oss": ReasoningSyntax(("<seed:think>",), ("</seed:think>",)),
 }  # fmt: skip
@@ -105,6 +108,35 @@ class Reasoning:
     def parser(self) -> "ReasoningParser | ChannelParser":
         """A parser of one answer."""
         return ChannelParser(self.opened) if self.syntax.channels else ReasoningParser(self)
+
+
+class Citations:
+    """Leaves the marks of citations out of a text, wherever it is cut; a mark that ends what did not begin is text.
+
+    Source: Cohere's parser (melody 0.14), which vLLM runs.
+    """
+
+    def __init__(self) -> None:
+        self._rest, self._is_open = "", False
+
+    def feed(self, text: str, last: bool) -> str:
+        """The text without marks, as far as it is decided; `last`: none follows."""
+        self._rest, out = self._rest + text, ""
+        while True:
+            mark = (_CITED if self._is_open else _CITES).search(self._rest)
+            if mark is None or (mark.end() == len(self._rest) and mark[0][-1] != ">"):
+                break
+            out += self._rest[: mark.start()]
+            self._rest, self._is_open = self._rest[mark.end() :], not self._is_open
+        held = len(self._rest) if mark is None else mark.start()
+        out += self._rest[:held] + (self._rest[held:] if last and not self._is_open else "")
+        self._rest = "" if last else self._rest[held:]
+        return out
+
+
+_CITES = re.compile(r"<co>|<(co?)?\Z")
+_CITED = re.compile(r"</co(:[^<>]{0,256})?(>|\Z)|<(/c?)?\Z")
+"""The marks, or their beginning at the end of a text."""
 
 
 class ReasoningParser:

@@ -2,7 +2,7 @@
 
 from foretell.serve.channels import ChannelParser
 from foretell.serve.choices import Piece
-from foretell.serve.reasoning import Reasoning, ReasoningParser
+from foretell.serve.reasoning import Citations, Reasoning, ReasoningParser
 from foretell.serve.tools.parser import ToolParser
 from foretell.serve.tools.parts import CallPart, Part, ReasoningPart, TextPart
 from foretell.serve.tools.use import ToolUse
@@ -14,6 +14,7 @@ class PartReader:
     def __init__(self, use: ToolUse | None, reasoning: Reasoning | None = None) -> None:
         self._use, self._reasoning = use, reasoning
         self._parsers, self._reasoners = dict[int, ToolParser](), dict[int, ReasoningParser | ChannelParser]()
+        self._citations = dict[tuple[int, type[Part]], Citations]()
 
     @property
     def must_call(self) -> bool:
@@ -22,6 +23,20 @@ class PartReader:
 
     def read(self, piece: Piece) -> list[Part]:
         """The parts of the next piece of a choice."""
+        parts = self._read(piece)
+        if self._reasoning is None or not self._reasoning.syntax.cites:
+            return parts
+        thought, said = (self._uncited(piece, parts, kind) for kind in (ReasoningPart, TextPart))
+        return [*thought, *said, *(part for part in parts if isinstance(part, CallPart))]
+
+    def _uncited(self, piece: Piece, parts: list[Part], kind: type[TextPart] | type[ReasoningPart]) -> list[Part]:
+        """Text of one kind without marks of citations."""
+        citations = self._citations.setdefault((piece.index, kind), Citations())
+        given = "".join(part.text for part in parts if isinstance(part, kind))
+        text = citations.feed(given, piece.finish_reason is not None)
+        return [kind(text)] if text else []
+
+    def _read(self, piece: Piece) -> list[Part]:
         parts, last = list[Part]([TextPart(piece.text)] if piece.text else []), piece.finish_reason is not None
         if self._reasoning is not None:
             if piece.index not in self._reasoners:
