@@ -192,7 +192,7 @@ def test_two_runs_into_one_folder_are_refused(questions: Path, tmp_path: Path) -
     [
         (("--methods", "ngramm"), "did you mean 'ngram'"),
         (("--peers", "transformer"), "did you mean 'transformers'"),
-        (("--peers", "llamacpp"), "did you mean 'llama.cpp'"),
+        (("--peers", "llamacpp"), "did you mean 'xllamacpp'"),
         (("--categories", "qaa"), "did you mean 'qa'"),
         (("--dtype", "floot32"), "did you mean 'float32'"),
         (("--methods", "draft_model"), "needs a draft model"),

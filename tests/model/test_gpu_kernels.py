@@ -39,7 +39,8 @@ def test_the_kernels_of_a_common_model_compile_without_spills(target: str, tmp_p
     numbers = "int8" if target == "cuda:90" else "auto"
     rows = compiled(tmp_path, "--targets", target, "--heads", "128", "--numbers", numbers, "--variants", "full")
     check(rows)
-    assert {row["kernel"] for row in rows} == {"write_pages", "attend", "attend and joins", "combine"}
+    attention = {"write_pages", "attend", "attend and joins", "combine"}
+    assert {row["kernel"] for row in rows} == attention | {"draw_kernel", "reject_kernel"}
 
 
 @pytest.mark.exhaustive

@@ -176,7 +176,10 @@ def test_the_commands() -> None:
     assert len(rows) == len(published_rows()) and {r["used"] for r in rows} == {"fitted", "checked"}
     pinned = runner.invoke(
         app,
-        ["plan", "vicuna-7b", "--method", "eagle2", "--tree", "60x6", "--tau", "4.68", "--runtime", "eager", "--json"],
+        [
+            *("plan", "vicuna-7b", "-H", "a100-80g", "--method", "eagle2", "--tree", "60x6", "--tau", "4.68"),
+            *("--runtime", "eager", "--json"),
+        ],
     )
     (method, plain) = json.loads(pinned.stdout)["methods"]
     assert method["nodes"] == 61 and method["low"] < method["speedup"] < method["high"] and plain["speedup"] == 1
