@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.model.block.attention import scale_queries
-from foretell.model.block.cached_attention import CachedAttention, StaticLayout
+from foretell.model.block.cached_attention import CachedAttention
 from foretell.model.cache.base import Cache
 from foretell.model.cache.block_table import BLOCK_SLOTS
 from foretell.model.cache.kv_cache import KVCache
@@ -23,6 +23,7 @@ class FlexAttention(CachedAttention):
     """Attention by `torch.nn.attention.flex_attention`, compiled on GPUs (Dong et al., arXiv 2412.05496)."""
 
     name = "flex"
+    captured = False
 
     def __init__(self, cache: Cache, placed: Any, config: ModelConfig, layout: Layout | None = None) -> None:
         super().__init__(cache, placed, config, layout)
@@ -43,13 +44,6 @@ class FlexAttention(CachedAttention):
     def place(cls, layout: Layout, device: torch.device, config: ModelConfig, cache: Cache) -> PagedLayout:
         """A layout on the device."""
         return PagedLayout.from_layout(layout, device, layout.token_count)
-
-    @classmethod
-    def place_static(cls, layout: Layout, device: torch.device, config: ModelConfig, cache: Cache) -> StaticLayout:
-        """A layout on the device; its sizes are not rounded up, since masks are made in every pass."""
-        index = torch.arange(layout.token_count)
-        placed = cls.place(layout, device, config, cache)
-        return StaticLayout(placed, index, index, placed.shape)
 
     def attend_shared(
         self, layer: int, q: Float[torch.Tensor, "t h e"], extra: Float[torch.Tensor, " h"] | None = None

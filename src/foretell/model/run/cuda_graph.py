@@ -73,6 +73,8 @@ class GraphedDecoder(NetworkWrapper):
         if any(store.packed is not None for store in caches):  # what a pass packs depends on its texts
             return self._decoder.run(x, layout, cache, blocks)
         kind = self._decoder.attention_kind
+        if not kind.captured:
+            return self._decoder.run(x, layout, cache, blocks)
         placed, tokens, padded, sizes = kind.place_static(layout, x.device, self.config, cache)
         tensors = [part for cache in caches for part in (cache.k, cache.table)]
         addresses = tuple(number for each in tensors for number in (each.data_ptr(), *each.shape))
