@@ -129,6 +129,42 @@ def test_calls_that_are_cut_or_carelessly_written(name: str, text: str, argument
         assert read(name, pieces)[1] == [("weather", arguments)]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=weat"),
+        ("glm45", "<tool_call>weath"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="weat'),
+        ("granite", '<|tool_call|>[{"name": "wea'),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.weat"),
+        ("hermes", '<tool_call>\n{"name": "wea'),
+    ],
+)
+def test_a_call_that_is_cut_within_its_name_is_left_out(name: str, text: str) -> None:
+    """As vLLM leaves it out of `content`."""
+    for pieces in cuts("I look. " + text, 5):
+        said, called = read(name, pieces)
+        assert (said.strip(), called) == ("I look.", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa"}}\n</tool_'),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Pa</parameter>\n</invoke>\n</mini',
+        ),
+    ],
+)
+def test_a_mark_that_is_cut_after_a_call_is_no_text(name: str, text: str) -> None:
+    for pieces in cuts(text, 5):
+        said, called = read(name, pieces)
+        assert said.strip() == "" and [(n, json.loads(arguments)) for n, arguments in called] == [
+            ("weather", {"city": "Pa"})
+        ]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load(str(save_tiny_model(tmp_path_factory.mktemp("model"))))

@@ -15,6 +15,9 @@ _HEAD_CHARS = 256
 _BEGINNING = re.compile(r"\s*\[?\s*([\w.:/-]*)(\(?)")
 """Of an answer that may begin with a call in Python."""
 
+_CUT_HEAD = re.compile(r"(?:\[?\s*\{.*|[\"']?(?:\w[\w.:/-]*)?[\"'>]*\s*(?:<[^\s<>]*)?)", re.DOTALL)
+"""What may stand after a mark where an answer ends: JSON, or a name."""
+
 
 class ToolParser:
     """Splits the text of an answer into text and calls; where the text is cut makes no difference.
@@ -121,12 +124,22 @@ class ToolParser:
         except IncompleteError:
             if not self._last:
                 return False
-            self._refuse()
+            if self._is_cut_call():
+                self._rest, self._step = "", self._after
+            else:
+                self._refuse()
         except MalformedError:
             self._refuse()
         else:
             self._begin_call(head)
         return True
+
+    def _is_cut_call(self) -> bool:
+        """Whether the answer ends within the head of a call, which vLLM leaves out, too; prose on marks stays text."""
+        lead, head = self._syntax.lead, self._rest[self._head_at :].lstrip()
+        if not self._marked or self._rest.lstrip()[:1] not in ("<", "["):
+            return False
+        return lead.startswith(head) or _CUT_HEAD.fullmatch(head.removeprefix(lead)) is not None
 
     def _read_head(self) -> Head:
         at = skip_blanks(self._rest, self._head_at)
@@ -223,7 +236,7 @@ class ToolParser:
         self._rest = self._rest.lstrip()
         syntax, rest = self._syntax, self._rest
         begun = [m for m in (*syntax.after, *syntax.marks, syntax.lead) if m.startswith(rest) and m != rest]
-        if not rest or (begun and not self._last):
+        if not rest or (begun and (not self._last or rest[0] == "<")):
             return False
         ended = next((mark for mark in syntax.after if rest.startswith(mark)), None)
         if ended == "]" and not self._in_array:
