@@ -14,10 +14,23 @@ from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor, layout_of
 from foretell.draft.target_states import TargetStates
+from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees
 from foretell.model.run.mtp import MTPLayer
 from foretell.speculator.network.eagle import EagleNetwork
+
+
+def store_states(
+    network: EagleNetwork | MTPLayer, token: Int[np.ndarray, " t"], states: TargetStates, layout: Layout, cache: KVCache
+) -> None:
+    """Read positions whose outputs nothing reads."""
+    tokens = torch.from_numpy(token)
+    if network.native is None:
+        network.forward_target_states(tokens, *states, layout, cache)
+    else:
+        hidden_states = [state.float() for state in states.hidden_states]
+        network.native.store_from_target(tokens, hidden_states, states.place, layout, cache)
 
 
 class EagleDrafter(CachedStatesPredictor):
@@ -109,9 +122,8 @@ class EagleDrafter(CachedStatesPredictor):
         last = np.cumsum(counts) - 1
         before = np.delete(np.arange(len(token)), last)
         layout = layout_of(np.repeat(rows, counts)[before], slot[before], slot[before], slot[before] + 1)
-        self.network.store_target_states(
-            torch.from_numpy(token[before]), states.hidden_states, states.place[before], layout, self._cache
-        )
+        before_last = TargetStates(states.hidden_states, states.place[before])
+        store_states(self.network, token[before], before_last, layout, self._cache)
         return token[last], TargetStates(states.hidden_states, states.place[last]), [1] * len(rows)
 
     def _forward_roots(self, active: Sequence[int], context: Context) -> Float[torch.Tensor, "a d"]:
@@ -128,8 +140,7 @@ class EagleDrafter(CachedStatesPredictor):
     @torch.inference_mode()
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
-        token, states = self._pending(rows, texts, counts)
-        self.network.store_target_states(torch.from_numpy(token), *states, layout, self._cache)
+        store_states(self.network, *self._pending(rows, texts, counts), layout, self._cache)
 
     def _forward_nodes(
         self, tree: TokenTree, batch_row: Int[np.ndarray, " k"], node: Int[np.ndarray, " k"]

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 
 from foretell.core.context import TokenBuffer
+from foretell.draft.eagle import store_states
 from foretell.draft.parallel_block import BlockPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
@@ -39,8 +40,7 @@ class PEagleDrafter(BlockPredictor):
     @torch.inference_mode()
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> None:
         layout = self._reserve_pending(rows, counts)
-        token, states = self._pending(rows, texts, counts)
-        self.network.store_target_states(torch.from_numpy(token), *states, layout, self._cache)
+        store_states(self.network, *self._pending(rows, texts, counts), layout, self._cache)
 
     def _draft(self, rows: Sequence[int], texts: Sequence[TokenBuffer], anchor: Int[torch.Tensor, " n"]) -> Blocks:
         counts, masks = [self._prefixes[row].pending_count for row in rows], self.network.slots

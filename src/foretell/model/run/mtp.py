@@ -93,17 +93,6 @@ class MTPLayer:
         """The same from the target's hidden states: token `i` follows row `place[i]`."""
         return self.forward_features(token, states[0], torch.from_numpy(place), layout, cache)
 
-    def store_target_states(
-        self,
-        token: Int[torch.Tensor, " t"],
-        states: Sequence[Float[torch.Tensor, "n d"]],
-        place: Int[np.ndarray, " t"],
-        layout: Layout,
-        cache: KVCache,
-    ) -> None:
-        """The same where nothing reads the outputs."""
-        self.forward_target_states(token, states, place, layout, cache)
-
     def head_input(self, out: Float[torch.Tensor, "t d"]) -> Float[torch.Tensor, "t d"]:
         """The input of the head, from the outputs."""
         return out if self._norms_states else self._network.final_norm(out)

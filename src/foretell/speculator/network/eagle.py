@@ -207,20 +207,6 @@ class EagleNetwork(CachedLayersNetwork):
         features = self.fuse(concatenated.to(cache.k.device, self.dtype))
         return self.forward_features(token, features, torch.arange(len(token)), layout, cache)
 
-    def store_target_states(
-        self,
-        token: Int[torch.Tensor, " t"],
-        states: Sequence[Float[torch.Tensor, "n d"]],
-        place: Int[np.ndarray, " t"],
-        layout: Layout,
-        cache: KVCache,
-    ) -> None:
-        """The same where nothing reads the features."""
-        if self.native is not None:
-            self.native.store_from_target(token, [state.float() for state in states], place, layout, cache)
-        else:
-            self.forward_target_states(token, states, place, layout, cache)
-
     def forward(
         self,
         token: Int[torch.Tensor, "b s"],
