@@ -147,6 +147,8 @@ def _problem(arguments: list[str]) -> str | None:
     ("text", "joined"),
     [
         ("目标\n模型", "目标模型"),
+        ("目标\n[模型](a.md)", "目标[模型](a.md)"),
+        ("目标\n**模型**，\n*目标*", "目标**模型**，*目标*"),
         ("- 目标，\n  `target`", "- 目标，`target`"),
         ("`target`\n（目标）", "`target`（目标）"),
         ("用 vLLM\n的键名", "用 vLLM\n的键名"),

@@ -46,7 +46,7 @@ _LANGUAGES = re.compile(r"^\[English\]\(.*\)$\n", re.MULTILINE)
 _MARKUP = re.compile(r"\[/?(?:dim|bold|i)?\]")
 _HAN, _MARK = "\u4e00-\u9fff", "\u3001-\u303f\uff01-\uff5e"
 _CHINESE_BREAK = re.compile(
-    rf"(?<=[{_HAN}])\n *(?=[{_HAN}])|(?<=[{_MARK}])\n *(?=[\w`(\[]|\*\*)(?!\d+\. )|(?<=\S)\n *(?=[{_MARK}])"
+    rf"(?<=[{_HAN}])\n *(?=(?:\[|\*\*)?[{_HAN}])|(?<=[{_MARK}])\n *(?=[\w`(\[]|\*\S)(?!\d+\. )|(?<=\S)\n *(?=[{_MARK}])"
 )
 """A line's end where Chinese has no blank: between two characters, or beside a punctuation mark of full width."""
 
