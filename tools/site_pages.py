@@ -140,9 +140,9 @@ def record_translations(names: Sequence[str]) -> None:
 
 
 def differences(source: str, translation: str) -> Iterator[tuple[str, Any, Any]]:
-    """How a translation differs in structure: levels of headings, blocks of code, targets of links."""
+    """How a translation differs in structure: levels of headings, blocks of code, links, figures, rows of tables."""
     parts = ("levels of headings", _levels), ("code", _CODE.findall), ("links", _targets), ("figures", _figures)
-    for what, structure in parts:
+    for what, structure in (*parts, ("rows of tables", _rows)):
         expected, found = structure(source), structure(translation)
         if found != expected:
             odd = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
@@ -154,6 +154,12 @@ def differences(source: str, translation: str) -> Iterator[tuple[str, Any, Any]]
 
 def _levels(text: str) -> list[int]:
     return [len(m) for m in _HEADING.findall(_CODE.sub("", text))]
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The code in the first cell of every row of a table, such as the name of an option."""
+    first_cells = re.findall(r"^ *\|([^|]*)\|", _CODE.sub("", text), re.MULTILINE)
+    return [sorted(re.findall(r"`[^`]+`", cell)) for cell in first_cells]
 
 
 def _figures(text: str) -> list[str]:
