@@ -20,7 +20,7 @@ WRITTEN_TOKENS = 16
 WIDE_WARPS = 4 if torch.version.hip else 8
 """Warps of a program of attention over wide heads or rounded numbers: so few that it spills no registers."""
 PADDED_REGISTERS = 208
-"""Registers of a thread where a head is padded: without it CUDA's compiler spills some of them to fit one more block."""
+"""Registers of a thread where a head is padded: without it CUDA's compiler spills some to fit one more block."""
 
 
 @dataclass(frozen=True)
