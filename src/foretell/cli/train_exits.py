@@ -9,19 +9,18 @@ import typer
 from rich.console import Console
 
 from foretell.api import Model
-from foretell.cli import data, options
+from foretell.cli import options
+from foretell.cli.data import open_or_generate
 from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.exits import Halting
-from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.exits.classifiers import HaltingSettings
 from foretell.train.exits.fit import ExitKind
 from foretell.train.exits.halting import Oracle
 from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, result_lines, save_exits
 from foretell.train.exits.joint import JointSettings, parse_weights
-from foretell.train.loop.job import check_data
 from foretell.utils.paths import require_empty
 
 _DEFAULTS, _HALTING = ExitSettings(), HaltingSettings()
@@ -139,11 +138,7 @@ def exits(
         raise ValueError(f"--from {blocks_from}: a draft model begins decoder blocks; say how many with --blocks")
     if blocks and len(chosen) != 1:
         raise ValueError(f"--blocks {blocks}: one exit may have decoder blocks; name its layer, as --layers 6")
-    if data_folder is None:
-        data_folder = out / _DATA
-        data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype, seed=seed)
-    dataset = Dataset.open(data_folder)
-    check_data(dataset, target)
+    dataset = open_or_generate(data_folder, out / _DATA, target, tokens=tokens, model=model, dtype=dtype, seed=seed)
     which = chosen or default_layers(target.config.layers)
     settings = ExitSettings(
         which,

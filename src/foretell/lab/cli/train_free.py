@@ -8,7 +8,7 @@ import torch
 import typer
 from rich.console import Console
 
-from foretell.cli import data
+from foretell.cli.data import open_or_generate
 from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
 from foretell.lab.cli.quantize import check_output, format_comparison
@@ -19,9 +19,8 @@ from foretell.load import open_checkpoint
 from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
-from foretell.train.data.dataset import Dataset, Document
+from foretell.train.data.dataset import Document
 from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
-from foretell.train.loop.job import check_data
 from foretell.utils.unfinished import part_of, put_in_place, remove
 from foretell.verify.comparison import Comparison
 
@@ -77,11 +76,8 @@ def free(
         layer or max(1, target.config.layers // 3), steps, lr, distillation, batch_tokens, seed=seed
     )
     settings.check(target.config.layers)
-    if data_folder is None:
-        data_folder = out.with_name(f"{out.name}-data")
-        data.generate(out=data_folder, tokens=tokens, model=model, own=True, seed=seed)
-    dataset = Dataset.open(data_folder)
-    check_data(dataset, target)
+    own = out.with_name(f"{out.name}-data")
+    dataset = open_or_generate(data_folder, own, target, tokens=tokens, model=model, seed=seed)
     count = max(1, min(len(dataset) // 2, round(_HELD_OUT * len(dataset)), _MOST_HELD_OUT))
     documents, held = ([dataset[i] for i in part] for part in dataset.split(count))
     decoder = target.checkpoint.decoder(torch.float32)
