@@ -4,12 +4,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
 from foretell.core.parameters import PARAMETERS, Parameter
+from foretell.utils.options import Option
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -182,6 +183,9 @@ NO_PARAMETERS: Parameters = {}
 Target = Mapping[str, Any]
 """Fields of `foretell.load.TargetOptions`; see `with_target`."""
 NO_TARGET: Target = {}
+Settings = Mapping[str, Any]
+"""Fields of settings by their names; see `with_settings`."""
+NO_SETTINGS: Settings = {}
 
 
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -216,6 +220,23 @@ def with_target(lossy: bool = False) -> _Decorator:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     options = [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in chosen.items()]
     return _in_place_of("target", options, lambda name, value: tuple(value or ()) if name == "lora" else value)
+
+
+def with_settings(defaults: Any, argument: str = "settings") -> _Decorator:
+    """Give a command the options of the fields of `defaults` that are annotated with `Option`, in the place of an
+    argument, which gets their values by the names of the fields.
+    """
+    options = []
+    for name, hint in get_type_hints(type(defaults), include_extras=True).items():
+        if own := next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None):
+            spelling = own.name or "--" + name.replace("_", "-")
+            annotation = Annotated[
+                get_args(hint)[0],
+                typer.Option(spelling, metavar=own.metavar, help=own.help, min=own.least, max=own.most),
+            ]
+            kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(defaults, name)
+            options.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    return _in_place_of(argument, options, lambda _, value: value)
 
 
 def _in_place_of(
