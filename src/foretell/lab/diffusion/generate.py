@@ -4,7 +4,7 @@ a window.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from foretell.lab.diffusion.reveal import choose_to_reveal, choose_tokens, split_evenly
 from foretell.model.diffusion.predictor import MaskPredictor
+from foretell.utils.options import Option
 
 
 class DiffusionSettings(BaseModel):
@@ -19,22 +20,26 @@ class DiffusionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_new_tokens: int = Field(128, ge=1)
-    """Of the answer, before it is cut at its first end token."""
-    block_length: int | None = Field(None, ge=1)
-    """Blocks are revealed from left to right; models of block diffusion have a length of their own, and may be revealed
-    in shorter ones. None: the model's own, or 32.
-    """
-    steps: int | None = Field(None, ge=1)
-    """Passes per block; None: one per token."""
-    threshold: float | None = Field(None, ge=0, le=1)
-    """Reveal every token of at least this probability, and the most probable one, in place of `steps` (Fast-dLLM, arXiv
-    2505.22618).
-    """
+    max_new_tokens: Annotated[int, Option("Tokens of the answer at most.", "N")] = Field(128, ge=1)
+    """Before it is cut at its first end token."""
+    block_length: Annotated[
+        int | None,
+        Option("Tokens of a block; blocks are revealed from left to right. Default: the model's own, or 32.", "N"),
+    ] = Field(None, ge=1)
+    """Models of block diffusion have a length of their own, and may be revealed in shorter blocks."""
+    steps: Annotated[int | None, Option("Passes per block. Default: one per token.", "N")] = Field(None, ge=1)
+    threshold: Annotated[
+        float | None, Option("Reveal all tokens of at least this probability, in place of --steps.", "P")
+    ] = Field(None, ge=0, le=1)
+    """And the most probable one (Fast-dLLM, arXiv 2505.22618)."""
     temperature: float = Field(0.0, ge=0)
-    remasking: Literal["low_confidence", "random"] = "low_confidence"
-    """Which predictions stay masked."""
-    cache: Literal["none", "prefix", "dual"] = "none"
+    remasking: Annotated[
+        Literal["low_confidence", "random"], Option("What stays masked: low_confidence or random.", "NAME")
+    ] = "low_confidence"
+    cache: Annotated[
+        Literal["none", "prefix", "dual"],
+        Option("Approximate cache within a block: none, prefix or dual (Fast-dLLM).", "NAME"),
+    ] = "none"
     """Keys and values that passes within a block do not compute again: none; those before the block; those before and
     after it. All are refreshed once per block.
     """

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from foretell.lab.nat.pairs import Pair, Vocabulary, pad, read_pairs
 from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.model_card import CARD
+from foretell.utils.options import Option
 from foretell.utils.validation import validate
 
 _SEED_FACTOR = 1_000_003
@@ -35,28 +37,24 @@ class NatSettings(BaseModel):
     data: str
     """File of pairs."""
     out: str
-    minutes: float = Field(0.0, ge=0)
-    """CPU time of the training in minutes; 0: `steps` decide."""
-    steps: int = Field(0, ge=0)
-    batch: int = Field(64, ge=1)
-    """Pairs of a batch."""
-    lr: float = Field(2e-3, gt=0)
-    warmup: int = Field(100, ge=0)
-    """Steps until the learning rate reaches `lr`."""
-    smoothing: float = Field(0.1, ge=0, lt=1)
-    """Label smoothing."""
+    minutes: Annotated[float, Option("CPU time of the training.", "M")] = Field(0.0, ge=0)
+    """0: `steps` decide."""
+    steps: Annotated[int, Option("Steps, in place of --minutes.", "N")] = Field(0, ge=0)
+    batch: Annotated[int, Option("Pairs of a batch.", "N")] = Field(64, ge=1)
+    lr: Annotated[float, Option("Highest learning rate.", "X")] = Field(2e-3, gt=0)
+    warmup: Annotated[int, Option("Steps until --lr is reached.", "N")] = Field(100, ge=0)
+    smoothing: Annotated[float, Option("Label smoothing.", "X")] = Field(0.1, ge=0, lt=1)
     weight_decay: float = Field(0.01, ge=0)
     clip: float = Field(1.0, gt=0)
-    seed: int = Field(0, ge=0)
-    hidden: int = Field(128, ge=8)
-    heads: int = Field(4, ge=1)
-    layers: int = Field(2, ge=1)
-    ffn: int = Field(512, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
-    aligner: str = ""
-    """Autoregressive model whose attention aligns source and target, for `fertility`; empty: even fertilities."""
-    save_minutes: float = Field(1.0, gt=0)
-    """Minutes between checkpoints."""
+    hidden: Annotated[int, Option("Width.", "N")] = Field(128, ge=8)
+    heads: Annotated[int, Option("Attention heads.", "N")] = Field(4, ge=1)
+    layers: Annotated[int, Option("Layers of encoder and decoder each.", "N")] = Field(2, ge=1)
+    ffn: Annotated[int, Option("Width of feed-forward layers.", "N")] = Field(512, ge=1)
+    dropout: Annotated[float, Option("Dropout.", "X")] = Field(0.1, ge=0, lt=1)
+    aligner: Annotated[str, Option("Autoregressive model whose attention gives fertilities (fertility).", "DIR")] = ""
+    """Empty: even fertilities."""
+    save_minutes: Annotated[float, Option("Minutes between checkpoints.", "M")] = Field(1.0, gt=0)
+    seed: Annotated[int, Option("Seed of random numbers.", "N", least=0)] = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _check_length(self) -> "NatSettings":
