@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -19,6 +19,9 @@ REFERENCE = (
     "(org/name:Q4_K_M), or ollama:NAME."
 )
 Model = Annotated[str, typer.Option(metavar="REF", help=REFERENCE)]
+SourceModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
+]
 Method = Annotated[
     str | None, typer.Option(metavar="NAME", help="Decoding method; see `foretell methods`. Default: auto.")
 ]
@@ -229,13 +232,14 @@ def with_settings(defaults: Any, argument: str = "settings") -> _Decorator:
     options = []
     for name, hint in get_type_hints(type(defaults), include_extras=True).items():
         if own := next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None):
-            spelling = own.name or "--" + name.replace("_", "-")
+            spelling, kind = own.name or "--" + name.replace("_", "-"), get_args(hint)[0]
             annotation = Annotated[
-                get_args(hint)[0],
+                # The settings say what is wrong with a name.
+                str if own.metavar and get_origin(kind) is Literal else kind,
                 typer.Option(spelling, metavar=own.metavar, help=own.help, min=own.least, max=own.most),
             ]
-            kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(defaults, name)
-            options.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+            place, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(defaults, name)
+            options.append(inspect.Parameter(name, place, default=default, annotation=annotation))
     return _in_place_of(argument, options, lambda _, value: value)
 
 

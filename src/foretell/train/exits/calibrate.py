@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset, Document
 from foretell.train.exits.risk import betting_p_value, count_accepted, smallest_bound
 from foretell.train.exits.states import texts_to_learn
+from foretell.utils.options import Option
 
 Loss = Literal["tokens", "answers"]
 """Loss of an answer: the share of its tokens that an exit would have changed, or 1 if any would have been."""
@@ -35,17 +36,27 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """`most_exits`: exits that are used together, at most. `head_cost`: layers that a test of an exit costs."""
+    """How exits are calibrated."""
 
-    disagreement: float
-    confidence: float
-    measure: Confidence = "softmax"
-    loss: Loss = "tokens"
-    decay: float = 0.0
+    disagreement: Annotated[float, Option("Most tokens (or answers) that may change, as a share.", "D")] = 0.05
+    confidence: Annotated[float, Option("Probability that this bound holds.", "P")] = 0.95
+    measure: Annotated[
+        Confidence,
+        Option("Confidence of an exit: softmax margin, similarity of states, or the trained classifier."),
+    ] = "softmax"
+    loss: Annotated[Loss, Option("What is bounded: changed tokens, or answers with any change.", name="--of")] = (
+        "tokens"
+    )
+    decay: Annotated[
+        float,
+        Option("Thresholds l fall over the answer, to 0.9 l + 0.1 exp(-DECAY t / 256).", least=0),
+    ] = 0.0
     horizon: int = 256
-    longest: int = 256
+    longest: Annotated[int, Option("Tokens of an answer that count.", least=2)] = 256
     most_exits: int = 3
+    """Exits that are used together, at most."""
     head_cost: float = 1.0
+    """Layers that a test of an exit costs."""
 
     def __post_init__(self) -> None:
         for name in ("disagreement", "confidence"):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from foretell.train.exits.fit import (
 )
 from foretell.train.exits.joint import JointSettings, cosine_table, train_jointly
 from foretell.train.exits.states import LayerStates, collect_sequences, collect_states
+from foretell.utils.options import Option
 
 _HELD_OUT = 0.1
 """Share of the documents that exits are measured on."""
@@ -41,22 +43,29 @@ _SOME_TOKENS = 20_000
 
 @dataclass(frozen=True)
 class ExitSettings:
-    """What is fitted. `layers`: empty, every tenth of the model; `steps`: of gradient training after the closed form;
-    `draft_vocab`: most frequent tokens that exits may give, 0: all; `inner`: width of a feed-forward network per exit,
-    or with `joint` of one for all exits, which are then trained together; `blocks`: decoder blocks of the only
-    exit, which begin as those of the model after it, or as the last ones of `draft_model`.
+    """What is fitted. `layers`: empty, every tenth of the model; `inner`: with `joint`, the width of a network for all
+    exits, which are then trained together; `draft_model`: as whose last blocks those of the exit begin.
     """
 
     layers: tuple[int, ...] = ()
-    kind: ExitKind = "linear"
-    steps: int = 0
-    rate: float = 1e-3
-    inner: int = 0
-    draft_vocab: int = 8192
-    tokens: int = 60_000
-    seed: int = 0
+    kind: Annotated[
+        ExitKind, Option("linear: a least-squares shortcut per exit; shared: the model's own norm and head.")
+    ] = "linear"
+    steps: Annotated[int, Option("Gradient steps per exit after the closed form; 0: none.", least=0)] = 0
+    rate: Annotated[float, Option("Learning rate of these steps.", name="--lr", least=0)] = 1e-3
+    inner: Annotated[
+        int, Option("Width of a feed-forward network per exit, which the steps train; 0: none.", least=0)
+    ] = 0
+    blocks: Annotated[
+        int,
+        Option(
+            "Decoder blocks between the only exit and its head, begun as the model's next, trained by steps.", least=0
+        ),
+    ] = 0
+    tokens: Annotated[int, Option("Most tokens to fit on.", least=1)] = 60_000
+    draft_vocab: Annotated[int, Option("Exits give the most frequent tokens only, so many; 0: all.", least=0)] = 8192
+    seed: Annotated[int, Option("Seed of data, batches and networks.")] = 0
     joint: JointSettings | None = None
-    blocks: int = 0
     draft_model: DraftNetwork | None = None
     halting: HaltingSettings = field(default_factory=HaltingSettings)
 
