@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.catalogue.heads import heads_method
@@ -30,7 +30,16 @@ from foretell.train.objective.heads import (
     soft_cross_entropies,
 )
 from foretell.train.objective.target_head import TargetHead
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup, TensorDict
+from foretell.train.recipe.base import (
+    MAX_COUNT,
+    MAX_WIDTH,
+    MEASURE_TREE_NODES,
+    Loss,
+    Recipe,
+    RecipeOptions,
+    RecipeSetup,
+    TensorDict,
+)
 from foretell.train.recipe.lora import HeadsWithLoRA
 
 _TREE_UPDATE_INTERVAL = 8
@@ -41,10 +50,8 @@ _TARGET_LR_SCALE = 0.25
 """Learning rate of the target's adapters relative to that of the heads (Medusa-2, arXiv 2401.10774)."""
 
 
-class HeadsTraining(BaseModel):
+class HeadsTraining(RecipeOptions):
     """Options of `--set` for both kinds of heads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     heads: int = Field(4, ge=1, le=MAX_COUNT)
     positions: int = Field(1024, ge=1)

@@ -3,7 +3,7 @@
 from typing import Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.catalogue.options.parallel_decoding import LookAheadEmbeddingsOptions
@@ -16,13 +16,11 @@ from foretell.speculator.network.look_ahead import LookAheadConfig, LookAheadEmb
 from foretell.train.data.batch import Batch
 from foretell.train.objective.heads import cross_entropies, label_ranks, loss_weights
 from foretell.train.objective.look_ahead import look_ahead_labels, sample_cut_points
-from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.base import MAX_COUNT, Loss, Recipe, RecipeOptions, RecipeSetup
 
 
-class LookAheadTraining(BaseModel):
+class LookAheadTraining(RecipeOptions):
     """Options of `--set`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ahead: int = Field(4, ge=1, le=MAX_COUNT)
     """Look-ahead embeddings: tokens predicted after the target's own next token."""
