@@ -1,7 +1,7 @@
 """Command-line options that several commands share."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -225,18 +225,19 @@ def with_target(lossy: bool = False) -> _Decorator:
     return _in_place_of("target", options, lambda name, value: tuple(value or ()) if name == "lora" else value)
 
 
-def with_settings(defaults: Any, argument: str = "settings") -> _Decorator:
+def with_settings(defaults: Any, argument: str = "settings", only: Collection[str] = ()) -> _Decorator:
     """Give a command the options of the fields of `defaults` that are annotated with `Option`, in the place of an
-    argument, which gets their values by the names of the fields.
+    argument, which gets their values by the names of the fields. `only`: of these fields, where it is not empty.
     """
     options = []
     for name, hint in get_type_hints(type(defaults), include_extras=True).items():
-        if own := next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None):
+        own = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None)
+        if own is not None and (not only or name in only):
             spelling, kind = own.name or "--" + name.replace("_", "-"), get_args(hint)[0]
             annotation = Annotated[
                 # The settings say what is wrong with a name.
                 str if own.metavar and get_origin(kind) is Literal else kind,
-                typer.Option(spelling, metavar=own.metavar, help=own.help, min=own.least, max=own.most),
+                typer.Option(*spelling.split(), metavar=own.metavar, help=own.help, min=own.least, max=own.most),
             ]
             place, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(defaults, name)
             options.append(inspect.Parameter(name, place, default=default, annotation=annotation))

@@ -1,5 +1,7 @@
 """EAGLE's layers: EAGLE-1's regression in feature space (EAGLE-2 uses the same weights), and EAGLE-3's training-time
 test.
+
+EAGLE-1's regression onto the target's next feature (arXiv 2401.15077).
 """
 
 from abc import abstractmethod
@@ -21,11 +23,21 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.objective.regression import add_uniform_noise, feature_loss
 from foretell.train.objective.unrolled import TargetLabels, mean_loss, target_labels, top1_agreement
 from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, LabelOptions, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_from_target
 from foretell.utils.validation import validate
+
+
+def feature_loss(predicted: Float[torch.Tensor, "k d"], feature: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, ""]:
+    """Mean smooth L1 distance (Girshick, arXiv 1504.08083) between predicted and true features; 0 for `k = 0`."""
+    distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
+    return distance / max(1, predicted.numel())
+
+
+def add_uniform_noise(features: Float[torch.Tensor, "*t d"], half_width: float) -> Float[torch.Tensor, "*t d"]:
+    """Features with uniform noise in `-half_width .. half_width`, which makes the drafter robust to its own errors."""
+    return features + (torch.rand_like(features) * 2 - 1) * half_width if half_width else features
 
 
 class EagleTraining(LabelOptions):
