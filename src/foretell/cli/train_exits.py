@@ -16,7 +16,7 @@ from foretell.cli.setup import load_model
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.exits.classifiers import HaltingSettings
-from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, result_lines, save_exits
+from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, quality_table, save_exits
 from foretell.train.exits.joint import JointSettings, parse_weights
 from foretell.utils.paths import require_empty
 
@@ -52,9 +52,7 @@ def exits(
     ] = None,
     joint: Annotated[
         bool,
-        typer.Option(
-            "--joint", help="One such network for all exits, trained together; prints the cosines of their gradients."
-        ),
+        typer.Option("--joint", help="One such network for all exits, trained together."),
     ] = False,
     exit_weights: Annotated[
         str, typer.Option(metavar="LIST", help="Weights of their losses with --joint: uniform, linear, or numbers.")
@@ -111,7 +109,7 @@ def exits(
     with console.status("reading the data set") as status:
         fitted = fit_exits(target, dataset, exit_settings, status.update)
     save_exits(out, fitted, shlex.join(["foretell", *sys.argv[1:]]))
-    typer.echo("\n".join(result_lines(fitted)))
+    typer.echo("\n".join(quality_table(fitted.quality)))
     console.print(
         f"{out}: {len(fitted.quality)} exits, fitted on {fitted.tokens:,} tokens, measured on {fitted.held_out:,}; use "
         f"them with --method layer_skip --draft-model {out}", highlight=False, soft_wrap=True,
