@@ -331,9 +331,19 @@ def unread_tensors(file: GGUFHeader, config: ModelConfig) -> list[str]:
         module = block[2].rpartition(".")[0]
         return int(block[1]) >= config.layers or block[2] in modules or module in modules
 
-    if not any(int(block[1]) < config.layers for block in map(_BLOCK.fullmatch, file.tensors) if block):
+    if holds_prediction_alone(file):
         return list(file.tensors)
     return [name for name in file.tensors if not is_read(name)]
+
+
+def holds_prediction_alone(file: GGUFHeader) -> bool:
+    """Whether its only layers are those of multi-token prediction, as in the files `mtp-*.gguf` of llama.cpp's
+    converter, which have the embedding, the final norm and the head beside them.
+    """
+    kind = file.metadata.get("general.architecture")
+    count, further = (file.metadata.get(f"{kind}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
+    layers = [int(block[1]) for block in map(_BLOCK.fullmatch, file.tensors) if block]
+    return bool(layers and further) and min(layers) >= count - further
 
 
 def gguf_config(file: GGUFHeader) -> ModelConfig:

@@ -13,7 +13,7 @@ from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import LAYER_INPUTS_NORM, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_TABLE
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_header import OUTER_NAMES, ROPE_FACTORS
+from foretell.model.load.gguf_header import OUTER_NAMES, ROPE_FACTORS, holds_prediction_alone
 from foretell.model.load.weights import EMBEDDING, HEAD, Storage, Weights
 from foretell.model.matrices.kinds import BLOCKS
 from foretell.model.matrices.stored import StoredMatrix
@@ -63,11 +63,19 @@ class _Part:
 
 
 class GGUFWeights(Weights):
-    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
+    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order.
 
-    def __init__(self, file: GGUF, config: ModelConfig) -> None:
+    `predicts`: the file may hold the layer of multi-token prediction alone.
+    """
+
+    def __init__(self, file: GGUF, config: ModelConfig, predicts: bool = False) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self.files, self._family = file.files, family_of(config.architecture)
+        if not predicts and holds_prediction_alone(file):
+            raise ValueError(
+                f"{self.source}: the file has the layer of multi-token prediction of a model alone; name the model's "
+                "file with --model, and this one with --method mtp --draft-model"
+            )
         self._scales = self._require_read()
         """Factors of matrices, one or one for each expert, by the names of these (NVFP4)."""
 
@@ -77,12 +85,7 @@ class GGUFWeights(Weights):
         Raises:
             ValueError: one is not, so the numbers would be others.
         """
-        config, blocks = self._config, [name for name in self._file.tensors if name.startswith("blk.")]
-        if blocks and all(map(self._predicts, blocks)):
-            raise ValueError(
-                f"{self.source}: the file has a layer of multi-token prediction alone, which is not read apart from "
-                "its model; take a file that has the model and the layer"
-            )
+        config = self._config
         outer = *_GGUF_NAMES, f"{family_of(config.architecture).final_norm}.weight"
         inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
         known = {part.tensor for name in (*outer, *inner) for part in self._parts(name)} | _OF_CONFIG
