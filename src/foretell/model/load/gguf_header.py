@@ -329,6 +329,8 @@ def unread_tensors(file: GGUFHeader, config: ModelConfig) -> list[str]:
         if block is None:
             return re.sub(r"(input_)?scale$", "weight", name) in outer
         module = block[2].rpartition(".")[0]
+        if block[2].startswith(family.unread):
+            return True
         return int(block[1]) >= config.layers or block[2] in modules or module in modules
 
     if holds_prediction_alone(file):

@@ -89,7 +89,7 @@ class GGUFWeights(Weights):
         outer = *_GGUF_NAMES, f"{family_of(config.architecture).final_norm}.weight"
         inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
         known = {part.tensor for name in (*outer, *inner) for part in self._parts(name)} | _OF_CONFIG
-        own = [name for name in self._file.tensors if not self._predicts(name)]
+        own = [name for name in self._file.tensors if not (self._predicts(name) or self._can_be_left(name))]
         factors = {name: matrix for name in self._file.tensors if name not in known and (matrix := self._scaled(name))}
         unread = next((name for name in own if name not in known and name not in factors), None)
         if unread is not None:
@@ -99,6 +99,9 @@ class GGUFWeights(Weights):
             )
         used = [name for name in factors if not name.endswith(".input_scale")]
         return {factors[name]: self._file.load_tensor(name).flatten() for name in used}
+
+    def _can_be_left(self, name: str) -> bool:
+        return name.startswith("blk.") and name.split(".", 2)[-1].startswith(self._family.unread)
 
     def _scaled(self, name: str) -> str | None:
         """The matrix, or those of all experts, that this tensor scales, or whose inputs it does; None: it is none."""
