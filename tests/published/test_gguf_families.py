@@ -145,6 +145,7 @@ def test_a_model_that_chooses_tokens_is_read_for_texts_in_which_it_attends_to_al
     yarn = {"rope_type": "yarn", "factor": 4.0}
     for config in (gguf_config(GGUF(tmp_path / "m.gguf")), from_hf(json.loads((tmp_path / "config.json").read_text()))):
         assert config.context == 32 and with_context(config, 20).context == 20
-        for refused in (lambda c: with_context(c, 33), lambda c: with_rope_scaling(c, yarn)):
-            with pytest.raises(ValueError, match="glm_moe_dsa is read for texts of up to 32 tokens"):
-                refused(config)
+        with pytest.raises(ValueError, match="glm_moe_dsa is read for texts of up to 32 tokens"):
+            with_context(config, 33)
+        with pytest.raises(ValueError, match="glm_moe_dsa is read for texts of up to 32 tokens"):
+            with_rope_scaling(config, yarn)

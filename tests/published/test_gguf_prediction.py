@@ -90,7 +90,8 @@ def scores(network: Network, layer: MTPLayer) -> torch.Tensor:
     drafter, output = MTPDrafter(layer), DecoderRunner(network).forward([0], tree, hidden_layers=layer.hidden_layers)
     drafter.observe(StepResult(context_of(TEXT), tree, output, (tuple(range(tree.nodes)),), ((TEXT[-1],),), (0,)))
     logits, at = drafter.expand(chain_tree([TEXT[-1]]), np.array([[0]]), context_of(TEXT))
-    return logits[at[0, -1]]
+    last: torch.Tensor = logits[at[0, -1]]
+    return last
 
 
 def split(path: Path, name: str) -> tuple[Path, torch.Tensor]:

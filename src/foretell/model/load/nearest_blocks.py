@@ -13,8 +13,7 @@ from jaxtyping import Float, Int, UInt8
 
 from foretell.model.matrices.kinds import BLOCKS, Kind
 
-_Blocks = UInt8[np.ndarray, "b bytes"]
-_Numbers, _Whole, _Units = Float[np.ndarray, "b n"], Int[np.ndarray, "b n"], Float[np.ndarray, " b"]
+Array = np.ndarray
 _LARGEST = 31
 """Of a level of Q6_K; the least one is -32."""
 _SCALE = 127
@@ -28,7 +27,7 @@ class Nearest:
     kind: Kind
     loss: float
     """Root of the mean squared change over that of the numbers, in per cent, of a model's matrices."""
-    unit: Callable[[_Blocks], _Units] | None = None
+    unit: Callable[[Array], Array] | None = None
     """Of which the numbers of each block are multiples; None: they are rounded to the nearest levels."""
 
     def memory(self, numbers: int) -> int:
@@ -42,17 +41,17 @@ class Nearest:
         return f"{self.kind} " + (f"(a loss of {self.loss:.1g} %)" if self.loss else "(the same numbers)")
 
 
-def _first(share: float) -> Callable[[_Blocks], _Units]:
+def _first(share: float) -> Callable[[Array], Array]:
     """The scale at the beginning of a block, times `share`."""
     return lambda blocks: _float16(blocks[:, :2]) * np.float32(share)
 
 
-def _float16(raw: _Blocks) -> _Units:
-    scale: np.ndarray = np.ascontiguousarray(raw).view(np.float16)[:, 0].astype(np.float32)
+def _float16(raw: UInt8[Array, "b bytes"]) -> Float[Array, " b"]:
+    scale: Array = np.ascontiguousarray(raw).view(np.float16)[:, 0].astype(np.float32)
     return scale
 
 
-def _scattered(blocks: _Blocks) -> _Units:
+def _scattered(blocks: UInt8[Array, "b bytes"]) -> Float[Array, " b"]:
     """The scale of IQ1_M, whose bits are the upper ones of four words, over 8."""
     words = np.ascontiguousarray(blocks[:, -8:]).view(np.uint16)
     joined = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), 1)
@@ -85,7 +84,9 @@ def nearest_of(ggml_type: int, inputs: int) -> Nearest | None:
     return nearest if nearest is None or inputs % BLOCKS[nearest.kind][0] == 0 else _ROUNDED
 
 
-def nearest_blocks(blocks: _Blocks, ggml_type: int, inputs: int, factor: float = 1.0) -> tuple[Kind, _Blocks]:
+def nearest_blocks(
+    blocks: UInt8[Array, "b bytes"], ggml_type: int, inputs: int, factor: float = 1.0
+) -> tuple[Kind, UInt8[Array, "b bytes"]]:
     """Blocks of rows of `inputs` numbers, times `factor`, as blocks of the nearest type."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize, quantize
@@ -103,12 +104,12 @@ def nearest_blocks(blocks: _Blocks, ggml_type: int, inputs: int, factor: float =
     return nearest.kind, _PACKED[nearest.kind](numbers, whole.astype(np.int32), unit)
 
 
-def _q4_0(numbers: _Numbers, whole: _Whole, unit: _Units) -> _Blocks:
+def _q4_0(numbers: Float[Array, "b n"], whole: Int[Array, "b n"], unit: Float[Array, " b"]) -> UInt8[Array, "b bytes"]:
     levels = (whole + 8).astype(np.uint8)
     return np.concatenate([_as_float16(unit), levels[:, :16] | levels[:, 16:] << 4], 1)
 
 
-def _q8_0(numbers: _Numbers, whole: _Whole, unit: _Units) -> _Blocks:
+def _q8_0(numbers: Float[Array, "b n"], whole: Int[Array, "b n"], unit: Float[Array, " b"]) -> UInt8[Array, "b bytes"]:
     """The multiples over their common divisor where they are too large; those that still are, rounded."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import quantize
@@ -123,7 +124,7 @@ def _q8_0(numbers: _Numbers, whole: _Whole, unit: _Units) -> _Blocks:
     return made
 
 
-def _q6_k(numbers: _Numbers, whole: _Whole, unit: _Units) -> _Blocks:
+def _q6_k(numbers: Float[Array, "b n"], whole: Int[Array, "b n"], unit: Float[Array, " b"]) -> UInt8[Array, "b bytes"]:
     """The multiples over the common divisor of 16 of them, which is their scale: rounded where it is no number of 8
     bits and cannot be made one by larger levels.
     """
@@ -153,9 +154,9 @@ def _q6_k(numbers: _Numbers, whole: _Whole, unit: _Units) -> _Blocks:
     )
 
 
-def _as_float16(numbers: _Units) -> UInt8[np.ndarray, "b 2"]:
-    raw: np.ndarray = numbers.astype(np.float16)[:, None].view(np.uint8)
+def _as_float16(numbers: Float[Array, " b"]) -> UInt8[Array, "b 2"]:
+    raw: Array = numbers.astype(np.float16)[:, None].view(np.uint8)
     return raw
 
 
-_PACKED: Mapping[Kind, Callable[[_Numbers, _Whole, _Units], _Blocks]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q6_K": _q6_k}
+_PACKED: Mapping[Kind, Callable[[Array, Array, Array], Array]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q6_K": _q6_k}
