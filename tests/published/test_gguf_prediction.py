@@ -21,7 +21,7 @@ from foretell.draft import MTPDrafter
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_header import GGUFHeader, check_model, gguf_config
 from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.mtp import load_mtp
 from foretell.model.load.native import load_native
@@ -137,6 +137,7 @@ def test_files_with_the_layer_alone_are_refused_in_a_sentence(tmp_path: Path) ->
     alone = tmp_path / "mtp-m.gguf"
     for call, words in (
         (lambda: GGUFWeights(GGUF(alone), config), "alone; name the model's file with --model"),
+        (lambda: check_model(GGUFHeader(alone)), "alone; name the model's file with --model"),
         (lambda: open_gguf(alone), "with which --method mtp drafts alone"),
         (lambda: load_mtp(config, weights, network, model), "this file is of another kind"),
         (lambda: load_mtp(config, weights, network, tmp_path / "other/mtp-m.gguf"), "of another model: the arch"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foretell.model.config.model import ModelConfig
-from foretell.model.load.gguf_header import GGUFHeader, gguf_config, kind_name, unread_tensors
+from foretell.model.load.gguf_header import GGUFHeader, check_model, gguf_config, kind_name, unread_tensors
 from foretell.model.load.nearest_blocks import nearest_of
 from foretell.tokenizer.gguf import check_tokenizer
 
@@ -92,6 +92,7 @@ def _of_gguf(path: Path) -> Description:
     config, refusal, unread = None, "", list[str]()
     try:
         config = gguf_config(file)
+        check_model(file)
         check_tokenizer(meta)
         unread = unread_tensors(file, config)
         refusal = f"the decoder of {config.architecture} does not read the tensor {unread[0]}" if unread else ""

@@ -333,8 +333,6 @@ def unread_tensors(file: GGUFHeader, config: ModelConfig) -> list[str]:
             return True
         return int(block[1]) >= config.layers or block[2] in modules or module in modules
 
-    if holds_prediction_alone(file):
-        return list(file.tensors)
     return [name for name in file.tensors if not is_read(name)]
 
 
@@ -346,6 +344,19 @@ def holds_prediction_alone(file: GGUFHeader) -> bool:
     count, further = (file.metadata.get(f"{kind}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
     layers = [int(block[1]) for block in map(_BLOCK.fullmatch, file.tensors) if block]
     return bool(layers and further) and min(layers) >= count - further
+
+
+def check_model(file: GGUFHeader) -> None:
+    """Check that a file has the layers of a model.
+
+    Raises:
+        ValueError: it has its layer of multi-token prediction alone.
+    """
+    if holds_prediction_alone(file):
+        raise ValueError(
+            f"{file.path}: the file has the layer of multi-token prediction of a model alone; name the model's file "
+            "with --model, and this one with --method mtp --draft-model"
+        )
 
 
 def gguf_config(file: GGUFHeader) -> ModelConfig:

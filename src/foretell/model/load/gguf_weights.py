@@ -18,7 +18,7 @@ from foretell.model.load.gguf_header import (
     OUTER_NAMES,
     ROPE_FACTORS,
     TensorInfo,
-    holds_prediction_alone,
+    check_model,
     kind_name,
 )
 from foretell.model.load.nearest_blocks import Nearest, nearest_of
@@ -81,11 +81,8 @@ class GGUFWeights(Weights):
     def __init__(self, file: GGUF, config: ModelConfig, predicts: bool = False) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self.files, self._family = file.files, family_of(config.architecture)
-        if not predicts and holds_prediction_alone(file):
-            raise ValueError(
-                f"{self.source}: the file has the layer of multi-token prediction of a model alone; name the model's "
-                "file with --model, and this one with --method mtp --draft-model"
-            )
+        if not predicts:
+            check_model(file)
         if lossy := {kind_name(e.ggml_type): near.words for e in file.tensors.values() if (near := self._lossy(e))}:
             log.warning("%s: %s", self.source, ", ".join(f"{kind} is read as {words}" for kind, words in lossy.items()))
         self._scales = self._require_read()
