@@ -22,7 +22,7 @@ def lookahead(context: BuildContext, options: LookaheadOptions) -> AnyMethod:
     width, ngram = options.max_window_size, options.max_ngram_size
     candidates = width if options.max_verification_set_size is None else options.max_verification_set_size
     nodes = candidates * (ngram - 1) if options.num_speculative_tokens is None else options.num_speculative_tokens
-    drafter = LookaheadDrafter(width, ngram, candidates, eos=context.eos)
+    drafter = LookaheadDrafter(width, ngram, candidates, options.pool_from_prompt, eos=context.eos)
     return Method(drafter, Trie(nodes, options.confidence_threshold), Match())
 
 

@@ -15,6 +15,9 @@ class LookaheadOptions(MethodOptions):
     max_verification_set_size: Annotated[
         int | None, option("Most n-grams verified per pass (G). Unset: as many as columns.", ge=0, le=64)
     ] = None
+    pool_from_prompt: Annotated[
+        bool, option("Whether n-grams of the prompt and of the answer are verified, too; off: as published.")
+    ] = True
     num_speculative_tokens: Annotated[
         int | None, option("Most nodes of the trie of verified n-grams. Unset: G (N - 1).", ge=0, le=256)
     ] = None

@@ -105,7 +105,13 @@ CLAIMS: tuple[Claim, ...] = (
     _spec_bench(
         "lookahead",
         1.64,
-        {**_EXACT, "max_window_size": 7, "max_ngram_size": 5, "max_verification_set_size": 7},
+        {
+            **_EXACT,
+            "max_window_size": 7,
+            "max_ngram_size": 5,
+            "max_verification_set_size": 7,
+            "pool_from_prompt": False,
+        },
         "N-grams are collected while an answer grows, and answers here are short; 200 tokens and more fill the pool.",
     ),
     Claim(

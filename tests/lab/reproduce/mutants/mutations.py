@@ -1,13 +1,17 @@
 """Methods that are broken in one characteristic way each, and the lab that decodes with them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
+from foretell.accept import LenientRejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
 from foretell.core.context import Context
@@ -15,17 +19,22 @@ from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.engine.method import AnyMethod, Method
 from foretell.lab.reproduce import Lab, LabRun, Run
+from foretell.model.cache import layout
+from foretell.model.kernels.decoder import NativeDecoder
 
-Change = Callable[[TokenTree, np.random.Generator], np.ndarray]
-"""New tokens of a tree of drafts."""
+Change = Callable[[TokenTree, np.random.Generator], TokenTree]
+"""The tree of drafts with other tokens."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A way to break the methods of `claims`. `build`: the broken method in place of the right one."""
+    """A way to break the methods of `claims`. `build`: the broken method in place of the right one. `world`: what else
+    is broken while it decodes.
+    """
 
     claims: tuple[str, ...]
-    build: Callable[[AnyMethod], AnyMethod]
+    build: Callable[[AnyMethod], AnyMethod] = lambda method: method
+    world: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class MutantLab(Lab):
@@ -41,7 +50,8 @@ class MutantLab(Lab):
         """The answers of a run."""
         if run is not self._broken:
             return self._lab.run(run)
-        return super().run(run)
+        with self._mutant.world():
+            return super().run(run)
 
     def build(self, run: Run, options: Mapping[str, object], drafts: Sequence[Model | Path]) -> AnyMethod:
         """The broken method."""
@@ -55,9 +65,8 @@ class Redrafted(Method[Any]):
 
     def finish(self, tree: TokenTree, context: Context) -> TokenTree:
         """The tree with other tokens."""
-        token = type(self).change(tree, np.random.default_rng(sum(s.length for s in context.sequences)))
-        drafted = tree.valid & ~tree.probe & (tree.depth > 0)
-        return super().finish(replace(tree, token=np.where(drafted, token, tree.token)), context)
+        rng = np.random.default_rng(sum(s.length for s in context.sequences))
+        return super().finish(type(self).change(tree, rng), context)
 
 
 def redrafted(change: Change) -> Callable[[AnyMethod], AnyMethod]:
@@ -71,9 +80,15 @@ def redrafted(change: Change) -> Callable[[AnyMethod], AnyMethod]:
     return build
 
 
-def at_random(tree: TokenTree, rng: np.random.Generator) -> np.ndarray:
+def with_tokens(tree: TokenTree, token: np.ndarray) -> TokenTree:
+    """The tree with these tokens as drafts that were not sampled."""
+    drafted = tree.valid & ~tree.probe & (tree.depth > 0)
+    return replace(tree, token=np.where(drafted, token, tree.token), q_index=np.full_like(tree.q_index, -1), q=None)
+
+
+def at_random(tree: TokenTree, rng: np.random.Generator) -> TokenTree:
     """Any tokens."""
-    return np.asarray(rng.integers(0, 1000, tree.token.shape))
+    return with_tokens(tree, rng.integers(0, 1000, tree.token.shape))
 
 
 class AcceptsAll(Acceptor):
@@ -102,8 +117,81 @@ def permuted_heads(method: AnyMethod) -> AnyMethod:
     return method
 
 
+def forgets_the_token(method: AnyMethod) -> AnyMethod:
+    """The stages of a recurrent speculator read the same token, whatever was drafted."""
+    step = method.draft.network.draft_step
+    method.draft.grow_dynamic_tree = lambda *_: None
+    method.draft.network.draft_step = lambda state, token, stage: step(
+        state, token if stage == 0 else torch.zeros_like(token), stage
+    )
+    return method
+
+
+def blind_features(method: AnyMethod) -> AnyMethod:
+    """The drafter sees no hidden state of the target."""
+    pending = method.draft._pending
+
+    def without(*arguments: Any) -> Any:
+        token, states = pending(*arguments)
+        return token, states._replace(hidden_states=[torch.zeros_like(h) for h in states.hidden_states])
+
+    method.draft._pending = without
+    return method
+
+
+def any_position(method: AnyMethod) -> AnyMethod:
+    """Copies from any position of the text, not from behind the last tokens."""
+
+    def find(sequence: np.ndarray, searched: int, most: int) -> tuple[int, tuple[int, ...]]:
+        at = int(np.random.default_rng(len(sequence)).integers(len(sequence)))
+        return 1, tuple(sequence[at : at + most].tolist())
+
+    method.draft.find = find
+    return method
+
+
+def window_unused(method: AnyMethod) -> AnyMethod:
+    """The n-grams that the window completes are dropped."""
+    start = method.draft._start
+
+    def without(*arguments: Any) -> Any:
+        state = start(*arguments)
+        advance = state.window.advance
+        state.window.advance = lambda *a: advance(*a)[:0]
+        return state
+
+    method.draft._start = without
+    return method
+
+
+def never_iterates(method: AnyMethod) -> AnyMethod:
+    """The guesses stay what they were at first."""
+    method.draft.observe = lambda step: method.draft._iterate.clear()
+    return method
+
+
+@contextmanager
+def no_tree_mask() -> Iterator[None]:
+    """Every node of a tree sees all that were drafted before it, not its ancestors alone."""
+
+    def visible(tree: TokenTree, i: int, base: int) -> Iterator[tuple[int, list[int]]]:
+        return ((base + node + 1, []) for node in range(tree.nodes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "_visible_slots", visible)
+        patch.setattr(NativeDecoder, "forwards_trees", False)
+        yield
+
+
 MUTANTS: Mapping[str, Mutant] = {
-    "drafts at random": Mutant(("eagle3",), redrafted(at_random)),
+    "drafts at random": Mutant(("ngram", "draft_model", "eagle3"), redrafted(at_random)),
     "acceptor ignores the target": Mutant(("draft_model",), accepts(AcceptsAll())),
+    "acceptor ignores its lenience": Mutant(("lenience_lossy",), accepts(LenientRejection(1.0))),
+    "ancestors' mask dropped": Mutant(("eagle3",), world=no_tree_mask),
+    "features of the target blank": Mutant(("eagle3",), blind_features),
     "heads permuted": Mutant(("medusa",), permuted_heads),
+    "stages read one token": Mutant(("mlp_speculator",), forgets_the_token),
+    "any position copied": Mutant(("ngram",), any_position),
+    "window unused": Mutant(("lookahead",), window_unused),
+    "never iterates": Mutant(("jacobi",), never_iterates),
 }
