@@ -184,7 +184,7 @@ def no_tree_mask() -> Iterator[None]:
 
 
 MUTANTS: Mapping[str, Mutant] = {
-    "drafts at random": Mutant(("ngram", "draft_model", "eagle3"), redrafted(at_random)),
+    "drafts at random": Mutant(("ngram", "draft_model", "quantised_draft", "eagle3"), redrafted(at_random)),
     "acceptor ignores the target": Mutant(("draft_model",), accepts(AcceptsAll())),
     "acceptor ignores its lenience": Mutant(("lenience_lossy",), accepts(LenientRejection(1.0))),
     "ancestors' mask dropped": Mutant(("eagle3",), world=no_tree_mask),
