@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from foretell.catalogue import other_engines
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.draft.base import Continuation, Retriever
@@ -143,7 +144,7 @@ def test_logits_of_another_number_of_rows_teach_nothing() -> None:
 
 def test_references_are_read_with_the_tokenizer_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = SimpleNamespace(encode=lambda text, special: [int(t) for t in text.split()])
-    monkeypatch.setattr("foretell_vllm.proposer._codec", lambda tokenizer: codec)
+    monkeypatch.setattr(other_engines, "_codec", lambda tokenizer: codec)
     (tmp_path / "text").write_text("50 51 52 53 54")
     batch = Batch(proposer(method="llma", references=[str(tmp_path / "text")], prompt_lookup_min=2))
     batch.add([1, 50, 51], factor=1, size=VOCAB)
@@ -156,7 +157,7 @@ def test_references_are_read_with_the_tokenizer_of_the_model(tmp_path: Path, mon
         ({"method": "nothing"}, "nothing"),
         ({"method": "eagle3"}, "does not draft by retrieval"),
         ({"method": "phrases"}, "own decoder only"),
-        ({"method": "autoregressive"}, "takes ngram"),
+        ({"method": "autoregressive"}, "beside another engine ngram"),
         ({"method": "suffix", "speed": 3}, "speed"),
         ({"method": "llma"}, "reference"),
     ],

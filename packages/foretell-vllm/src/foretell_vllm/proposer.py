@@ -2,29 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
-from foretell.catalogue.build_context import BuildContext
-from foretell.catalogue.registry import build, find
+from foretell.catalogue.other_engines import retrieval_method
 from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Retriever
 from foretell.engine.budget import Budget, StepLoad
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.groups import MethodGroups
-from foretell.engine.method import AnyMethod, BoundMethod
+from foretell.engine.method import BoundMethod
 from foretell.engine.statistics import StepTime
-from foretell.model.load.reference import resolve_reference
-from foretell.tokenizer.codec import TextCodec, from_directory
 from foretell_vllm.chains import BestChain
-
-DEFAULT_METHOD = "sam_recycling"
 
 
 @dataclass(eq=False)
@@ -65,8 +58,8 @@ class ForetellProposer:
         self.length, self._vocab, self._longest = (
             drafts.num_speculative_tokens, model.get_vocab_size(), model.max_model_len,
         )  # fmt: skip
-        method = _method(options, self.length, self._vocab, model.tokenizer)
-        self._bound, self._budget = BoundMethod(method), Budget()
+        method = retrieval_method(options, self._vocab, model.tokenizer)
+        self._bound, self._budget = BoundMethod(replace(method, tree=BestChain(self.length))), Budget()
         self._bound.bind()
         self._requests = list[_Request]()
         self._logits: torch.Tensor | None = None
@@ -184,22 +177,3 @@ class ForetellProposer:
             request.draft = tuple(token for token, drafted in zip(tokens[1:], valid[1:], strict=True) if drafted)
         ended = perf_counter()
         self._step = _Step(requests, groups, context, tree, ended - begun, ended)
-
-
-def _method(options: dict[str, Any], length: int, vocab: int, tokenizer: str) -> AnyMethod:
-    """The method of these options, in chains."""
-    name, files = options.pop("method", DEFAULT_METHOD), options.pop("references", [])
-    codec = _codec(tokenizer) if files or "datastore" in options else None
-    references = tuple(tuple(codec.encode(Path(file).read_text(), False)) for file in files) if codec else ()
-    if not issubclass(find(name).drafter, Retriever):
-        raise ValueError(
-            f"{name} does not draft by retrieval; foretell-vllm takes ngram, llma, suffix, recycling, "
-            f"{DEFAULT_METHOD}, hybrid and rest"
-        )
-    method = build(name, BuildContext(vocab, None, references=references, codec=codec), options or None)
-    return replace(method, tree=BestChain(length))
-
-
-def _codec(tokenizer: str) -> TextCodec:
-    """The tokenizer of a directory or a model of the hub."""
-    return from_directory(Path(resolve_reference(tokenizer)))
