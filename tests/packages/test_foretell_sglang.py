@@ -32,9 +32,7 @@ class HookType(Enum):
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     registered = dict[str, Any]()
-    modules = {
-        name: ModuleType(name) for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.speculative")
-    }
+    packages = [ModuleType(f"sglang{name}") for name in ("", ".srt", ".srt.plugins", ".srt.speculative")]
     registry = ModuleType("sglang.srt.plugins.hook_registry")
     registry.HookType = HookType  # type: ignore[attr-defined]
     registry.HookRegistry = SimpleNamespace(  # type: ignore[attr-defined]
