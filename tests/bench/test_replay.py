@@ -9,8 +9,14 @@ from bench_helpers import QUESTIONS, bench, draft, model, refused, target
 from foretell.bench.baseline import Baseline
 from foretell.bench.competitor import GenerationSettings, MethodCompetitor, MethodSpec
 from foretell.bench.questions import QuestionSet
-from foretell.bench.recorder import record_questions, recording_settings
-from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings, load_recording
+from foretell.bench.recording import (
+    RecordedAnswer,
+    RecordedQuestion,
+    RecordingSettings,
+    load_recording,
+    record_questions,
+    recording_settings,
+)
 from foretell.bench.replay import ReplayRunner, method_replays, replay_all
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.load import load as load_model

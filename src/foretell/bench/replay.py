@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.api import named_inputs
 from foretell.bench.competitor import MethodSpec
@@ -25,7 +25,7 @@ from foretell.core.tree import TokenTree
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import load
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Layers, Marks, Rows, Runner
 
 
 class ReplayRunner(Runner):
@@ -50,13 +50,7 @@ class ReplayRunner(Runner):
         return self._length
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Recorded log-probabilities after every scored node that agrees with the answer.
 

@@ -9,8 +9,7 @@ from foretell.bench.baseline import Baseline
 from foretell.bench.console import print_replay
 from foretell.bench.output import write_results
 from foretell.bench.questions import BUILT_IN
-from foretell.bench.recorder import record_questions, recording_settings
-from foretell.bench.recording import RecordedQuestion, load_recording
+from foretell.bench.recording import RecordedQuestion, load_recording, record_questions, recording_settings
 from foretell.bench.replay import method_replays, replay_all
 from foretell.bench.results import build_results
 from foretell.cli.bench.inputs import (
