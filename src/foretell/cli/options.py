@@ -234,13 +234,11 @@ def with_settings(defaults: Any, argument: str = "settings", only: Collection[st
         own = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None)
         if own is not None and (not only or name in only):
             spelling, kind = own.name or "--" + name.replace("_", "-"), get_args(hint)[0]
-            annotation = Annotated[
-                # The settings say what is wrong with a name.
-                str if own.metavar and get_origin(kind) is Literal else kind,
-                typer.Option(*spelling.split(), metavar=own.metavar, help=own.help, min=own.least, max=own.most),
-            ]
+            # The settings say what is wrong with a name.
+            kind = str if own.metavar and get_origin(kind) is Literal else kind
+            option = typer.Option(*spelling.split(), metavar=own.metavar, help=own.help, min=own.least, max=own.most)
             place, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(defaults, name)
-            options.append(inspect.Parameter(name, place, default=default, annotation=annotation))
+            options.append(inspect.Parameter(name, place, default=default, annotation=Annotated[kind, option]))
     return _in_place_of(argument, options, lambda _, value: value)
 
 
