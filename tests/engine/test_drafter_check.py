@@ -160,6 +160,17 @@ def test_a_misfit_is_told_within_two_answers_though_drafts_do_not_pay(seconds: f
     assert taken < 1.03 * unchecked_seconds, "a request may lose 3 %"
 
 
+@pytest.mark.parametrize(("right", "fits"), [(10, False), (7, True)], ids=["1 of 10", "1 of 7"])
+def test_passes_over_single_drafts_are_compared_with_what_is_expected_of_them(right: int, fits: bool) -> None:
+    """Of 1.6 drafts per pass, each is right with 0.62; a fifth of that is the least."""
+    check = DrafterCheck("d", list[str]().append, expected=1.6)
+    for i in range(PASSES - 1):
+        check.count(i % right == 0, single=True)
+    assert check.fits and check.undecided is not fits
+    check.count(0, single=True)
+    assert check.fits is fits
+
+
 @pytest.mark.parametrize("seconds", [0.05, 2.0], ids=["pays", "does not pay"])
 def test_a_fitting_drafter_stays_and_its_check_costs_nothing(seconds: float) -> None:
     said = list[str]()

@@ -58,7 +58,7 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
     assert (ours.vocab, ours.hidden, ours.layers, ours.heads, kv_heads, our_dim, ours.context) == (
         theirs.vocab_size, theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads,
         theirs.num_attention_heads if ours.latent else theirs.num_key_value_heads, head_dim,
-        theirs.max_position_embeddings,
+        min(theirs.max_position_embeddings, said.get("index_topk", theirs.max_position_embeddings)),
     )  # fmt: skip
     hybrid = said.get("shared_intermediate_size") if ours.architecture == "granitemoehybrid" else None
     assert (ours.ffn, ours.norm_eps, ours.tied) == (
@@ -112,7 +112,7 @@ MORE_VALUES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}], ids=["plain", "windowed"])
 def test_what_a_file_leaves_out_is_as_transformers_takes_it(kind: str, more: Mapping[str, Any]) -> None:
     raw = {"model_type": kind, **SIZES, **(more if kind.startswith("qwen") else {})}
-    if kind.startswith(("deepseek", "glm4_moe")):
+    if kind.startswith(("deepseek", "glm4_moe", "glm_moe")):
         raw |= {"n_routed_experts": 16, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
     raw |= MORE_VALUES.get(kind, {})
     agree(from_hf(raw), oracle_of(raw))

@@ -478,10 +478,11 @@ class Budget:
             drafted = tree.drafted(row)
             acceptance, new = source.acceptance(load.sampled[i]), step.new_tokens[i]
             acceptance.count_offer(drafted, load.room[i])
-            levels = max(levels, tree.levels(row))
+            deepest = tree.levels(row)
+            levels = max(levels, deepest)
             judged, right = tree.judge(row, new)
             if offer.check is not None and judged:
-                offer.check.count(len(right))
+                offer.check.count(len(right), single=deepest < 2)
             acceptance.count(judged, right, load.room[i])
             predicted = sum(acceptance.chance[rung] for rung in judged)
             load.accounts[i].count(source.name, predicted, len(right))

@@ -40,6 +40,8 @@ class DrafterCheck:
     fits: bool = field(default=True, init=False)
     _passes: int = field(default=0, init=False)
     _accepted: int = field(default=0, init=False)
+    _hoped: float = field(default=0.0, init=False)
+    """Drafts that would have been accepted in these passes by `expected`."""
 
     def stops(self, context: Context, same_seed: bool) -> bool:
         """Whether to draft nothing for these requests. `same_seed`: the text of a seed is the same without drafts."""
@@ -47,8 +49,9 @@ class DrafterCheck:
 
     @property
     def undecided(self) -> bool:
-        """Whether it may be one of which hardly any draft is accepted, and more passes would tell."""
-        return self.fits and self._passes < PASSES and self._accepted < _HARDLY_ANY * max(FIRST_PASSES, self._passes)
+        """Whether fewer drafts were accepted than of one that fits, and more passes would tell."""
+        least = max(_HARDLY_ANY * max(FIRST_PASSES, self._passes), _LEAST_SHARE * self._hoped)
+        return self.fits and self._passes < PASSES and self._accepted < least
 
     def observe(self, step: StepResult) -> None:
         """Count what a pass accepted."""
@@ -57,11 +60,16 @@ class DrafterCheck:
                 if drafted:
                     self.count(len(path) - 1)
 
-    def count(self, accepted: int) -> None:
-        """Count a pass with drafts of one request, of which so many are the target's own tokens."""
+    def count(self, accepted: int, single: bool = False) -> None:
+        """Count a pass with drafts of one request, of which so many are the target's own tokens; `single`: with one
+        level alone, of which fewer are expected: as of drafts with the same chance each, of which `expected` in a row
+        are right.
+        """
         if self._passes >= PASSES or not self.fits:
             return
         self._passes += 1
+        expected = self.expected or 0.0
+        self._hoped += expected / (1 + expected) if single else expected
         self._accepted += accepted
         if self._passes >= FIRST_PASSES:
             self._judge(self._accepted / self._passes)
@@ -74,7 +82,7 @@ class DrafterCheck:
             )
         elif self._passes < PASSES:
             return
-        elif self.expected is not None and drafts < _LEAST_SHARE * self.expected:
+        elif self.expected is not None and self._accepted < _LEAST_SHARE * self._hoped:
             self._refuse(
                 f"{drafts:.2f} drafts are accepted per pass, and {self.expected:.2f} by {self.origin}: it or the "
                 "target has changed, or the texts are of another kind than it was trained on"

@@ -1,6 +1,7 @@
 """Reads the tensors of GGUF files, which `gguf.quants` dequantises."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from typing import Literal
@@ -12,6 +13,9 @@ from jaxtyping import Float, Int, UInt8
 from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo, block_size
 from foretell.model.load.nearest_blocks import nearest_blocks, nearest_of
 from foretell.model.matrices.stored import FLOAT_KINDS, StoredMatrix
+
+_NUMBERS = 1 << 20
+"""Numbers that become other blocks at a time in a thread."""
 
 
 class GGUF(GGUFHeader):
@@ -36,15 +40,27 @@ class GGUF(GGUFHeader):
         e = self._part(name, expert)
         if len(e.shape) != 2:
             return None
-        if nearest_of(e.ggml_type, e.shape[1]) is not None:
-            raw = self._raw(e).reshape(-1, block_size(e.ggml_type)[1])
-            kind, blocks = nearest_blocks(raw, e.ggml_type, e.shape[1], factor)
-            return StoredMatrix(kind, e.shape[1], torch.from_numpy(blocks.reshape(e.shape[0], -1)), self.release_pages)
+        nearest = nearest_of(e.ggml_type, e.shape[1])
+        if nearest is not None:
+            return StoredMatrix(nearest.kind, e.shape[1], self._as_nearest(e, factor), self.release_pages)
         if e.ggml_type not in KIND_OF_TYPE or factor != 1:
             return None
         kind = KIND_OF_TYPE[e.ggml_type]
         data = torch.frombuffer(self._data[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
         return StoredMatrix(kind, e.shape[1], data.view(e.shape[0], -1), self.release_pages)
+
+    def _as_nearest(self, e: TensorInfo, factor: float) -> UInt8[torch.Tensor, "o bytes"]:
+        """The rows of a matrix as the nearest blocks, made of a part of them at a time, in threads."""
+        (rows, inputs), size = e.shape, block_size(e.ggml_type)[1]
+        raw, step = self._raw(e).reshape(rows, -1), max(1, _NUMBERS // inputs)
+
+        def made(first: int) -> np.ndarray:
+            part = raw[first : first + step]
+            blocks: np.ndarray = nearest_blocks(part.reshape(-1, size), e.ggml_type, inputs, factor)
+            return blocks.reshape(len(part), -1)
+
+        with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+            return torch.from_numpy(np.concatenate(list(pool.map(made, range(0, rows, step)))))
 
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, or one expert's part of it, dequantised to float32."""

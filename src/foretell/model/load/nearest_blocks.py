@@ -86,7 +86,7 @@ def nearest_of(ggml_type: int, inputs: int) -> Nearest | None:
 
 def nearest_blocks(
     blocks: UInt8[Array, "b bytes"], ggml_type: int, inputs: int, factor: float = 1.0
-) -> tuple[Kind, UInt8[Array, "b bytes"]]:
+) -> UInt8[Array, "b bytes"]:
     """Blocks of rows of `inputs` numbers, times `factor`, as blocks of the nearest type."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize, quantize
@@ -96,12 +96,12 @@ def nearest_blocks(
     per_block, _ = BLOCKS[nearest.kind]
     numbers = dequantize(blocks, kind) * np.float32(factor)
     if nearest.unit is None:
-        return "Q8_0", quantize(numbers.reshape(-1, 32), GGMLQuantizationType.Q8_0)
+        return quantize(numbers.reshape(-1, 32), GGMLQuantizationType.Q8_0)
     ratio = numbers.shape[1] / per_block
     unit = np.repeat(nearest.unit(blocks) * np.float32(factor), max(1, int(ratio)))[:: max(1, int(1 / ratio))]
     numbers = numbers.reshape(-1, per_block)
     whole = np.rint(np.divide(numbers, unit[:, None], out=np.zeros_like(numbers), where=unit[:, None] != 0))
-    return nearest.kind, _PACKED[nearest.kind](numbers, whole.astype(np.int32), unit)
+    return _PACKED[nearest.kind](numbers, whole.astype(np.int32), unit)
 
 
 def _q4_0(numbers: Float[Array, "b n"], whole: Int[Array, "b n"], unit: Float[Array, " b"]) -> UInt8[Array, "b bytes"]:
