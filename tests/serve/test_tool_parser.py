@@ -23,7 +23,7 @@ CASES: list[tuple[ToolSyntax, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"name": "g", "arguments": {"x": [1', "", [("g", '{"x": [1')]),
     (HERMES, "x <tool_call> y <tool_call>{} z", "x <tool_call> y <tool_call>{} z", []),
     (HERMES, '<tool_call>{"name": 3}', '<tool_call>{"name": 3}', []),
-    (HERMES, '<tool_call>{"name": "g", "argu', "", []),
+    (HERMES, '<tool_call>{"name": "g", "argu', "", [("g", "{}")]),
     (HERMES, f" {F}", "", [F_CALL]),
     (HERMES, '{"name": "Ann", "arguments": {}}', '{"name": "Ann", "arguments": {}}', []),
     (HERMES, '[{"a": 1}] ', '[{"a": 1}] ', []),
