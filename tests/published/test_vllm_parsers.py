@@ -27,7 +27,7 @@ from test_hostile_calls import HARMONY, HARMONY_OURS  # noqa: E402
 from test_reasoning import CASES  # noqa: E402
 from tool_texts import CALLS, FUNCTIONS, WRITERS  # noqa: E402
 
-NOT_IN_VLLM = {"mistral_args": "mistral", "nemotron_json": None, "cohere_action": None}
+NOT_IN_VLLM = {"mistral_args": "mistral", "nemotron_json": None, "cohere_action": None, "functionary": None}
 """Ours."""
 DIFFERENT = {("gemma4", 2), ("phi4_mini_json", 2), ("phi4_mini_json", 4)}
 """Where vLLM errs: numbers inside Gemma's objects become texts; arrays in arguments end the calls of Phi."""

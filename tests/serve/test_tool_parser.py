@@ -6,7 +6,7 @@ import pytest
 
 from foretell.serve.tools.parser import ToolParser
 from foretell.serve.tools.parts import CallPart, TextPart
-from foretell.serve.tools.syntax import HERMES, JSON, LLAMA, MISTRAL, MISTRAL_ARGS, ToolSyntax, syntax_of
+from foretell.serve.tools.syntax import HERMES, JSON, LLAMA, MISTRAL, MISTRAL_ARGS, TOOL_SYNTAXES, ToolSyntax, syntax_of
 
 F = '{"name": "f", "arguments": {"a": "}\\"]", "b": [1, {}]}}'
 F_CALL = ("f", '{"a": "}\\"]", "b": [1, {}]}')
@@ -94,6 +94,9 @@ def test_further_calls_are_left_out() -> None:
         ("{{ tools }}[TOOL_CALLS][ARGS]", MISTRAL_ARGS),
         ("{{ tools }}<|python_tag|>", LLAMA),
         ("{{ tools }}", JSON),
+        ("{{ tools }}List of tools: [", TOOL_SYNTAXES["lfm2"]),
+        ("{{ tools }}<function=f>\n<parameter=a>", TOOL_SYNTAXES["qwen3_coder"]),
+        ('{{ tools }}<function=f>{"a": 1}</function>', TOOL_SYNTAXES["functionary"]),
     ],
 )
 def test_the_syntax_is_found_by_the_template(template: Any, syntax: ToolSyntax) -> None:

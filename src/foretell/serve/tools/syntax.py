@@ -335,15 +335,20 @@ TOOL_SYNTAXES: dict[str, ToolSyntax] = {
     "nemotron_json": ToolSyntax(
         ("<TOOLCALL>",), Written(first="<TOOLCALL>[", between=", ", last="]</TOOLCALL>"), after=("</TOOLCALL>",)
     ),
+    "functionary": ToolSyntax(
+        ("<function=",), Written("<function=", ">", "</function>"), "<function=", rf"{NAME}>\s*(?=\{{)",
+        after=("</function>",),
+    ),
     "json": JSON,
 }  # fmt: skip
-"""By vLLM's names; `mistral_args`, `cohere_action`, `nemotron_json` and `json` are ours."""
+"""By vLLM's names; `mistral_args`, `cohere_action`, `nemotron_json`, `functionary` and `json` are ours."""
 _IN_TEMPLATES = (
     (("<|channel|>", "<|message|>"), "openai"),
     (("<|tool_call>",), "gemma4"),
     (("<start_function_call>",), "functiongemma"),
     (("<|tool_call_start|>",), "lfm2"),
     (("<|tool_list_start|>",), "lfm2"),
+    (("List of tools: [",), "lfm2"),
     ((_DSML, "function_calls"), "deepseek_v32"),
     ((_DSML,), "deepseek_v4"),
     ((_CALL, "```json"), "deepseek_v3"),
@@ -351,7 +356,8 @@ _IN_TEMPLATES = (
     (("<|tool_call_begin|>",), "kimi_k2"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<arg_key>",), "glm45"),
-    (("<function=",), "qwen3_coder"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<function=",), "functionary"),
     (("<|START_ACTION|>",), "cohere_command3"),
     (("Action:", "```json", '"tool_name"'), "cohere_action"),
     (("<TOOLCALL>",), "nemotron_json"),
