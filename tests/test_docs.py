@@ -147,6 +147,8 @@ def _problem(arguments: list[str]) -> str | None:
     ("text", "joined"),
     [
         ("目标\n模型", "目标模型"),
+        ("目标\n[模型](a.md)", "目标[模型](a.md)"),
+        ("目标\n**模型**，\n*目标*", "目标**模型**，*目标*"),
         ("- 目标，\n  `target`", "- 目标，`target`"),
         ("`target`\n（目标）", "`target`（目标）"),
         ("用 vLLM\n的键名", "用 vLLM\n的键名"),
@@ -238,3 +240,12 @@ def test_a_translation_is_old_by_paragraphs_and_not_by_line_breaks(monkeypatch: 
     monkeypatch.setattr(pages, "translations", lambda: record)
     with pytest.raises(mkdocs.PluginError, match=r"README.zh.md: \d+ paragraphs of README.md changed"):
         pages.check_translations()
+
+
+@pytest.mark.parametrize(
+    ("translation", "wrong"), [("| `a` | 一 |\n| `b` | 二 |", []), ("| `a` | 一 |", ["rows of tables"])]
+)
+def test_a_translation_has_the_rows_of_its_tables(translation: str, wrong: list[str]) -> None:
+    pytest.importorskip("mkdocs")
+    different = _tool("site_pages").differences("| `a` | one |\n| `b` | two |", translation)
+    assert [what for what, *_ in different] == wrong

@@ -111,6 +111,7 @@ def test_the_analyzer_needs_no_weights() -> None:
                 "model.load.gguf_header",
                 "core.best_tree",
                 "utils.assignments",
+                "utils.options",
                 "utils.names",
                 "utils.validation",
             }

@@ -11,7 +11,6 @@ import typer
 
 import foretell
 from foretell.speculator.checkpoint import load_own, save
-from foretell.speculator.network.eagle import HEAD_FACTORS
 from foretell.train.loop.model_card import CARD
 
 
@@ -28,8 +27,6 @@ def main(
     weights, other = second.state_dict(), first.state_dict()
     if first.config != second.config or any(not mine.equal(other[n]) for n, mine in weights.items() if n == "token_of"):
         raise SystemExit(f"{later} was not fine-tuned from {earlier}: sizes or draft vocabularies differ")
-    if weights.keys() & set(HEAD_FACTORS):
-        raise SystemExit(f"{later} has a head in two stages: average before `foretell calibrate head`")
     for name, mine in weights.items():
         if mine.is_floating_point():
             mine.lerp_(other[name].to(mine), 1 - share)

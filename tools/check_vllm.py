@@ -1,11 +1,13 @@
-"""Checks that vLLM runs what `foretell export` writes (`make vllm`): every export gives vLLM's own texts, and about as
-many tokens a pass as the same speculator in chains here. Prints the table of docs/formats.md.
+"""Checks that vLLM runs what `foretell export` writes, and the plug-in foretell-vllm (`make vllm`): every export gives
+vLLM's own texts, and about as many tokens a pass as the same speculator in chains here; the plug-in gives at least as
+many as vLLM's own retrieval. Prints the tables of docs/formats.md and docs/howto/scale-out.md.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from foretell.api import Model
+from foretell.bench.questions import BUILT_IN, load_questions
 from foretell.load import load
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.verify.prompts import PROMPTS
@@ -23,6 +26,16 @@ MORE = (
     "Explain in two sentences why the sky is blue.",
 )
 CONTEXT, TOLERANCE = 512, 0.05
+
+
+RETRIEVAL: dict[str, dict[str, Any]] = {
+    "`ngram`": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "`suffix`": {"method": "suffix"},
+    "foretell-vllm": {"method": "custom_class", "model": "foretell_vllm.ForetellProposer"},
+}
+"""vLLM's drafters without a model, and the plug-in."""
+BUSY = 16
+"""Requests at a time of the plug-in's second run."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,43 @@ def main() -> None:
         sys.exit(f"vLLM does not run: see {options.out / 'plain.log'}")
     print("| speculator | format | same texts | tokens a pass, vLLM | here |\n|---|---|---|---|---|", flush=True)
     wrong = [e for e in (*EXPORTS, *own(options.speculator)) if not check(e, options, job, plain, model)]
-    if wrong:
-        sys.exit(f"{len(wrong)} of the exports differ")
+    same = check_retrieval(options, job, model)
+    if wrong or not same:
+        sys.exit(f"{len(wrong)} of the exports differ" if wrong else "the plug-in changes texts or drafts worse")
+
+
+def check_retrieval(options: argparse.Namespace, job: dict[str, Any], model: Model) -> bool:
+    """Whether the plug-in keeps vLLM's texts and accepts at least as many drafts a pass as vLLM's own retrieval; prints
+    a row for each drafter.
+    """
+    questions = sorted(load_questions(BUILT_IN).questions, key=lambda q: q.group)
+    kinds = [q.group for q in questions]
+    job = job | {"prompts": [model.tokens(q.turns[0]) for q in questions], "kinds": kinds, "context": 2 * CONTEXT}
+    busy = job | {"kinds": [""] * len(kinds), "rows": BUSY}
+    runs: dict[str, dict[str, Any] | None] = {"plain": None}
+    runs |= {name: drafts | {"num_speculative_tokens": 8} for name, drafts in RETRIEVAL.items()}
+    print(f"| drafter | same texts | {' | '.join(dict.fromkeys(kinds))} | all | seconds | {BUSY} at a time |")
+    print("|" + "---|" * (5 + len(set(kinds))))
+    rates, plain, same = dict[str, float](), list[list[int]](), True
+    for name, drafts in runs.items():
+        label = name.strip("`")
+        result = answers(options, f"retrieval-{label}", job | {"speculative_config": drafts})
+        loaded = answers(options, f"retrieval-{label}-{BUSY}", busy | {"speculative_config": drafts})
+        if not result or not loaded:
+            print(f"| {name} | does not run: see {options.out}/retrieval-{label}.log |", flush=True)
+            same &= name != "foretell-vllm"
+            continue
+        plain = plain or result["answers"]
+        tokens = Counter[str]()
+        for kind, answer in zip(kinds, result["answers"], strict=True):
+            tokens[kind] += len(answer)
+        per_pass = [f"{n / (n - result['accepted'][kind]):.2f}" for kind, n in tokens.items()]
+        rates[name] = tokens.total() / (tokens.total() - sum(result["accepted"].values()))
+        equal = result["answers"] == plain and loaded["answers"] == plain
+        same &= equal
+        figures = " | ".join([*per_pass, f"{rates[name]:.2f}", f"{result['seconds']:.0f}", f"{loaded['seconds']:.0f}"])
+        print(f"| {name} | {'yes' if equal else 'no'} | {figures} |", flush=True)
+    return same and rates["foretell-vllm"] >= max(rates.values())
 
 
 def target_directory(folder: Path) -> Path:

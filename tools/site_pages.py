@@ -46,7 +46,7 @@ _LANGUAGES = re.compile(r"^\[English\]\(.*\)$\n", re.MULTILINE)
 _MARKUP = re.compile(r"\[/?(?:dim|bold|i)?\]")
 _HAN, _MARK = "\u4e00-\u9fff", "\u3001-\u303f\uff01-\uff5e"
 _CHINESE_BREAK = re.compile(
-    rf"(?<=[{_HAN}])\n *(?=[{_HAN}])|(?<=[{_MARK}])\n *(?=[\w`(\[]|\*\*)(?!\d+\. )|(?<=\S)\n *(?=[{_MARK}])"
+    rf"(?<=[{_HAN}])\n *(?=(?:\[|\*\*)?[{_HAN}])|(?<=[{_MARK}])\n *(?=[\w`(\[]|\*\S)(?!\d+\. )|(?<=\S)\n *(?=[{_MARK}])"
 )
 """A line's end where Chinese has no blank: between two characters, or beside a punctuation mark of full width."""
 
@@ -140,9 +140,9 @@ def record_translations(names: Sequence[str]) -> None:
 
 
 def differences(source: str, translation: str) -> Iterator[tuple[str, Any, Any]]:
-    """How a translation differs in structure: levels of headings, blocks of code, targets of links."""
+    """How a translation differs in structure: levels of headings, blocks of code, links, figures, rows of tables."""
     parts = ("levels of headings", _levels), ("code", _CODE.findall), ("links", _targets), ("figures", _figures)
-    for what, structure in parts:
+    for what, structure in (*parts, ("rows of tables", _rows)):
         expected, found = structure(source), structure(translation)
         if found != expected:
             odd = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
@@ -154,6 +154,12 @@ def differences(source: str, translation: str) -> Iterator[tuple[str, Any, Any]]
 
 def _levels(text: str) -> list[int]:
     return [len(m) for m in _HEADING.findall(_CODE.sub("", text))]
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The code in the first cell of every row of a table, such as the name of an option."""
+    first_cells = re.findall(r"^ *\|([^|]*)\|", _CODE.sub("", text), re.MULTILINE)
+    return [sorted(re.findall(r"`[^`]+`", cell)) for cell in first_cells]
 
 
 def _figures(text: str) -> list[str]:

@@ -9,10 +9,17 @@ from bench_helpers import QUESTIONS, bench, draft, model, refused, target
 from foretell.bench.baseline import Baseline
 from foretell.bench.competitor import GenerationSettings, MethodCompetitor, MethodSpec
 from foretell.bench.questions import QuestionSet
-from foretell.bench.recorder import record_questions, recording_settings
-from foretell.bench.recording import RecordedAnswer, RecordedQuestion, RecordingSettings, load_recording
+from foretell.bench.recording import (
+    RecordedAnswer,
+    RecordedQuestion,
+    RecordingSettings,
+    load_recording,
+    record_questions,
+    recording_settings,
+)
 from foretell.bench.replay import ReplayRunner, method_replays, replay_all
 from foretell.core.tree import root_tree, tree_from_lists
+from foretell.engine.pass_times import PassTimes
 from foretell.load import load as load_model
 from foretell.model.load.reference import resolve_reference
 from foretell.utils.store import RECORDS_FILE, RunStore
@@ -50,6 +57,24 @@ def test_replay_and_real_runs_agree(recorded: Path, method: str) -> None:
                 b.tested_per_position,
                 b.accepted_per_position,
             )
+
+
+@pytest.mark.parametrize(("times", "gains"), [({1: 1.0, 257: 1.001}, True), ({1: 1.0, 257: 257.0}, False)])
+def test_the_budget_chooses_for_a_machine_with_given_pass_times(
+    recorded: Path, times: dict[int, float], gains: bool
+) -> None:
+    settings, questions = load_recording(recorded)
+    replays = method_replays(settings.model_copy(update={"model": str(target())}), ["suffix"], times=PassTimes(times))
+    plain, suffix = replays
+    replay_all(replays, questions, ignore)
+    assert plain.seconds == pytest.approx(plain.tokens * 1.0)
+    gain = (plain.seconds / plain.tokens) / (suffix.seconds / suffix.tokens)
+    assert gain > 1.15 if gains else 0.97 < gain <= 1  # a further token costs a whole pass
+
+
+@pytest.mark.parametrize("given", ["1", "0=2", "1=-1", "a=b"])
+def test_pass_times_that_are_none_are_refused(recorded: Path, given: str) -> None:
+    assert "--pass-times" in refused("replay", recorded, "--pass-times", given)
 
 
 def test_methods_that_learn_from_rejected_nodes_come_close(recorded: Path) -> None:

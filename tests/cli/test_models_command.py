@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 
 from command import expect_error, run_foretell, tiny_target
@@ -111,6 +112,22 @@ def test_sizes_are_those_of_the_gguf_package() -> None:
     record = json.loads(run_foretell("roofline", "analyze", path, "--json").stdout)
     matrices = sum(tensor.n_bytes for tensor in tensors if len(tensor.shape) > 1)
     assert record["memory"]["weights"] == pytest.approx(matrices, rel=2e-3)  # norms are counted with matrices there
+
+
+def test_what_types_become_that_no_kernel_reads_is_said(tmp_path: Path) -> None:
+    """The memory is that of the nearest type: 210 bytes for 256 numbers of Q6_K, 34 for 32 of Q8_0."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for name, kind in (("a", "IQ3_S"), ("b", "IQ2_S")):
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, np.zeros((8, gguf.GGML_QUANT_SIZES[number][1]), np.uint8), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    lines = run_foretell("inspect", tmp_path / "m.gguf").stdout
+    assert "read as Q6_K (the same numbers)" in lines and "read as Q8_0 (a loss of 0.6 %)" in lines
+    kinds = json.loads(run_foretell("inspect", tmp_path / "m.gguf", "--json").stdout)["kinds"]
+    assert {kind["kind"]: kind["memory"] for kind in kinds} == {"IQ3_S": 8 * 210, "IQ2_S": 8 * 8 * 34}
 
 
 def test_a_directory_is_described(tmp_path: Path) -> None:

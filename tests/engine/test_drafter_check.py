@@ -1,5 +1,6 @@
 """A drafter that does not fit its target is told by its first passes and switched off; the answer stays the same."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,19 @@ from typing import Any
 import pytest
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
+from foretell.accept import Match
+from foretell.draft import DraftModel, HybridDrafter, PromptLookup
+from foretell.engine.budget import Budget, BudgetStatistics
 from foretell.engine.drafter_check import FIRST_PASSES, PASSES, DrafterCheck
+from foretell.engine.engine import Engine
+from foretell.engine.method import Method
+from foretell.engine.pass_times import PassTimes
+from foretell.engine.request import Request
+from foretell.model.block.decoder import Decoder
+from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.shape import Chain, Trie
+from foretell.shape.hybrid_tree import HybridTree
+from helpers import naive, random_tokens, target, unchecked
 
 
 def step(accepted: Sequence[int], drafted: int = 4, decodes: bool = True) -> Any:
@@ -96,3 +109,73 @@ def test_the_card_of_a_trained_speculator_counts_first(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("| Tokens per pass | **2.750** on 40 held-out prompts |\n")
     assert _of_card(tmp_path) == 1.75 and _of_card(tmp_path / "none") is None
     assert "needs a draft model" in expect_error("generate", "x", "--model", tiny_target(), "--method", "draft_model")
+
+
+VOCABULARY = 400
+"""So large that guesses are right in fewer than one of twenty cases."""
+
+
+class Timed(DecoderRunner):
+    """Advances the clock by `seconds` for a pass over a token, and by a twentieth of it for each further one."""
+
+    def __init__(self, network: Decoder, clock: list[float], seconds: float) -> None:
+        super().__init__(network)
+        self._clock, self._seconds = clock, seconds
+
+    def forward(self, rows, tree, **more):  # type: ignore[no-untyped-def]
+        output = super().forward(rows, tree, **more)
+        self._clock[0] += self._seconds * (1 + 0.05 * (output.logits.shape[0] - 1))
+        return output
+
+
+def misfit() -> Decoder:
+    """The target's first layer with the outputs of other tokens."""
+    network = copy.deepcopy(target(VOCABULARY).first_layers(1))
+    network.head.weight.data = network.head.weight.data.roll(7, 0)
+    return network
+
+
+def decoded(
+    drafter: Decoder, seconds: float, check: DrafterCheck | None, tokens: int
+) -> tuple[float, BudgetStatistics]:
+    """The simulated seconds of two answers with a draft model of so many seconds a token, and what was drafted."""
+    clock, budget = [0.0], Budget()
+    method = Method(DraftModel(Timed(drafter, clock, seconds)), Chain(4), Match(), check=check)
+    requests = [Request(random_tokens(5, VOCABULARY, seed), max_new_tokens=tokens) for seed in range(2)]
+    runner = Timed(target(VOCABULARY), clock, 1.0)
+    engine = Engine(runner, method, rows=1, clock=lambda: clock[0], budget=budget)
+    with unchecked():
+        answers = engine.complete(requests)
+    assert [list(a.tokens) for a in answers] == [naive(target(VOCABULARY), request) for request in requests]
+    return clock[0], budget.statistics
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.5])
+def test_a_misfit_is_told_within_two_answers_though_drafts_do_not_pay(seconds: float) -> None:
+    said = list[str]()
+    check = DrafterCheck("d", said.append)
+    taken, statistics = decoded(misfit(), seconds, check, 100)
+    assert len(said) == 1 and not check.fits and statistics.undrafted["cost"] > 100
+    unchecked_seconds, _ = decoded(misfit(), seconds, None, 100)
+    assert taken < 1.03 * unchecked_seconds, "a request may lose 3 %"
+
+
+@pytest.mark.parametrize("seconds", [0.05, 2.0], ids=["pays", "does not pay"])
+def test_a_fitting_drafter_stays_and_its_check_costs_nothing(seconds: float) -> None:
+    said = list[str]()
+    fitting, check = target(VOCABULARY).first_layers(1), DrafterCheck("d", said.append)
+    assert decoded(fitting, seconds, check, 100) == decoded(fitting, seconds, None, 100)
+    assert check.fits and not said and not check.undecided
+
+
+def test_a_retriever_goes_on_beside_a_misfit() -> None:
+    said = list[str]()
+    check = DrafterCheck("d", said.append)
+    hybrid = HybridDrafter(PromptLookup(2, 1, 4), DraftModel(DecoderRunner(misfit())))
+    method = Method(hybrid, HybridTree(Trie(8), Chain(3, draw=False)), Match(), check=check)
+    budget = Budget(PassTimes({1: 1.0, 128: 1.1}))
+    request = Request(random_tokens(5, VOCABULARY, 1), max_new_tokens=240)
+    with unchecked():
+        (answer,) = Engine(DecoderRunner(target(VOCABULARY)), method, rows=1, budget=budget).complete([request])
+    assert answer.statistics.target_passes < 180, "of 240 tokens"
+    assert len(said) == 1 and list(answer.tokens) == naive(target(VOCABULARY), request)

@@ -163,7 +163,7 @@ def _deepseek(name: str, tensor: torch.Tensor, config: Any) -> Named:
 
 def _deepseek_meta(config: Any) -> Meta:
     """Of files with keys and values apart."""
-    sigmoid, rope = config.model_type == "deepseek_v3", config.rope_parameters
+    sigmoid, rope = config.model_type != "deepseek_v2", config.rope_parameters
     meta: Meta = {
         "attention.head_count_kv": 1, "attention.kv_lora_rank": config.kv_lora_rank,
         "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
@@ -177,6 +177,11 @@ def _deepseek_meta(config: Any) -> Meta:
     }  # fmt: skip
     if sigmoid:
         meta |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    if config.model_type == "glm_moe_dsa":
+        meta |= {
+            "attention.indexer.head_count": config.index_n_heads, "attention.indexer.top_k": config.index_topk,
+            "attention.indexer.key_length": config.index_head_dim,
+        }  # fmt: skip
     if config.q_lora_rank:
         meta["attention.q_lora_rank"] = config.q_lora_rank
     if rope["rope_type"] == "yarn":
@@ -531,6 +536,9 @@ CASES: Mapping[str, GGUFCase] = {
     "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}, _deepseek, _deepseek_meta),
     "deepseek2 whole": GGUFCase("deepseek2", "DeepseekV3Config", _MLA | {"n_group": 1, "topk_group": 1}, _glm4,
     _whole_latent_meta),
+    "glm-dsa": GGUFCase("glm-dsa", "GlmMoeDsaConfig", {k: v for k, v in _MLA.items() if k != "num_mtp_layers"} | {
+    "index_topk": 32, "index_n_heads": 2, "index_head_dim": 32, "indexer_types": ["full", "shared", "full"]}, _deepseek,
+    _deepseek_meta),
     "phi3": GGUFCase("phi3", "Phi3Config", {"sliding_window": None}),
     "phi3 longrope": GGUFCase("phi3", "Phi3Config", _LONG, _same, _longrope_meta),
     "seed_oss": GGUFCase("seed_oss", "SeedOssConfig", {"head_dim": 16}),

@@ -12,6 +12,7 @@ from gguf_models import CASES, oracle_of, write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from foretell.model.config.model import with_context, with_rope_scaling
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
@@ -89,6 +90,7 @@ def test_a_file_without_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
     last = f"blk.{model.config.num_hidden_layers - 1}."
     optional = ("rope_", "output.weight")
     names = [each for each in file.tensors if each.startswith(last) or not each.startswith(("blk.", *optional))]
+    names = [each for each in names if ".indexer." not in each]
     whole = dict(file.tensors)
     for one in names:
         file.tensors = {each: place for each, place in whole.items() if each != one}
@@ -114,7 +116,7 @@ def test_a_directory_with_other_tensors_is_refused_or_read(name: str, tmp_path: 
         save_file(dict(change), path, {"format": "pt"})
 
     last = f"layers.{model.config.num_hidden_layers - 1}."
-    for one in [each for each in tensors if last in each or ".layers." not in each]:
+    for one in [each for each in tensors if (last in each and ".indexer." not in each) or ".layers." not in each]:
         changed({each: tensor for each, tensor in tensors.items() if each != one})
         with pytest.raises(ValueError, match=r"is it complete\?"):
             build_directory(tmp_path)
@@ -133,3 +135,17 @@ def test_a_directory_with_other_tensors_is_refused_or_read(name: str, tmp_path: 
         changed({**tensors, "lm_head.weight": table.flip(0).contiguous()})
         untied = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
         check(build_directory(tmp_path), untied, 1e-5)
+
+
+def test_a_model_that_chooses_tokens_is_read_for_texts_in_which_it_attends_to_all(tmp_path: Path) -> None:
+    model = oracle_of(CASES["glm-dsa"])
+    with torch.no_grad():
+        write_model(tmp_path / "m.gguf", CASES["glm-dsa"], model)
+    model.save_pretrained(tmp_path)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for config in (gguf_config(GGUF(tmp_path / "m.gguf")), from_hf(json.loads((tmp_path / "config.json").read_text()))):
+        assert config.context == 32 and with_context(config, 20).context == 20
+        with pytest.raises(ValueError, match="glm_moe_dsa is read for texts of up to 32 tokens"):
+            with_context(config, 33)
+        with pytest.raises(ValueError, match="glm_moe_dsa is read for texts of up to 32 tokens"):
+            with_rope_scaling(config, yarn)

@@ -1,11 +1,13 @@
 """Layers of multi-token prediction in GGUF files score as those of transformers."""
 
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader, GGUFWriter
 from gguf_models import CASES, oracle_of, write_model
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
@@ -19,11 +21,15 @@ from foretell.draft import MTPDrafter
 from foretell.model.kernels import available
 from foretell.model.load.build import build_decoder
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_header import gguf_config
+from foretell.model.load.gguf_header import GGUFHeader, check_model, gguf_config
 from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.mtp import load_mtp
 from foretell.model.load.native import load_native
 from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.mtp import MTPLayer
+from foretell.model.run.network import Network
+from foretell.speculator import is_speculator
+from foretell.speculator.formats.gguf import open_gguf
 from helpers import chain_tree, context_of, random_tokens
 
 TEXT = random_tokens(20, 61, seed=3)
@@ -73,17 +79,75 @@ def test_a_layer_of_a_file_scores_as_that_of_transformers(name: str, kernels: bo
     weights = GGUFWeights(file, config)
     cpu = torch.device("cpu")
     network = load_native(config, weights, "float32") if kernels else build_decoder(config, weights, torch.float32, cpu)
-    layer, tree = load_mtp(config, weights, network), chain_tree(TEXT[:-1])
+    torch.testing.assert_close(
+        scores(network, load_mtp(config, weights, network)), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max())
+    )
+
+
+def scores(network: Network, layer: MTPLayer) -> torch.Tensor:
+    """The scores of a layer after the text."""
+    tree = chain_tree(TEXT[:-1])
     drafter, output = MTPDrafter(layer), DecoderRunner(network).forward([0], tree, hidden_layers=layer.hidden_layers)
     drafter.observe(StepResult(context_of(TEXT), tree, output, (tuple(range(tree.nodes)),), ((TEXT[-1],),), (0,)))
     logits, at = drafter.expand(chain_tree([TEXT[-1]]), np.array([[0]]), context_of(TEXT))
-    torch.testing.assert_close(logits[at[0, -1]], wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    last: torch.Tensor = logits[at[0, -1]]
+    return last
 
 
-def test_a_file_with_the_layer_alone_is_refused_by_name(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", "glm4moe")
-    file = GGUF(tmp_path / "m.gguf")
-    config = gguf_config(file)
-    file.tensors = {name: e for name, e in file.tensors.items() if not name.startswith(("blk.0", "blk.1", "blk.2"))}
-    with pytest.raises(ValueError, match="a layer of multi-token prediction alone, which is not read apart"):
-        GGUFWeights(file, config)
+def split(path: Path, name: str) -> tuple[Path, torch.Tensor]:
+    """Write a model and its layer as llama.cpp's converter does with --no-mtp and --mtp; the scores of the layer."""
+    path.mkdir(exist_ok=True)
+    wanted, layers = write(path / "both", name), oracle_of(CASES[name]).config.num_hidden_layers
+    reader = GGUFReader(path / "both")
+    for file, own in (("m.gguf", False), ("mtp-m.gguf", True)):
+        writer = GGUFWriter(path / file, reader.fields["general.architecture"].contents())
+        for key, field in reader.fields.items():
+            if not key.startswith(("GGUF.", "general.architecture")):
+                writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+        for tensor in reader.tensors:
+            if not tensor.name.startswith("blk.") or tensor.name.startswith(f"blk.{layers}.") is own:
+                writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return path / "m.gguf", wanted
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_layer_of_a_file_beside_the_model_scores_the_same(named: bool, tmp_path: Path) -> None:
+    model, wanted = split(tmp_path, "glm4moe")
+    file = tmp_path / "mtp-m.gguf"
+    if named:
+        file = file.rename(tmp_path / "other.gguf")
+    assert is_speculator(file) and not is_speculator(model)
+    config = gguf_config(GGUF(model))
+    weights = GGUFWeights(GGUF(model), config)
+    network = build_decoder(config, weights, torch.float32, torch.device("cpu"))
+    own = scores(network, load_mtp(config, weights, network, file if named else None))
+    torch.testing.assert_close(own, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_files_with_the_layer_alone_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    model, _ = split(tmp_path, "glm4moe")
+    split(tmp_path / "other", "deepseek2 V3")
+    config = gguf_config(GGUF(model))
+    weights = GGUFWeights(GGUF(model), config)
+    network = build_decoder(config, weights, torch.float32, torch.device("cpu"))
+    alone = tmp_path / "mtp-m.gguf"
+    for call, words in (
+        (lambda: GGUFWeights(GGUF(alone), config), "alone; name the model's file with --model"),
+        (lambda: check_model(GGUFHeader(alone)), "alone; name the model's file with --model"),
+        (lambda: open_gguf(alone), "with which --method mtp drafts alone"),
+        (lambda: load_mtp(config, weights, network, model), "this file is of another kind"),
+        (lambda: load_mtp(config, weights, network, tmp_path / "other/mtp-m.gguf"), "of another model: the arch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    copy(alone, tmp_path / "mtp-n.gguf")
+    with pytest.raises(ValueError, match="2 files with a layer of multi-token prediction beside it"):
+        load_mtp(config, weights, network)
+    for file in tmp_path.glob("mtp-*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="without its multi-token prediction layer"):
+        load_mtp(config, weights, network)

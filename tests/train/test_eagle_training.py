@@ -22,10 +22,17 @@ from foretell.speculator.network.eagle import Eagle1, Eagle3
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.testing import TINY, tiny_decoder
 from foretell.train.data.batch import Batch
-from foretell.train.objective.regression import add_uniform_noise, feature_loss
 from foretell.train.objective.unrolled import mean_loss, target_labels, top1_agreement, unrolled_loss
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.eagle import Eagle1Recipe, Eagle3Recipe, EagleRecipe, fused_layers, sample_positions
+from foretell.train.recipe.eagle import (
+    Eagle1Recipe,
+    Eagle3Recipe,
+    EagleRecipe,
+    add_uniform_noise,
+    feature_loss,
+    fused_layers,
+    sample_positions,
+)
 from foretell.train.recipe.init_from_target import init_from_target
 from helpers import chain_tree, random_tokens, run, statistics_of, tokens_of, unchecked
 

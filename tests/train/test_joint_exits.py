@@ -1,14 +1,12 @@
 """Exits that are trained together on a network that they share."""
 
 import pytest
-import torch
 from test_exits import exits_for, states
 from training_helpers import shared
 
 from command import expect_error, run_foretell, tiny_target
 from foretell.train.exits.fit import evaluate, fit_linear, target_tokens
 from foretell.train.exits.joint import JointSettings, parse_weights, train_jointly
-from foretell.train.exits.states import LayerStates
 
 
 def test_weights_are_named_or_given_and_may_rise() -> None:
@@ -21,38 +19,25 @@ def test_weights_are_named_or_given_and_may_rise() -> None:
     assert rising.at(0, 8) == (0.125, 0.5) and rising.at(3, 8) == (0.5, 0.5) == rising.at(7, 8)
 
 
-def test_joint_training_lowers_the_loss_and_measures_the_agreement_of_gradients() -> None:
+def test_joint_training_lowers_the_loss() -> None:
     exits, found = exits_for(inner=8, shared_inner=True), states(noise=0.4)
     assert len(exits.up) == len(exits.down) == 1 and len(exits.maps) == 2
     fit_linear(exits, found)
     own = target_tokens(exits.lm_head, found)
     before, losses = evaluate(exits, found, own), list[float]()
     weights = JointSettings((0.5, 0.5))
-    cosines = train_jointly(exits, found, 60, 3e-3, 0, weights, lambda step, loss: losses.append(loss))
+    train_jointly(exits, found, 60, 3e-3, 0, weights, lambda step, loss: losses.append(loss))
     after = evaluate(exits, found, own)
     assert sum(losses[50:]) < sum(losses[:10]) and after[0].agreement[0] > before[0].agreement[0]
-    torch.testing.assert_close(cosines, cosines.T)
-    torch.testing.assert_close(cosines.diagonal(), torch.ones(2), atol=1e-4, rtol=1e-4)
-    assert cosines[0, 1].abs() < 1 and not any(p.requires_grad for p in exits.parameters())
+    assert not any(p.requires_grad for p in exits.parameters())
 
 
-def test_the_gradients_of_equal_exits_agree_and_those_of_opposed_ones_do_not() -> None:
-    found = states()
-    torch.manual_seed(5)
-    twice = LayerStates((found.layers[0], found.layers[0]), found.final, found.lengths)
-    exits = exits_for(inner=8, shared_inner=True)
-    fit_linear(exits, twice)
-    for steps in (1, 6, 7):
-        same = train_jointly(exits, twice, steps, 1e-4, 0, JointSettings((0.5, 0.5)))
-        assert 0.99 < same[0, 1] < 1.001
-
-
-def test_the_command_prints_the_cosines(tmp_path: object) -> None:
+def test_the_command_trains_exits_together(tmp_path: object) -> None:
     out = f"{tmp_path}/exits"
     options = "--layers", "1", "--steps", "2", "--inner", "4", "--joint", "--draft-vocab", "64"
     fitted = run_foretell("train", "exits", tiny_target(), "--out", out, "--data", shared(), *options)
     assert fitted.exit_code == 0, (fitted.output, fitted.exception)
-    assert "| cosine of gradients | exit 1 |" in fitted.stdout and "| exit 1 | 1.00 |" in fitted.stdout
+    assert "| layers | same token |" in fitted.stdout
     text = expect_error("train", "exits", tiny_target(), "--out", out, "--data", shared(), "--joint")
     assert "--joint trains a feed-forward network that all exits share; give its width with --inner" in text
     text = expect_error(

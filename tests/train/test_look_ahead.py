@@ -21,9 +21,8 @@ from foretell.shape import RootOnly
 from foretell.speculator.network.base import TargetInfo
 from foretell.testing import TINY, RandomWeights
 from foretell.train.data.batch import Batch
-from foretell.train.objective.look_ahead import look_ahead_labels, sample_cut_points
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.look_ahead import LookAheadRecipe
+from foretell.train.recipe.look_ahead import LookAheadRecipe, look_ahead_labels, sample_cut_points
 from helpers import random_tokens, run, tokens_of, unchecked
 
 CONFIG = replace(TINY, vocab=64, hidden=64, head_dim=16, ffn=128)

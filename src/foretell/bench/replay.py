@@ -3,8 +3,8 @@
 Exact for greedy decoding with methods that learn from decided tokens only. Not supported: hidden states, drafters that
 run parts of the target, lossy methods. Drafters that learn from the target's logits at rejected or probed nodes (token
 recycling, lookahead, Jacobi) see fewer of them than in a real run, because a recording holds the logits of the answer
-only. Methods that learn from measured times (hybrid) decide otherwise than on a real target. Times of a replay are
-meaningless.
+only. With the times of passes, the draft budget chooses as on a machine that has them and drafts in no time; without,
+it chooses by the times of the replay, which are meaningless.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from foretell.api import named_inputs
 from foretell.bench.competitor import MethodSpec
@@ -22,10 +22,28 @@ from foretell.bench.tracing import TracingRunner
 from foretell.catalogue import BuildContext, build
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
+from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
+from foretell.engine.pass_times import PassTimes, load_key
 from foretell.engine.request import Request
 from foretell.load import load
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Layers, Marks, Rows, Runner
+
+
+class MachineClock:
+    """The time of a machine on which passes take these times, and everything else none."""
+
+    def __init__(self, times: PassTimes) -> None:
+        self.times, self.now = times, 0.0
+
+    def __call__(self) -> float:
+        """Seconds since the begin."""
+        return self.now
+
+    def read(self, tokens: int) -> None:
+        """A pass over so many tokens."""
+        table = self.times.seconds(load_key(1, 0), 1)
+        self.now += table[min(tokens, len(table)) - 1]
 
 
 class ReplayRunner(Runner):
@@ -35,8 +53,8 @@ class ReplayRunner(Runner):
     The other nodes get no logits: greedy decoding never accepts them.
     """
 
-    def __init__(self, vocab: int, context: int) -> None:
-        self.vocab, self.context = vocab, context
+    def __init__(self, vocab: int, context: int, clock: MachineClock | None = None) -> None:
+        self.vocab, self.context, self._clock = vocab, context, clock
         self._length = 0
 
     def set_answer(self, answer: RecordedAnswer) -> None:
@@ -50,13 +68,7 @@ class ReplayRunner(Runner):
         return self._length
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Recorded log-probabilities after every scored node that agrees with the answer.
 
@@ -70,6 +82,8 @@ class ReplayRunner(Runner):
             )
         if len(rows) != 1:
             raise ValueError(f"a recorded answer is replayed for one row at a time, found {len(rows)} rows")
+        if self._clock is not None:
+            self._clock.read(tree.active_count)
         wanted = tree.active if scored is None else tree.active & scored
         positions = self._length + tree.depth[0]
         agrees = np.zeros(tree.nodes, bool)
@@ -104,13 +118,23 @@ class ReplayRunner(Runner):
 
 
 class MethodReplay:
-    """Replays recordings with one method, built afresh for every question from what `context` returns."""
+    """Replays recordings with one method, built afresh for every question from what `context` returns. `times`: of the
+    passes of the machine for which the budget chooses drafts.
+    """
 
-    def __init__(self, settings: RecordingSettings, spec: MethodSpec, context: Callable[[], BuildContext]) -> None:
-        self.settings, self.spec, self._context = settings, spec, context
+    def __init__(
+        self,
+        settings: RecordingSettings,
+        spec: MethodSpec,
+        context: Callable[[], BuildContext],
+        times: PassTimes | None = None,
+    ) -> None:
+        self.settings, self.spec, self._context, self._times = settings, spec, context, times
+        self.seconds, self.tokens = 0.0, 0
+        """On that machine: of decoding so many tokens."""
         self.name = f"{spec.label}/{settings.dtype}"
         try:
-            method = self._build_engine(ReplayRunner(settings.vocab, settings.context)).method
+            method = self._build_engine(None)[0].method
         except ValueError as error:
             raise ValueError(f"{spec.label} cannot be replayed: {error}") from error
         self.inputs = method.inputs
@@ -120,8 +144,12 @@ class MethodReplay:
                 "choose were not recorded; measure it with `foretell bench run`"
             )
 
-    def _build_engine(self, runner: Runner) -> Engine:
-        return Engine(TracingRunner(runner), build(self.spec.method, self._context(), self.spec.config), rows=1)
+    def _build_engine(self, clock: MachineClock | None) -> tuple[Engine, ReplayRunner, TracingRunner]:
+        runner = ReplayRunner(self.settings.vocab, self.settings.context, clock)
+        tracing, method = TracingRunner(runner), build(self.spec.method, self._context(), self.spec.config)
+        if clock is None:
+            return Engine(tracing, method, rows=1), runner, tracing
+        return Engine(tracing, method, rows=1, clock=clock, budget=Budget(clock.times)), runner, tracing
 
     def replay(self, recorded: RecordedQuestion) -> QuestionResult:
         """Replay one question.
@@ -130,10 +158,8 @@ class MethodReplay:
             ValueError: the method needs what a recording does not hold, or its answer differs from the recorded one,
                 which is a bug of a lossless method.
         """
-        replay_runner = ReplayRunner(self.settings.vocab, self.settings.context)
-        engine = self._build_engine(replay_runner)
-        tracing = engine.runner
-        assert isinstance(tracing, TracingRunner)
+        clock = None if self._times is None else MachineClock(self._times)
+        engine, replay_runner, tracing = self._build_engine(clock)
         answers = []
         for answer in recorded.answers:
             replay_runner.set_answer(answer)
@@ -146,6 +172,8 @@ class MethodReplay:
                     "bug, please report it"
                 )
             statistics = completion.statistics
+            self.seconds += statistics.decode_seconds
+            self.tokens += statistics.decode_tokens
             tested, accepted = tracing.count_acceptance()
             answers.append(
                 Answer(
@@ -166,9 +194,13 @@ class MethodReplay:
 
 
 def method_replays(
-    settings: RecordingSettings, methods: Sequence[str], draft_model: str | None = None, references: Sequence[Path] = ()
+    settings: RecordingSettings,
+    methods: Sequence[str],
+    draft_model: str | None = None,
+    references: Sequence[Path] = (),
+    times: PassTimes | None = None,
 ) -> list[MethodReplay]:
-    """Plain decoding and these methods; models are loaded only where drafting needs them.
+    """Plain decoding and these methods; models are loaded only where drafting needs them. `times`: see `MethodReplay`.
 
     Raises:
         ValueError: an unknown or lossy method, one that needs what is not there, or none uses the draft model or the
@@ -194,7 +226,7 @@ def method_replays(
             draft_codecs=tuple(d.codec for d in drafts),
         )
 
-    replays = [MethodReplay(settings, spec, context) for spec in specs]
+    replays = [MethodReplay(settings, spec, context, times) for spec in specs]
     named_inputs(drafts, list(map(str, references))).require_used({r.spec.label: r.inputs for r in replays})
     return replays
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from foretell.bench.machine import synchronize
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree, root_tree
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Layers, Marks, Rows, Runner
 
 _PREFILL_CHUNK = 512
 """Tokens read by one pass."""
@@ -47,13 +47,7 @@ class TracingRunner(Runner):
         return self.inner.length(row)
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Read nodes of a tree; see `Runner.forward`. Returns when a GPU has finished."""
         self._tree, self._rows = tree, list(rows)

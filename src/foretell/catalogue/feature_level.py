@@ -83,7 +83,8 @@ def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     network = require_network(context, "drafts with the checkpoint's multi-token prediction layer")
     if context.checkpoint is None:
         raise ValueError("mtp drafts with a layer of the target's checkpoint, which cannot be read again here")
-    return feature_method(MTPDrafter(context.checkpoint.mtp_layer(network), window=options.prompt_window), options)
+    layer = context.checkpoint.mtp_layer(network, context.speculator)
+    return feature_method(MTPDrafter(layer, window=options.prompt_window), options)
 
 
 def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:
@@ -280,6 +281,7 @@ ENTRIES = (
         shape=DynamicTree,
         acceptor=Match,
         builder=mtp,
+        reads=("speculators",),
         options=EagleTreeOptions,
         needs="a checkpoint with such a layer",
         aliases=("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),

@@ -145,7 +145,7 @@ def check_draft_vocabs(context: BuildContext) -> tuple[Runner, ...]:
 
 def names_only_draft_models(context: BuildContext) -> bool:
     """Whether all speculators that were named are trained draft models."""
-    return all(read_config(folder).get("kind") == DRAFT_MODEL for folder in context.speculators)
+    return all(path.is_dir() and read_config(path).get("kind") == DRAFT_MODEL for path in context.speculators)
 
 
 def _draft_network(context: BuildContext, speculator: Speculator) -> DraftNetwork:

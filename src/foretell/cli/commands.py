@@ -55,11 +55,7 @@ COMMANDS: Sequence[Command] = (
     Command("train", "foretell.cli.train", "Train a speculator on a model's own answers."),
     Command("export", "foretell.cli.export", "Write a trained speculator in the format of another engine."),
     Command("datastore", "foretell.cli.datastore", "Index a corpus for retrieval (REST)."),
-    Command(
-        "calibrate",
-        "foretell.cli.calibrate",
-        "Choose thresholds, placements, draft heads and temperatures from data.",
-    ),
+    Command("calibrate", "foretell.cli.calibrate", "Choose thresholds, placements and temperatures from data."),
     Command("cache", "foretell.cli.cache", "List or clear the packed weights that are kept for the next start."),
     Command("help", "foretell.cli.help", "Explain what commands share: dtype, methods, sampling."),
     Command("env", "foretell.cli.env", "Print processor, kernels, versions and paths: what a bug report needs."),

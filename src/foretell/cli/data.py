@@ -5,12 +5,13 @@ import time
 from collections.abc import Iterator, Sequence
 from hashlib import file_digest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from foretell.api import Model
 from foretell.cli.given import refuse_unused
 from foretell.cli.options import Device, Dtype
 from foretell.cli.options import Model as ModelReference
@@ -107,6 +108,20 @@ def generate(
     made = Dataset.open(out)
     (out / "README.md").write_text(_card(made, sys.argv[1:]))
     typer.echo(_summary(made))
+
+
+def open_or_generate(folder: Path | None, own: Path, target: Model, **settings: Any) -> Dataset:
+    """The data set in a folder; None: one of the target's own answers in the folder `own`, which is written, or
+    continued. `settings`: further arguments of `generate`.
+
+    Raises:
+        ValueError: it is no data set, or one of another model.
+    """
+    if folder is None:
+        generate(out=own, own=True, **settings)
+    dataset = Dataset.open(folder or own)
+    check_data(dataset, target)
+    return dataset
 
 
 @app.command()

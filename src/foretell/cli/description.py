@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from foretell.model.config.model import ModelConfig
-from foretell.model.load.gguf_header import GGUFHeader, gguf_config, kind_name, unread_tensors
+from foretell.model.load.gguf_header import GGUFHeader, check_model, gguf_config, kind_name, unread_tensors
+from foretell.model.load.nearest_blocks import nearest_of
 from foretell.tokenizer.gguf import check_tokenizer
 
 _NUMBER = re.compile(r"\d+")
@@ -31,6 +32,10 @@ class TensorKind:
     numbers: int
     """Numbers that they hold; of packed words, the words."""
     bytes: int
+    read_as: str = ""
+    """What they become that no kernel reads, and what is lost by that."""
+    memory: int = 0
+    """Bytes that they become; 0: `bytes`."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ def _of_gguf(path: Path) -> Description:
     config, refusal, unread = None, "", list[str]()
     try:
         config = gguf_config(file)
+        check_model(file)
         check_tokenizer(meta)
         unread = unread_tensors(file, config)
         refusal = f"the decoder of {config.architecture} does not read the tensor {unread[0]}" if unread else ""
@@ -97,11 +103,18 @@ def _of_gguf(path: Path) -> Description:
     tokenizer = [f"{key} {meta[name]}" for key in ("model", "pre") if (name := f"tokenizer.ggml.{key}") in meta]
     templates = [key.removeprefix(f"{_TEMPLATE}.") for key in sorted(meta) if key.startswith(f"{_TEMPLATE}.")]
     kinds = [(kind_name(e.ggml_type), prod(e.shape), file.byte_count(e)) for e in tensors]
+    nearest = {kind_name(e.ggml_type): near for e in tensors if (near := nearest_of(e.ggml_type, e.shape[-1]))}
+    together = (
+        replace(each, read_as=near.words, memory=near.memory(each.numbers))
+        if (near := nearest.get(each.kind))
+        else each
+        for each in _by_kind(kinds)
+    )
     return Description(
         path,
         str(meta.get("general.architecture")),
         sum(size for *_, size in kinds),
-        _by_kind(kinds),
+        tuple(together),
         sum(numbers for _, numbers, _ in kinds),
         str(meta.get("general.name") or meta.get("general.basename") or ""),
         config,

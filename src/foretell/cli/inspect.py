@@ -44,10 +44,12 @@ def inspect(
     bits = f", {said.bits:.2f} bits each" if said.bits else ""
     lines["weights"] = f"{size}{said.bytes / 1e9:.2f} GB{bits}"
     for kind in said.kinds:
-        lines[f"  {kind.kind}"] = f"{kind.tensors:,} tensors, {kind.bytes / 1e9:.2f} GB"
+        lines[f"  {kind.kind}"] = f"{kind.tensors:,} tensors, {kind.bytes / 1e9:.2f} GB" + (
+            f", read as {kind.read_as}" if kind.read_as else ""
+        )
     there = "" if free is None else f"; {free / 1e9:.1f} GB are available"
     cache = f" and {1000 * said.cache_bytes / 1e6:.1f} MB per 1,000 tokens" if c is not None else ""
-    lines["memory"] = f"{said.bytes / 1e9:.2f} GB{cache}{there}"
+    lines["memory"] = f"{sum(kind.memory or kind.bytes for kind in said.kinds) / 1e9:.2f} GB{cache}{there}"
     lines["not read"] = ", ".join(said.unread) or "nothing is left out"
     for name, text in lines.items():
         typer.echo(f"{name + ':':14}{text}")

@@ -25,7 +25,7 @@ _CHINESE = {
     "Generate training data: the model answers its own prompts, or given ones.": "由模型的回答生成训练数据。",
     "Write a trained speculator in the format of another engine.": "把训练好的投机网络写成其他引擎的格式。",
     "Index a corpus for retrieval (REST).": "为检索（REST）建立语料索引。",
-    "Choose thresholds, placements, draft heads and temperatures from data.": "由数据选定阈值、放置、草稿头和温度。",
+    "Choose thresholds, placements and temperatures from data.": "由数据选定阈值、放置和温度。",
     "List or clear the packed weights that are kept for the next start.": "列出或清除为下次启动保留的打包权重。",
     "Explain what commands share: dtype, methods, sampling.": "解释各命令共有的内容：dtype、methods、sampling。",
     "Print processor, kernels, versions and paths: what a bug report needs.": "显示报告错误所需的环境信息。",

@@ -1,15 +1,16 @@
 """Command-line options that several commands share."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
 from foretell.core.parameters import PARAMETERS, Parameter
+from foretell.utils.options import Option
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -18,6 +19,9 @@ REFERENCE = (
     "(org/name:Q4_K_M), or ollama:NAME."
 )
 Model = Annotated[str, typer.Option(metavar="REF", help=REFERENCE)]
+SourceModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
+]
 Method = Annotated[
     str | None, typer.Option(metavar="NAME", help="Decoding method; see `foretell methods`. Default: auto.")
 ]
@@ -182,6 +186,9 @@ NO_PARAMETERS: Parameters = {}
 Target = Mapping[str, Any]
 """Fields of `foretell.load.TargetOptions`; see `with_target`."""
 NO_TARGET: Target = {}
+Settings = Mapping[str, Any]
+"""Fields of settings by their names; see `with_settings`."""
+NO_SETTINGS: Settings = {}
 
 
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -216,6 +223,23 @@ def with_target(lossy: bool = False) -> _Decorator:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     options = [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in chosen.items()]
     return _in_place_of("target", options, lambda name, value: tuple(value or ()) if name == "lora" else value)
+
+
+def with_settings(defaults: Any, argument: str = "settings", only: Collection[str] = ()) -> _Decorator:
+    """Give a command the options of the fields of `defaults` that are annotated with `Option`, in the place of an
+    argument, which gets their values by the names of the fields. `only`: of these fields, where it is not empty.
+    """
+    options = []
+    for name, hint in get_type_hints(type(defaults), include_extras=True).items():
+        own = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Option)), None)
+        if own is not None and (not only or name in only):
+            spelling, kind = own.name or "--" + name.replace("_", "-"), get_args(hint)[0]
+            # The settings say what is wrong with a name.
+            kind = str if own.metavar and get_origin(kind) is Literal else kind
+            option = typer.Option(*spelling.split(), metavar=own.metavar, help=own.help, min=own.least, max=own.most)
+            place, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, getattr(defaults, name)
+            options.append(inspect.Parameter(name, place, default=default, annotation=Annotated[kind, option]))
+    return _in_place_of(argument, options, lambda _, value: value)
 
 
 def _in_place_of(

@@ -7,27 +7,27 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.cli.roofline_measured import read_measured
 from foretell.cli.roofline_options import (
     AsCsv,
     AsJson,
-    DeviceFile,
     DraftVocab,
-    RuntimeName,
     check_output_options,
     exit_with_error,
     print_records,
 )
-from foretell.roofline import cli_inputs, records
+from foretell.roofline import records
 from foretell.roofline.analysis import AnalyzedModel
+from foretell.roofline.cli_inputs import GivenDevice
 from foretell.roofline.fit_runtime import refit
 from foretell.roofline.hardware import CALIBRATED, known_hardware
 from foretell.roofline.measured import compare_measured, measured_workload
 from foretell.roofline.model_configs import find_model
 from foretell.roofline.published import compare_published, group_errors
 from foretell.roofline.published_loads import compare_loads, load_settings
-from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime
+from foretell.roofline.runtime import find_runtime
 from foretell.utils.paths import require_file_place
 
 
@@ -71,13 +71,13 @@ def published_command(
         )
 
 
+@options.with_settings(GivenDevice(), "device", ("hardware_file", "runtime"))
 def compare_command(
     results: Annotated[Path, typer.Argument(help="Results of `foretell bench run`, or their folder.")],
     hardware: Annotated[
         str, typer.Option("--hardware", "-H", help="The machine of the run; `foretell roofline calibrate` adds it.")
     ] = CALIBRATED,
-    hardware_file: DeviceFile = None,
-    runtime: RuntimeName = DEFAULT_RUNTIME,
+    device: options.Settings = options.NO_SETTINGS,
     model: Annotated[str | None, typer.Option(help="Target, in place of the run's: as for plan.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
     draft_vocab: DraftVocab = None,
@@ -88,14 +88,15 @@ def compare_command(
     """Compare the speed-ups of a benchmark with those predicted from its tokens per pass."""
     check_output_options(as_json, as_csv)
     run, methods = read_measured(results)
-    if hardware == CALIBRATED and hardware not in known_hardware(hardware_file):
+    given = GivenDevice(**device)
+    if hardware == CALIBRATED and hardware not in known_hardware(given.hardware_file):
         raise ValueError("this machine is not calibrated: run `foretell roofline calibrate` first, or name a device")
-    device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
+    on = given.named(hardware)
     target, draft_model = (AnalyzedModel(*find_model(m)) if m else None for m in (model or run.settings.model, draft))
     assert target is not None
     workloads = [measured_workload(m, context) for m in methods]
-    rows, left_out = compare_measured(methods, target, device, workloads, draft_model, draft_vocab)
-    title = f"{target.name} on {device.title}: measured and predicted speed-up"
+    rows, left_out = compare_measured(methods, target, on, workloads, draft_model, draft_vocab)
+    title = f"{target.name} on {on.title}: measured and predicted speed-up"
     print_records([records.measured_record(row) for row in rows], as_json, as_csv, title)
     for name, reason in left_out.items():
         typer.echo(f"left out: {name}: {reason}", err=True)

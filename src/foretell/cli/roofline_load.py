@@ -9,16 +9,13 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.cli.roofline_options import (
     AsCsv,
     AsJson,
-    Bits,
     Device,
-    DeviceFile,
-    Devices,
     ModelName,
-    RuntimeName,
     check_output_options,
     print_records,
 )
@@ -33,9 +30,9 @@ from foretell.roofline.arrivals import (
     read_trace,
     simulate,
 )
+from foretell.roofline.cli_inputs import GivenDevice, GivenWorkload
 from foretell.roofline.method_profiles import find_method
-from foretell.roofline.model_configs import find_model
-from foretell.roofline.runtime import DEFAULT_RUNTIME
+from foretell.roofline.model_configs import find_model, own_formats
 
 
 class SimulationProgress:
@@ -79,16 +76,14 @@ TELL_AFTER, LONG = 3.0, 60.0
 """Seconds after which the rest of a simulation is estimated, and from which it is called long."""
 
 
+@options.with_settings(GivenDevice(), "device", ("hardware_file", "runtime"))
+@options.with_settings(GivenWorkload(), "sizes", ("weights", "activations", "kv", "devices"))
 def load_command(
     ctx: typer.Context,
     model: ModelName,
     hardware: Device = "h100-sxm",
-    hardware_file: DeviceFile = None,
-    runtime: RuntimeName = DEFAULT_RUNTIME,
-    weights: Bits = "16",
-    activations: Bits = "16",
-    kv: Bits = "16",
-    devices: Devices = 1,
+    device: options.Settings = options.NO_SETTINGS,
+    sizes: options.Settings = options.NO_SETTINGS,
     rate: Annotated[str, typer.Option(help="Requests a second, one or several: 1,4,16.")] = "1,2,4,8,16",
     trace: Annotated[Path | None, typer.Option(help="CSV with arrival, prompt, output, in place of --rate.")] = None,
     requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 300,
@@ -114,13 +109,13 @@ def load_command(
     """Simulate requests that arrive over time: latencies and goodput without and with drafts."""
     check_output_options(as_json, as_csv)
     refuse_unused(ctx, ("rate", "requests", "output"), "--trace names the requests", trace is not None)
-    device = cli_inputs.select_hardware(hardware, hardware_file, None, None, None, runtime)
+    on = GivenDevice(**device).named(hardware)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
     shape = cli_inputs.parse_shape(3 if tokens is None and tree is None else tokens, tree, tau)
-    workload = cli_inputs.parse_workload("decode", 1, prompt, weights, activations, kv, devices=devices)
+    workload = GivenWorkload(**sizes, context=prompt).of_stage("decode", own_formats(model))
     assert shape is not None
     profile = find_method(method)
-    plain, drafted = load_costs(profile, target, device, workload, shape, draft_model, draft_devices)
+    plain, drafted = load_costs(profile, target, on, workload, shape, draft_model, draft_devices)
     loads = (
         [read_trace(trace)]
         if trace
@@ -138,5 +133,5 @@ def load_command(
         typer.echo(advice(compared))
     drafts = drafts_text(profile.name, drafted)
     units = "rates and goodput in requests/s, times in seconds, speedup: of the mean latency"
-    title = f"{target.name} on {device.title}: {drafts}; {units}"
+    title = f"{target.name} on {on.title}: {drafts}; {units}"
     print_records([records.load_record(c) for c in compared], as_json, as_csv, title)

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from foretell.cli.errors import print_error
 from foretell.roofline import records, report
-from foretell.roofline.runtime import known_runtimes
-from foretell.roofline.workload import FUSIONS, STAGES
+from foretell.roofline.workload import STAGES
 
 ModelName = Annotated[
     str,
@@ -43,30 +42,8 @@ PlannedDevice = Annotated[
     ),
 ]  # fmt: skip
 DeviceFile = Annotated[Path | None, typer.Option("--hardware-file", help="TOML file with more devices.")]
-RuntimeName = Annotated[
-    str,
-    typer.Option("--runtime", help=f"What is reached of the data sheet: {', '.join(known_runtimes())}. Not for CPUs."),
-]
-Bandwidth = Annotated[float | None, typer.Option(help="Memory bandwidth in GB/s, in place of the device's.")]
-Peak = Annotated[float | None, typer.Option(help="16-bit peak in 1e12 OPs/s; the other peaks follow in proportion.")]
-Capacity = Annotated[float | None, typer.Option(help="Memory in GB, in place of the device's.")]
 StageName = Annotated[str, typer.Option(help=f"One of {', '.join(STAGES)}.")]
-Batch = Annotated[int, typer.Option("--batch", "-b", help="Number of sequences.")]
-Context = Annotated[
-    int, typer.Option("--context", "-s", help="Cached tokens; for prefill, chunked and chat the prompt.")
-]
 Tokens = Annotated[int, typer.Option("--tokens", "-n", help="verify: tokens per sequence, root included.")]
-Bits = Annotated[
-    str, typer.Option(help="Format: 1 to 16, 32, fp8, fp4; 4g128 counts a scale per 128, 4g128z a zero point too.")
-]
-WeightBits = Annotated[str, typer.Option(help="As --kv; auto: the bits of a GGUF file, 16 of other sources.")]
-Head = Annotated[
-    str | None, typer.Option(help="Format of embedding and LM head, as 16 in AWQ and GPTQ; by default as --weights.")
-]
-FusionName = Annotated[
-    str, typer.Option(help=f"One of {', '.join(FUSIONS)}: flash fuses attention, full also element-wise work.")
-]
-Devices = Annotated[int, typer.Option("--devices", help="Devices that share every layer (tensor parallelism).")]
 Axes = Annotated[
     list[str] | None, typer.Option("--sweep", help="batch=1:256, context=128:65536*2, weights=16,8,4; repeatable.")
 ]

@@ -7,33 +7,22 @@ from typing import Annotated
 
 import typer
 
+from foretell.cli import options
 from foretell.cli.given import refuse_unused
 from foretell.cli.roofline_measured import read_measured
 from foretell.cli.roofline_options import (
     AsCsv,
     AsJson,
     Axes,
-    Bandwidth,
-    Batch,
-    Bits,
-    Capacity,
-    Context,
     Device,
-    DeviceFile,
-    Devices,
     DraftVocab,
-    FusionName,
-    Head,
     ModelName,
     OffloadCompute,
     OffloadParts,
     OffloadTier,
-    Peak,
     PlannedDevice,
-    RuntimeName,
     StageName,
     Tokens,
-    WeightBits,
     check_output_options,
     console,
     exit_with_error,
@@ -42,39 +31,30 @@ from foretell.cli.roofline_options import (
 )
 from foretell.roofline import cli_inputs, records, report
 from foretell.roofline.analysis import AnalyzedModel, analyse
+from foretell.roofline.cli_inputs import GivenDevice, GivenWorkload
 from foretell.roofline.hardware import CALIBRATED, Hardware, known_hardware
 from foretell.roofline.method_profiles import with_draft_vocab
 from foretell.roofline.model_configs import find_model, own_formats
 from foretell.roofline.model_variants import model_variants
 from foretell.roofline.offload import apply_offload
 from foretell.roofline.plan import rank_methods
-from foretell.roofline.runtime import DEFAULT_RUNTIME
 from foretell.roofline.speculation import MAX_NODES
 from foretell.roofline.sweep import parse_axis, sweep
 from foretell.roofline.workload import Workload
 
 
+@options.with_settings(GivenDevice(), "device")
+@options.with_settings(GivenWorkload(), "sizes")
 def analyze_command(
     ctx: typer.Context,
     model: ModelName,
     hardware: Device = "a6000",
-    hardware_file: DeviceFile = None,
-    bandwidth: Bandwidth = None,
-    peak: Peak = None,
-    capacity: Capacity = None,
-    runtime: RuntimeName = DEFAULT_RUNTIME,
+    device: options.Settings = options.NO_SETTINGS,
     stage: StageName = "decode",
-    batch: Batch = 1,
-    context: Context = 1024,
+    sizes: options.Settings = options.NO_SETTINGS,
     tokens: Tokens = 8,
     chunk: Annotated[int, typer.Option(help="chunked: tokens of the prompt per pass.")] = 512,
     generate: Annotated[int, typer.Option(help="chat: tokens generated after the prompt.")] = 256,
-    weights: WeightBits = "auto",
-    activations: Bits = "16",
-    kv: Bits = "16",
-    head: Head = None,
-    fusion: FusionName = "flash",
-    devices: Devices = 1,
     square: Annotated[bool, typer.Option("--square", help="Count causal attention as the full square.")] = False,
     axes: Axes = None,
     offload: OffloadParts = None,
@@ -90,27 +70,17 @@ def analyze_command(
         refuse_unused(ctx, (option,), f"it is for --stage {user}, and this is {stage}", stage != user)
     refuse_unused(ctx, ("offload", "tier", "compute"), "--sweep keeps all parts on the device", bool(axes))
     refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
-    device = cli_inputs.select_hardware(hardware, hardware_file, bandwidth, peak, capacity, runtime)
+    given = GivenDevice(**device)
+    on = given.named(hardware)
     target = AnalyzedModel(*find_model(model))
-    workload = cli_inputs.parse_workload(
-        stage,
-        batch,
-        context,
-        weights,
-        activations,
-        kv,
-        head=head,
-        fusion=fusion,
-        devices=devices,
-        own=own_formats(model),
-    )
+    workload = GivenWorkload(**sizes).of_stage(stage, own_formats(model))
     workload = replace(workload, tokens=tokens, chunk=chunk, generate=generate, square=square)
     if axes:
-        swept = records.sweep_records(sweep(target, device, workload, dict(map(parse_axis, axes))), device.capacity)
-        print_records(swept, as_json, as_csv, f"{target.name} on {device.title}, {stage}")
+        swept = records.sweep_records(sweep(target, on, workload, dict(map(parse_axis, axes))), on.capacity)
+        print_records(swept, as_json, as_csv, f"{target.name} on {on.title}, {stage}")
         return
-    analysis, result = analyse(target, device, workload), None
-    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
+    analysis, result = analyse(target, on, workload), None
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, given.hardware_file)
     if placed is not None:
         result = apply_offload(analysis, placed)
     if as_json:
@@ -132,23 +102,14 @@ def analyze_command(
     exit_with_error(report.memory_warning(analysis, result))
 
 
+@options.with_settings(GivenDevice(), "device")
+@options.with_settings(GivenWorkload(), "sizes")
 def plan_command(
     ctx: typer.Context,
     model: ModelName,
     hardware: PlannedDevice = None,
-    hardware_file: DeviceFile = None,
-    bandwidth: Bandwidth = None,
-    peak: Peak = None,
-    capacity: Capacity = None,
-    runtime: RuntimeName = DEFAULT_RUNTIME,
-    batch: Batch = 1,
-    context: Context = 1024,
-    weights: WeightBits = "auto",
-    activations: Bits = "16",
-    kv: Bits = "16",
-    head: Head = None,
-    fusion: FusionName = "flash",
-    devices: Devices = 1,
+    device: options.Settings = options.NO_SETTINGS,
+    sizes: options.Settings = options.NO_SETTINGS,
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; repeatable.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, in place of the smallest of the family.")] = None,
     accept: Annotated[
@@ -182,37 +143,27 @@ def plan_command(
     """Rank decoding methods by predicted speed-up, or advise against speculation."""
     check_output_options(as_json, as_csv)
     model = stored_file(model)
-    device, how = _planned_device(hardware, hardware_file, bandwidth, peak, capacity, runtime)
+    given = GivenDevice(**device)
+    on, how = _planned_device(hardware, given)
     refuse_unused(ctx, ("tier", "compute"), "no --offload says what is outside the device", offload is None)
     best = "nodes", "tokens", "tree", "tau", "share", "density"
     refuse_unused(ctx, best, "--curve has the best shape at every batch size", curve)
     refuse_unused(ctx, ("share", "density"), "cheaper models are not listed with --offload", offload is not None)
     target, draft_model = AnalyzedModel(*find_model(model)), AnalyzedModel(*find_model(draft)) if draft else None
-    given = {m.name: m.profile() for m in reversed(read_measured(measured)[1]) if m.shape} if measured else None
-    chosen = cli_inputs.select_methods(method, accept, acceptance, given)
+    known = {m.name: m.profile() for m in reversed(read_measured(measured)[1]) if m.shape} if measured else None
+    chosen = cli_inputs.select_methods(method, accept, acceptance, known)
     profiles = {name: with_draft_vocab(profile, draft_vocab) for name, profile in chosen.items()}
     shape = cli_inputs.parse_shape(tokens, tree, tau)
-    workload = cli_inputs.parse_workload(
-        "decode",
-        batch,
-        context,
-        weights,
-        activations,
-        kv,
-        head=head,
-        fusion=fusion,
-        devices=devices,
-        own=own_formats(model),
-    )
-    analysis = analyse(target, device, workload)
-    placed = cli_inputs.select_offload(offload, tier, compute, analysis, hardware_file)
+    workload = GivenWorkload(**sizes).of_stage("decode", own_formats(model))
+    analysis = analyse(target, on, workload)
+    placed = cli_inputs.select_offload(offload, tier, compute, analysis, given.hardware_file)
     if curve:
-        curves = cli_inputs.speedup_curves(target, device, workload, profiles, draft_model, placed)
-        title = f"{target.name} on {device.title}, context {context}: speed-up by batch"
+        curves = cli_inputs.speedup_curves(target, on, workload, profiles, draft_model, placed)
+        title = f"{target.name} on {on.title}, context {workload.context}: speed-up by batch"
         print_records(curves, as_json, as_csv, title)
         return
-    plan = rank_methods(target, device, workload, profiles, draft_model, nodes, shape, placed)
-    variants = [] if placed else model_variants(target, device, workload, share, density)
+    plan = rank_methods(target, on, workload, profiles, draft_model, nodes, shape, placed)
+    variants = [] if placed else model_variants(target, on, workload, share, density)
     if as_json:
         typer.echo(json.dumps(records.plan_record(plan, variants), indent=1))
     elif as_csv:
@@ -223,7 +174,7 @@ def plan_command(
         cheaper = report.fit_width(report.variants_table(variants), out.width, ("OPs", "bytes"))
         legend = f"[dim]{report.PLAN_LEGEND}[/]"
         out.print(f"[bold]{plan.advice}[/]")
-        out.print(_assumptions(device, workload, how), style="dim", highlight=False)
+        out.print(_assumptions(on, workload, how), style="dim", highlight=False)
         out.print("", ranking, legend)
         if variants:
             out.print("", cheaper)
@@ -232,26 +183,18 @@ def plan_command(
     exit_with_error(report.memory_warning(analysis, apply_offload(analysis, placed) if placed else None))
 
 
-def _planned_device(
-    name: str | None,
-    file: Path | None,
-    bandwidth: float | None,
-    peak: float | None,
-    capacity: float | None,
-    runtime: str,
-) -> tuple[Hardware, str]:
+def _planned_device(name: str | None, given: GivenDevice) -> tuple[Hardware, str]:
     """The device that was named, else this machine; and how its figures are known, empty for one that was named."""
     if name is not None:
-        return cli_inputs.select_hardware(name, file, bandwidth, peak, capacity, runtime), ""
-    if CALIBRATED in known_hardware(file):
-        return cli_inputs.select_hardware(CALIBRATED, file, bandwidth, peak, capacity, runtime), "calibrated"
+        return given.named(name), ""
+    if CALIBRATED in known_hardware(given.hardware_file):
+        return given.named(CALIBRATED), "calibrated"
     from foretell.cli.roofline_machine import estimated_hardware
     from foretell.cli.setup import spinner
 
     with spinner("measuring this machine's memory and products"):
         estimate = estimated_hardware()
-    device = cli_inputs.with_given_figures(estimate, bandwidth, peak, capacity, runtime)
-    return device, "this machine, estimated in a second; `foretell roofline calibrate` measures it"
+    return given.changed(estimate), "this machine, estimated in a second; `foretell roofline calibrate` measures it"
 
 
 def _assumptions(device: Hardware, workload: Workload, how: str) -> str:

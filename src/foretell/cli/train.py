@@ -25,7 +25,7 @@ from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.job import feature_source, find_recipe, prepare
 from foretell.train.loop.measure import Measurement
 from foretell.train.loop.model_card import write_card
-from foretell.train.loop.settings import DRAFT_VOCAB, DatasetWeight, TrainingSettings, option_name
+from foretell.train.loop.settings import DatasetWeight, TrainingSettings, option_name
 from foretell.train.loop.trainer import Trainer, TrainingCallback
 from foretell.utils.assignments import split_assignment
 from foretell.utils.validation import explain
@@ -54,13 +54,12 @@ app = typer.Typer(
     # The group has no options of its own: `--help` is that of the command.
     context_settings={"help_option_names": [], "ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-_DEFAULTS = TrainingSettings(recipe="", model="", data=(), out="")
-"""Defaults of options."""
 _BARRIER_SECONDS = 0.2
 """Time for another thread to free a barrier."""
 
 
 @app.command(_SPECULATOR, context_settings=_HELP)
+@options.with_settings(TrainingSettings(recipe="", model="", data=(), out=""))
 def train(
     ctx: typer.Context,
     recipe: Annotated[
@@ -80,75 +79,11 @@ def train(
         Path, typer.Option(metavar="DIR", help="Folder of the speculator; training resumes from a checkpoint in it.")
     ],
     model: options.Model = options.DEFAULT_MODEL,
-    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps; 0: those of --epochs.")] = _DEFAULTS.steps,
-    epochs: Annotated[float, typer.Option(metavar="N", help="Passes over the data.")] = _DEFAULTS.epochs,
-    cpu_minutes: Annotated[
-        float,
-        typer.Option(metavar="M", help="Stop after M minutes of processor time, to compare kinds; 0: no limit."),
-    ] = _DEFAULTS.cpu_minutes,
-    batch_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a batch over all processes, padding included.")
-    ] = _DEFAULTS.batch_tokens,
-    sequence: Annotated[int, typer.Option(metavar="N", help="Longest chunk of a document.")] = _DEFAULTS.sequence,
-    accumulate: Annotated[
-        int, typer.Option(metavar="N", help="Batches per step (gradient accumulation).")
-    ] = _DEFAULTS.accumulate,
-    lr: Annotated[float, typer.Option(metavar="X", help="Highest learning rate.")] = _DEFAULTS.lr,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Steps until --lr is reached.")] = _DEFAULTS.warmup,
-    schedule: Annotated[
-        str, typer.Option(metavar="NAME", help="cosine (to a tenth) or constant.")
-    ] = _DEFAULTS.schedule,
-    weight_decay: Annotated[float, typer.Option(metavar="X", help="Weight decay of AdamW.")] = _DEFAULTS.weight_decay,
-    clip: Annotated[float, typer.Option(metavar="X", help="Maximum norm of the gradient.")] = _DEFAULTS.clip,
-    ema: Annotated[
-        float, typer.Option(metavar="X", help="Decay of a moving average of the weights; 0: none.")
-    ] = _DEFAULTS.ema,
-    precision: Annotated[
-        str, typer.Option(metavar="NAME", help="bf16 (autocast) or no (float32).")
-    ] = _DEFAULTS.precision,
-    draft_vocab: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help=f"Draft the N most frequent tokens only; 0: all; default: those of --from, or {DRAFT_VOCAB}.",
-        ),
-    ] = _DEFAULTS.draft_vocab,
-    save_minutes: Annotated[
-        float, typer.Option(metavar="M", help="Minutes between checkpoints.")
-    ] = _DEFAULTS.save_minutes,
-    measure_every: Annotated[
-        int, typer.Option(metavar="N", help="Steps between measurements; 0: at the end only.")
-    ] = _DEFAULTS.measure_every,
-    measure_prompts: Annotated[
-        int, typer.Option(metavar="N", help="Held-out prompts to measure on.")
-    ] = _DEFAULTS.measure_prompts,
-    measure_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens decoded per prompt.")
-    ] = _DEFAULTS.measure_tokens,
-    patience: Annotated[
-        int, typer.Option(metavar="K", help="Stop after K measurements without a new best; 0: never.")
-    ] = _DEFAULTS.patience,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of weights, order of the data and random numbers.")
-    ] = _DEFAULTS.seed,
+    settings: options.Settings = options.NO_SETTINGS,
     recipe_options: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Option of the recipe, as inner=1024; repeatable."),
     ] = None,
-    init_from: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            metavar="DIR",
-            help="Start from the weights of a trained speculator: its folder, or the kind of an installed one.",
-        ),
-    ] = _DEFAULTS.init_from,
-    features: Annotated[
-        str, typer.Option(metavar="NAME", help="The target's hidden states: cache, stream, or auto (cache what fits).")
-    ] = _DEFAULTS.features,
-    cache_gib: Annotated[
-        float, typer.Option(metavar="X", help="Maximum size of cached hidden states in GiB.")
-    ] = _DEFAULTS.cache_gib,
 ) -> None:
     """Train a speculator on a model's own answers; the same command resumes an interrupted training.
 
@@ -158,19 +93,15 @@ def train(
 
     foretell generate "Why is the sky blue?" --method eagle3 --draft-model my-eagle3
     """
-    refuse_unused(ctx, ("epochs",), "--steps says how long the training is", bool(steps))
-    refuse_unused(ctx, ("patience",), "--measure-every 0 measures at the end only", not measure_every)
-    refuse_unused(ctx, ("cache_gib",), "--features stream keeps no hidden states", features == "stream")
-    settings = _parse_settings(
-        recipe=recipe, model=model, data=tuple(_parse_dataset(d) for d in data), out=str(out), steps=steps,
-        epochs=epochs, cpu_minutes=cpu_minutes, batch_tokens=batch_tokens, sequence=sequence, accumulate=accumulate,
-        lr=lr, warmup=warmup, schedule=schedule, weight_decay=weight_decay, clip=clip, ema=ema, precision=precision,
-        draft_vocab=draft_vocab, save_minutes=save_minutes, measure_every=measure_every,
-        measure_prompts=measure_prompts, measure_tokens=measure_tokens, patience=patience, seed=seed,
-        options=dict(split_assignment(o, "--set", "inner=1024") for o in recipe_options or ()), init_from=init_from,
-        features=features, cache_gib=cache_gib,
+    refuse_unused(ctx, ("epochs",), "--steps says how long the training is", bool(settings["steps"]))
+    refuse_unused(ctx, ("patience",), "--measure-every 0 measures at the end only", not settings["measure_every"])
+    streams = settings["features"] == "stream"
+    refuse_unused(ctx, ("cache_gib",), "--features stream keeps no hidden states", streams)
+    given = _parse_settings(
+        **settings, recipe=recipe, model=model, data=tuple(_parse_dataset(d) for d in data), out=str(out),
+        options=dict(split_assignment(o, "--set", "inner=1024") for o in recipe_options or ()),
     )  # fmt: skip
-    run(settings, shlex.join(["foretell", *sys.argv[1:]]))
+    run(given, shlex.join(["foretell", *sys.argv[1:]]))
 
 
 app.command("exits", context_settings=_HELP)(exits)

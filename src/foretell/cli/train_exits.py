@@ -9,32 +9,26 @@ import typer
 from rich.console import Console
 
 from foretell.api import Model
-from foretell.cli import data, options
+from foretell.cli import options
+from foretell.cli.data import open_or_generate
 from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
 from foretell.speculator.network.draft_model import DraftNetwork
-from foretell.speculator.network.exits import Halting
-from foretell.train.data.dataset import Dataset
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.exits.classifiers import HaltingSettings
-from foretell.train.exits.fit import ExitKind
-from foretell.train.exits.halting import Oracle
-from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, result_lines, save_exits
+from foretell.train.exits.job import ExitSettings, default_layers, fit_exits, quality_table, save_exits
 from foretell.train.exits.joint import JointSettings, parse_weights
-from foretell.train.loop.job import check_data
 from foretell.utils.paths import require_empty
 
-_DEFAULTS, _HALTING = ExitSettings(), HaltingSettings()
 _DATA = "data"
 """Data set that is written in the folder of the exits where none is named."""
 
 
+@options.with_settings(ExitSettings())
+@options.with_settings(HaltingSettings(), "classifiers")
 def exits(
     ctx: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id."),
-    ],
+    model: options.SourceModel,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the exits.")],
     data_folder: Annotated[
         Path | None,
@@ -47,24 +41,7 @@ def exits(
     layers: Annotated[
         str, typer.Option(metavar="LIST", help="Exits after so many layers, as 6,12,18. Default: every tenth.")
     ] = "",
-    kind: Annotated[
-        ExitKind,
-        typer.Option(help="linear: a least-squares shortcut per exit; shared: the model's own norm and head."),
-    ] = _DEFAULTS.kind,
-    steps: Annotated[
-        int, typer.Option(min=0, help="Gradient steps per exit after the closed form; 0: none.")
-    ] = _DEFAULTS.steps,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate of these steps.")] = _DEFAULTS.rate,
-    inner: Annotated[
-        int, typer.Option(min=0, help="Width of a feed-forward network per exit, which the steps train; 0: none.")
-    ] = _DEFAULTS.inner,
-    blocks: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Decoder blocks between the only exit and its head, begun as the model's next, trained by steps.",
-        ),
-    ] = _DEFAULTS.blocks,
+    settings: options.Settings = options.NO_SETTINGS,
     blocks_from: Annotated[
         Path | None,
         typer.Option(
@@ -75,9 +52,7 @@ def exits(
     ] = None,
     joint: Annotated[
         bool,
-        typer.Option(
-            "--joint", help="One such network for all exits, trained together; prints the cosines of their gradients."
-        ),
+        typer.Option("--joint", help="One such network for all exits, trained together."),
     ] = False,
     exit_weights: Annotated[
         str, typer.Option(metavar="LIST", help="Weights of their losses with --joint: uniform, linear, or numbers.")
@@ -88,28 +63,8 @@ def exits(
             min=0, max=1, help="Share of the steps in which the weights of all but the deepest exit rise from 0."
         ),
     ] = 0.0,
-    halting: Annotated[
-        Halting,
-        typer.Option(
-            help="Classifiers are trained for: agreement with the model; the best depth, by exit (geometric), or at "
-            "the first exit per token or per answer (sequence); a reward (policy)."
-        ),
-    ] = _HALTING.halting,
-    oracle: Annotated[
-        Oracle, typer.Option(help="What the best depth is by: the model's token's likelihood, or whether it is right.")
-    ] = _HALTING.oracle,
-    depth_penalty: Annotated[
-        float, typer.Option(min=0, help="What running all layers costs, in nats (correctness: in tokens).")
-    ] = _HALTING.penalty,
-    oracle_width: Annotated[
-        float, typer.Option(min=0, help="Smoothing of the likelihoods over neighbouring tokens, squared tokens.")
-    ] = _HALTING.width,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to fit on.")] = _DEFAULTS.tokens,
-    draft_vocab: Annotated[
-        int, typer.Option(min=0, help="Exits give the most frequent tokens only, so many; 0: all.")
-    ] = _DEFAULTS.draft_vocab,
+    classifiers: options.Settings = options.NO_SETTINGS,
     dtype: options.Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of data, batches and networks.")] = _DEFAULTS.seed,
 ) -> None:
     """Fit exits, heads after some of a model's layers, on its own answers: for the methods layer_skip and
     early_exit_lossy.
@@ -118,15 +73,16 @@ def exits(
 
     foretell generate "Why is the sky blue?" --method layer_skip --draft-model exits
     """
-    refuse_unused(ctx, ("lr",), "there are no gradient steps without --steps", not steps)
+    steps, inner, blocks = settings["steps"], settings["inner"], settings["blocks"]
+    refuse_unused(ctx, ("rate",), "there are no gradient steps without --steps", not steps)
     refuse_unused(ctx, ("exit_weights", "weight_warmup"), "--joint trains the exits together", not joint)
-    measured = "oracle", "depth_penalty", "oracle_width"
-    refuse_unused(ctx, measured, "--halting agreement asks for no best depth", halting == "agreement")
+    agreement = classifiers["halting"] == "agreement"
+    refuse_unused(ctx, ("oracle", "penalty", "width"), "--halting agreement asks for no best depth", agreement)
     if inner and not steps:
         raise ValueError(f"--inner {inner}: a feed-forward network is trained by gradient; give --steps too")
     if joint and not inner:
         raise ValueError("--joint trains a feed-forward network that all exits share; give its width with --inner")
-    if blocks and (inner or joint or kind != "linear" or not steps):
+    if blocks and (inner or joint or settings["kind"] != "linear" or not steps):
         raise ValueError(
             f"--blocks {blocks}: decoder blocks are trained by gradient, with a linear map; give --steps, and neither "
             "--inner nor --kind shared"
@@ -139,30 +95,21 @@ def exits(
         raise ValueError(f"--from {blocks_from}: a draft model begins decoder blocks; say how many with --blocks")
     if blocks and len(chosen) != 1:
         raise ValueError(f"--blocks {blocks}: one exit may have decoder blocks; name its layer, as --layers 6")
-    if data_folder is None:
-        data_folder = out / _DATA
-        data.generate(out=data_folder, tokens=tokens, model=model, own=True, dtype=dtype, seed=seed)
-    dataset = Dataset.open(data_folder)
-    check_data(dataset, target)
+    dataset = open_or_generate(
+        data_folder, out / _DATA, target, tokens=settings["tokens"], model=model, dtype=dtype, seed=settings["seed"]
+    )
     which = chosen or default_layers(target.config.layers)
-    settings = ExitSettings(
+    exit_settings = ExitSettings(
         which,
-        kind,
-        steps=steps,
-        rate=lr,
-        inner=inner,
-        draft_vocab=draft_vocab,
-        tokens=tokens,
-        seed=seed,
+        **settings,
         joint=JointSettings(parse_weights(exit_weights, which), weight_warmup) if joint else None,
-        blocks=blocks,
         draft_model=None if blocks_from is None else _draft_model(target, blocks_from),
-        halting=HaltingSettings(halting, oracle, depth_penalty, oracle_width),
+        halting=HaltingSettings(**classifiers),
     )
     with console.status("reading the data set") as status:
-        fitted = fit_exits(target, dataset, settings, status.update)
+        fitted = fit_exits(target, dataset, exit_settings, status.update)
     save_exits(out, fitted, shlex.join(["foretell", *sys.argv[1:]]))
-    typer.echo("\n".join(result_lines(fitted)))
+    typer.echo("\n".join(quality_table(fitted.quality)))
     console.print(
         f"{out}: {len(fitted.quality)} exits, fitted on {fitted.tokens:,} tokens, measured on {fitted.held_out:,}; use "
         f"them with --method layer_skip --draft-model {out}", highlight=False, soft_wrap=True,

@@ -7,10 +7,16 @@ of every array belongs to the `i`-th request of the step.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+
+TreeSizes: TypeAlias = tuple[int, int, int]
+"""Depth, width and budget of a dynamic tree."""
+TreeBounds: TypeAlias = tuple[float, float]
+"""Minimum score of a node of a dynamic tree, and of a node that is expanded."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.engine_bound import BindingEngine, EngineBound
 from foretell.core.noise import LevelNoise
-from foretell.core.tree import TokenTree
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
 from foretell.distributions.coupling import add_noise
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import Runner
@@ -23,6 +23,10 @@ from foretell.speculator.network.base import Speculator
 from foretell.utils.transfer import to_host
 
 _ROLE = re.compile("(Drafter|Retriever)$")
+Frontier: TypeAlias = Int[np.ndarray, "b f"]
+"""Nodes of every tree of a batch whose children are drafted next."""
+NodeLogits: TypeAlias = tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]
+"""Logits after some nodes, and the row of every node in them, as `ModelOutput.logit_index`."""
 
 
 class Drafter(EngineBound, ABC):
@@ -230,21 +234,14 @@ class Predictor(Drafter):
     """Gives distributions for the children of tree nodes, level by level."""
 
     def top_tokens(
-        self,
-        tree: TokenTree,
-        frontier: Int[np.ndarray, "b f"],
-        context: Context,
-        count: int,
-        noise: LevelNoise | None = None,
+        self, tree: TokenTree, frontier: Frontier, context: Context, count: int, noise: LevelNoise | None = None
     ) -> TopTokens:
         """The `count` most probable tokens after the valid nodes of `frontier`, given the `noise` that the target
         samples with, if it is known. Shapes that do not sample call it instead of `expand`.
         """
         return top_tokens(*self.expand(tree, frontier, context), count, noise=noise)
 
-    def grow_dynamic_tree(
-        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
-    ) -> TokenTree | None:
+    def grow_dynamic_tree(self, context: Context, sizes: TreeSizes, bounds: TreeBounds) -> TokenTree | None:
         """The tree that `shape.DynamicTree` would grow from this drafter, in one call; None: it is grown by levels.
 
         `sizes`: depth, width and budget. `bounds`: the minimum score of a node, and of a node that is expanded.
@@ -258,9 +255,7 @@ class Predictor(Drafter):
         return None
 
     @abstractmethod
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the valid nodes of `frontier`, and the row of every node (as `ModelOutput.logit_index`).
 
         `tree` grows from call to call within a step, starting with the roots; its nodes do not change.
@@ -283,9 +278,7 @@ class RootStatePredictor(Predictor):
         return [self._root_states.get(text, (-1,))[0] == text.length for text in context.sequences]
 
     @abstractmethod
-    def _scores(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+    def _scores(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits over the draft vocabulary after the frontier, and the row of every node; -1: none, as at the maximum
         depth and for requests without a root state.
         """
@@ -293,20 +286,13 @@ class RootStatePredictor(Predictor):
     def _no_logits(self) -> Float[torch.Tensor, "0 w"]:
         return torch.zeros(0, self.network.target_info.vocab if self._token_of is None else len(self._token_of))
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits over the target's vocabulary after the frontier."""
         logits, logit_index = self._scores(tree, frontier, context)
         return self.network.to_target_vocab(logits), logit_index
 
     def top_tokens(
-        self,
-        tree: TokenTree,
-        frontier: Int[np.ndarray, "b f"],
-        context: Context,
-        count: int,
-        noise: LevelNoise | None = None,
+        self, tree: TokenTree, frontier: Frontier, context: Context, count: int, noise: LevelNoise | None = None
     ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         return top_tokens(*self._scores(tree, frontier, context), count, self._token_of, noise)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from foretell.core.context import Context, StepResult, StepState
 from foretell.core.engine_bound import BindingEngine
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Predictor
+from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.draft.draft_model import read_backlog, unread_tokens
 from foretell.model.run.runner import Runner, copy_row
 
@@ -84,9 +84,7 @@ class CascadeDrafter(Predictor):
         self._chunk = chunk
         self._drafts = StepState[_ReadTree | None]()
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier, from this or an earlier pass.
 
         Requests whose frontier is at their maximum depth are not read.

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 
 from foretell.core.context import Context, StepResult, StepState
-from foretell.core.tree import TokenTree, root_tree, tree_from_scores
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, root_tree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
-from foretell.draft.base import Predictor
+from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.model.kernels import NodeLimits
 from foretell.model.run.runner import GrowsTrees, Runner, copy_row, offered
 
@@ -62,9 +61,7 @@ class DraftModel(OwnCache):
         self._chunk = chunk
         self._drafts = StepState[_ReadTree | None]()
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier, in one pass of the draft model (the first pass reads the unread tokens too).
 
         Requests whose frontier is at their maximum depth are not read.
@@ -87,9 +84,7 @@ class DraftModel(OwnCache):
         self._drafts.put(context, _ReadTree(context.rows, full, read))
         return output.logits, np.take_along_axis(output.logit_index, place, 1)
 
-    def grow_dynamic_tree(
-        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
-    ) -> TokenTree | None:
+    def grow_dynamic_tree(self, context: Context, sizes: TreeSizes, bounds: TreeBounds) -> TokenTree | None:
         """Trees in one call, where the network supports it."""
         return self._grow_tree(context, sizes, bounds, NodeLimits())
 
@@ -98,7 +93,7 @@ class DraftModel(OwnCache):
         return self._grow_tree(context, (length, 1, length), (0.0, 0.0), limits)
 
     def _grow_tree(
-        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float], limits: NodeLimits
+        self, context: Context, sizes: TreeSizes, bounds: TreeBounds, limits: NodeLimits
     ) -> TokenTree | None:
         active, grower = np.flatnonzero(context.max_depth), offered(self.runner, GrowsTrees)
         if not len(active) or grower is None:

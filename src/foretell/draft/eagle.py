@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.noise import LevelNoise
-from foretell.core.tree import TokenTree, tree_from_scores
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
-from foretell.draft.base import TopTokens, top_tokens
+from foretell.draft.base import Frontier, NodeLogits, TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor, layout_of
 from foretell.draft.target_states import TargetStates
 from foretell.model.cache.kv_cache import KVCache
@@ -49,21 +49,14 @@ class EagleDrafter(CachedStatesPredictor):
         self._nodes = _DraftedNodes(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     @torch.inference_mode()
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier; the first call reads the pending positions, too."""
         out, logit_index = self._outputs(tree, frontier, context)
         return self.network.to_target_vocab(self.network.compute_logits(self.network.head_input(out))), logit_index
 
     @torch.inference_mode()
     def top_tokens(
-        self,
-        tree: TokenTree,
-        frontier: Int[np.ndarray, "b f"],
-        context: Context,
-        count: int,
-        noise: LevelNoise | None = None,
+        self, tree: TokenTree, frontier: Frontier, context: Context, count: int, noise: LevelNoise | None = None
     ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         out, logit_index = self._outputs(tree, frontier, context)
@@ -73,9 +66,7 @@ class EagleDrafter(CachedStatesPredictor):
         best = self.network.top_tokens(states, min(count, self.network.outputs))
         return TopTokens.of(*best, logit_index, self._token_of)
 
-    def grow_dynamic_tree(
-        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
-    ) -> TokenTree | None:
+    def grow_dynamic_tree(self, context: Context, sizes: TreeSizes, bounds: TreeBounds) -> TokenTree | None:
         """Dynamic trees in one call of the CPU kernels, where these run the network."""
         which = [i for i, depth in enumerate(context.max_depth.tolist()) if depth]
         if self.network.native is None or not which:
@@ -93,9 +84,7 @@ class EagleDrafter(CachedStatesPredictor):
         self.network.native.grow_dynamic_trees(token, hidden_states, states.place, counts, trees, self._cache)
         return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
 
-    def _outputs(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k d"], Int[np.ndarray, "b n"]]:
+    def _outputs(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Outputs of the layers at the frontier."""
         if tree.nodes == 1:
             batch_row = np.flatnonzero(context.max_depth)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.noise import LevelNoise
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Predictor, TopTokens, top_tokens
+from foretell.draft.base import Frontier, NodeLogits, Predictor, TopTokens, top_tokens
 from foretell.draft.beta_mixture import AdaptiveThresholds
 from foretell.draft.exit_blocks import ExitBlocks
 from foretell.draft.exit_chain import ExitChain
@@ -109,9 +109,7 @@ class EarlyExitDrafter(Predictor):
         read = self._target.length(row) == length
         return read if self._blocks is None else read and self._blocks.ready(row, length)
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier; none for requests at their maximum depth."""
         logits, index = self._exit(tree, frontier, context)
         if self.heads.token_of is None:
@@ -121,12 +119,7 @@ class EarlyExitDrafter(Predictor):
         return out, index
 
     def top_tokens(
-        self,
-        tree: TokenTree,
-        frontier: Int[np.ndarray, "b f"],
-        context: Context,
-        count: int,
-        noise: LevelNoise | None = None,
+        self, tree: TokenTree, frontier: Frontier, context: Context, count: int, noise: LevelNoise | None = None
     ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         return top_tokens(*self._exit(tree, frontier, context), count, self.heads.token_of, noise)
@@ -168,9 +161,7 @@ class EarlyExitDrafter(Predictor):
         assert self.rule is not None
         return float(self.rule.threshold(exit_, position)) if self.adaptive is None else self.adaptive.of(text)
 
-    def _exit(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+    def _exit(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier, each node's from the exit where it leaves, and their index."""
         staying, run = frontier_nodes(tree, frontier, context), self._begin(tree, context)
         parts, index, count = list[torch.Tensor](), np.full(tree.token.shape, -1), 0
@@ -323,7 +314,7 @@ class EarlyExitDrafter(Predictor):
         return self._blocks.copy(source, target, length)
 
 
-def frontier_nodes(tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context) -> Bool[np.ndarray, "b n"]:
+def frontier_nodes(tree: TokenTree, frontier: Frontier, context: Context) -> Bool[np.ndarray, "b n"]:
     """The valid nodes of a frontier that may have children."""
     wanted = np.zeros(tree.token.shape, bool)
     np.put_along_axis(wanted, frontier, True, 1)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.tree import TokenTree
-from foretell.draft.base import RootStatePredictor
+from foretell.draft.base import Frontier, NodeLogits, RootStatePredictor
 from foretell.speculator.network.heads import HeadsNetwork
 
 
@@ -32,9 +32,7 @@ class HeadsDrafter(RootStatePredictor):
         """The number of heads, for requests whose root state is known."""
         return np.minimum(super().max_depths(context), np.where(self._ready(context), self.network.heads, 0))
 
-    def _scores(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+    def _scores(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits over the draft vocabulary, of the heads that the frontier needs; a new tree computes those of all
         heads.
         """
@@ -52,8 +50,8 @@ class HeadsDrafter(RootStatePredictor):
 
 
 def scores_by_depth(
-    logits: Float[torch.Tensor, "l r w"], tree: TokenTree, frontier: Int[np.ndarray, "b f"], scored: Sequence[bool]
-) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+    logits: Float[torch.Tensor, "l r w"], tree: TokenTree, frontier: Frontier, scored: Sequence[bool]
+) -> NodeLogits:
     """Scores of a frontier where they depend on the depth alone, and the row of every node (-1: none).
 
     `logits`: by depth, for the requests that are scored.

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Predictor
+from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.draft.heads import scores_by_depth
 from foretell.model.diffusion.attention import SequenceStore
 from foretell.model.diffusion.predictor import MaskPredictor
@@ -34,9 +34,7 @@ class MaskedDiffusionDrafter(Predictor):
         """The length of the block."""
         return np.minimum(super().max_depths(context), self._length)
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """The logits of mask `d` for nodes at depth `d`; a new tree computes those of all masks."""
         drafting = [bool(depth) for depth in context.max_depth]
         if tree.nodes == 1:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
-from foretell.draft.base import CompositeDrafter, Predictor
+from foretell.draft.base import CompositeDrafter, Frontier, NodeLogits, Predictor
 
 
 class MixtureDrafter(CompositeDrafter, Predictor):
@@ -38,9 +38,7 @@ class MixtureDrafter(CompositeDrafter, Predictor):
         """The least depth of all drafters."""
         return np.stack([d.max_depths(context) for d in self.drafters]).min(0)
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Log of the averaged distribution after the frontier."""
         parts = [d.expand(tree, frontier, context) for d in self.drafters]
         logit_index = parts[0][1]

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.core.context import Context
-from foretell.core.tree import TokenTree, tree_from_scores
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
-from foretell.draft.base import RootStatePredictor
+from foretell.draft.base import Frontier, NodeLogits, RootStatePredictor
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.mlp_speculator import MLPSpeculator
 from foretell.speculator.network.redrafter import ReDrafter
@@ -46,9 +46,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         return self.network.initial_state(hidden_states)
 
     @in_inference_mode
-    def grow_dynamic_tree(
-        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
-    ) -> TokenTree | None:
+    def grow_dynamic_tree(self, context: Context, sizes: TreeSizes, bounds: TreeBounds) -> TokenTree | None:
         """Dynamic trees in one call of the CPU kernels, where these run the network."""
         kernels, (depth, width, budget) = self.network.native, sizes
         pairs = zip(context.max_depth.tolist(), self._ready(context), strict=True)
@@ -62,9 +60,7 @@ class MLPSpeculatorDrafter(RootStatePredictor):
         kernels.grow_dynamic_trees(start, part.last_tokens, trees)
         return tree_from_scores(context.last_tokens, which, trees.token, trees.parent, trees.score, trees.count)
 
-    def _scores(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k w"], Int[np.ndarray, "b n"]]:
+    def _scores(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits over the draft vocabulary: one call per stage for all requests."""
         if tree.nodes == 1:
             return self._score_roots(tree, context)

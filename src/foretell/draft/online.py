@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
 from foretell.core.tree import TokenTree
 from foretell.distributions.divergence import Divergence, forward_kl, merge_tail
-from foretell.draft.base import Predictor
+from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.draft.draft_model import DraftModel
 from foretell.speculator.network.draft_model import DraftNetwork
 
@@ -117,9 +117,7 @@ class OnlineDrafter(Predictor):
         self._model = DraftModel(network.to_runner())
         self.max_context = self._model.max_context
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits of the current draft model."""
         return self._model.expand(tree, frontier, context)
 

@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, TokenBuffer
 from foretell.core.noise import LevelNoise
-from foretell.core.tree import TokenTree, tree_from_scores
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
-from foretell.draft.base import TopTokens, top_tokens
+from foretell.draft.base import Frontier, NodeLogits, TopTokens, top_tokens
 from foretell.draft.cached_states import CachedStatesPredictor
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
@@ -42,9 +42,7 @@ class BlockPredictor(CachedStatesPredictor):
         """At most the number of tokens that a block predicts."""
         return np.minimum(super().max_depths(context), self.network.depth)
 
-    def grow_dynamic_tree(
-        self, context: Context, sizes: tuple[int, int, int], bounds: tuple[float, float]
-    ) -> TokenTree | None:
+    def grow_dynamic_tree(self, context: Context, sizes: TreeSizes, bounds: TreeBounds) -> TokenTree | None:
         """Dynamic trees in one call of the CPU kernels, where these run the network."""
         which = np.flatnonzero(context.max_depth).tolist()
         if self.network.native is None or not which:
@@ -77,21 +75,14 @@ class BlockPredictor(CachedStatesPredictor):
         """
 
     @torch.inference_mode()
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier; the first call drafts the block."""
         logits, _, logit_index = self._scores(tree, frontier, context)
         return self.network.to_target_vocab(logits), logit_index
 
     @torch.inference_mode()
     def top_tokens(
-        self,
-        tree: TokenTree,
-        frontier: Int[np.ndarray, "b f"],
-        context: Context,
-        count: int,
-        noise: LevelNoise | None = None,
+        self, tree: TokenTree, frontier: Frontier, context: Context, count: int, noise: LevelNoise | None = None
     ) -> TopTokens:
         """The `count` most probable tokens after the frontier."""
         logits, confidence, logit_index = self._scores(tree, frontier, context)
@@ -103,7 +94,7 @@ class BlockPredictor(CachedStatesPredictor):
         return TopTokens((best.probability * shared).astype(np.float32).astype(float), best.token, logit_index)
 
     def _scores(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
+        self, tree: TokenTree, frontier: Frontier, context: Context
     ) -> tuple[Float[torch.Tensor, "k w"], Float[torch.Tensor, " k"] | None, Int[np.ndarray, "b n"]]:
         """Logits over the draft vocabulary after the frontier, and those of the confidence."""
         if tree.nodes == 1:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context, StepResult, StepState, TokenBuffer
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Predictor
+from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.speculator.network.look_ahead import LookAheadEmbeddings
 
 
@@ -58,9 +58,7 @@ class ParallelDrafter(Predictor):
         length, states = self._root_states.get(text, (0, self._vectors[:0]))
         return states if length == text.length else states[:0]
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """The logits of embedding `d + 1` for nodes at depth `d`, independent of the path; none beyond the group's
         end.
         """

@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree, tree_from_lists
+from foretell.draft.base import Frontier, NodeLogits
 from foretell.draft.draft_model import OwnCache, read_backlog, unread_tokens
 from foretell.draft.heads import scores_by_depth
 from foretell.model.run.runner import Runner
@@ -31,9 +32,7 @@ class PardDrafter(OwnCache):
         return np.minimum(super().max_depths(context), self.depth)
 
     @torch.inference_mode()
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """The logits of depth `d` for nodes at depth `d`; a new tree computes those of all depths."""
         if tree.nodes == 1:
             self._logits = self._predict(context)

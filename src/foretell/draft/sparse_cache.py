@@ -1,13 +1,11 @@
 """Drafting with the whole target over a part of its cache."""
 
 import numpy as np
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from foretell.core.context import Context, StepResult
-from foretell.core.engine_bound import BindingEngine
+from foretell.core.context import Context
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Predictor
+from foretell.draft.base import CompositeDrafter, Frontier, NodeLogits, Predictor
 from foretell.draft.cascade import CascadeDrafter
 from foretell.draft.draft_model import DraftModel
 from foretell.model.run.compact_runner import SparseCacheRunner
@@ -15,7 +13,7 @@ from foretell.model.run.halves_runner import UpperHalvesRunner
 from foretell.model.run.runner import Runner
 
 
-class SparseCacheDrafter(Predictor):
+class SparseCacheDrafter(CompositeDrafter, Predictor):
     """Drafts with the target itself, attending to selected keys and values of its cache (MagicDec, arXiv 2408.11049).
 
     The text that the target has read is not read again: its keys and values are copied, or the upper halves of all of
@@ -29,8 +27,8 @@ class SparseCacheDrafter(Predictor):
     def __init__(self, model: DraftModel | CascadeDrafter) -> None:
         runner = model.runner
         assert isinstance(runner, SparseCacheRunner | UpperHalvesRunner)
-        self.runner, self.model, self.hidden_layers = runner, model, model.hidden_layers
-        self.max_context = model.max_context
+        super().__init__([model])
+        self.runner, self.model, self.max_context = runner, model, model.max_context
 
     def attach(self, runner: Runner) -> None:
         """Select from the cache of this runner."""
@@ -42,30 +40,8 @@ class SparseCacheDrafter(Predictor):
         ready = [s.length > s.prompt_length and self.runner.target.length(r) == s.length - 1 for r, s in pairs]
         return np.where(ready, super().max_depths(context), 0)
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier, in a pass over the selected keys and values."""
         if tree.nodes == 1:
             self.runner.follow(context)
         return self.model.expand(tree, frontier, context)
-
-    def observe(self, step: StepResult) -> None:
-        """Forget the drafts."""
-        self.model.observe(step)
-
-    def release(self, row: int) -> None:
-        """Forget a row whose request has ended."""
-        self.model.release(row)
-
-    def rewind(self, row: int, length: int) -> int:
-        """Keep everything: the target has it."""
-        return self.model.rewind(row, length)
-
-    def copy_row(self, source: int, target: int, length: int) -> int:
-        """Keep everything: the target has it."""
-        return self.model.copy_row(source, target, length)
-
-    def bind(self, engine: BindingEngine) -> bool:
-        """Claim the model, too."""
-        return any([super().bind(engine), self.model.bind(engine)])

@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from foretell.core.context import Context, StepState
 from foretell.core.tree import TokenTree
-from foretell.draft.base import Predictor
+from foretell.draft.base import Frontier, NodeLogits, Predictor
 from foretell.draft.early_exit import frontier_nodes
 from foretell.model.run.compact_runner import check_whole
 from foretell.model.run.network import Network
@@ -56,9 +56,7 @@ class SparseTargetDrafter(Predictor):
         ready = [s.length > s.prompt_length and self._target.length(row) == s.length - 1 for row, s in pairs]
         return np.where(ready, super().max_depths(context), 0)
 
-    def expand(
-        self, tree: TokenTree, frontier: Int[np.ndarray, "b f"], context: Context
-    ) -> tuple[Float[torch.Tensor, "k v"], Int[np.ndarray, "b n"]]:
+    def expand(self, tree: TokenTree, frontier: Frontier, context: Context) -> NodeLogits:
         """Logits after the frontier; none for requests at their maximum depth."""
         wanted = frontier_nodes(tree, frontier, context)
         if not wanted.any():

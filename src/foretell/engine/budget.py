@@ -20,6 +20,7 @@ from foretell.draft.base import Drafter, NoDrafter
 from foretell.engine.acceptance import Acceptance, OfferedTree
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
+from foretell.engine.drafter_check import DrafterCheck
 from foretell.engine.method import BoundMethod
 from foretell.engine.pass_times import Key, PassTimes, load_key
 from foretell.engine.statistics import StepTime
@@ -80,6 +81,7 @@ class Plan:
     asked: list[int]
     least_score: float = 0.0
     least_expanded: float = 0.0
+    deepest: int = NO_LIMIT
 
 
 @dataclass
@@ -148,6 +150,7 @@ class _Offer:
     source: _Source
     indices: list[int]
     tree: OfferedTree
+    check: DrafterCheck | None
 
 
 class _Offered(NamedTuple):
@@ -225,7 +228,8 @@ class Budget:
         """Accepted tokens that are expected of the drafts chosen for each request."""
         self._fixed = 0
         """Drafts that are verified whatever they cost."""
-        self._asked = set[_Source]()
+        self._looked = set[tuple[Drafter, int]]()
+        """Drafters that are asked only to see whether they fit."""
 
     def _cost(self, drafts: float, spent: float) -> float:
         """Seconds of the step with so many drafts and so long a drafting; what exceeds a plain one counts the more, the
@@ -250,21 +254,25 @@ class Budget:
             crowded = self._crowd is not None and self._load.crowd >= self._crowd
             reason = LOAD if crowded else MEASURED if self._measures else ""
         if not reason:
-            source = self._source(bound, number)
-            plan = self._weigh(source, open_)
+            check = bound.method.check_of(number)
+            plan = self._weigh(self._source(bound, number), open_) if check is None or check.fits else COST
             if isinstance(plan, Plan):
-                self._asked.add(source)
                 return plan
             reason = plan
+            if check is not None and check.undecided and self._caution < MOST_CAUTION:
+                self._looked.add((bound.method.draft, number))
+                return Plan(open_[:TRIAL_REQUESTS], deepest=1)
         if not number:
             self.statistics.undrafted[reason] += len(which)
         return None
 
     def _source(self, bound: BoundMethod, number: int) -> _Source:
-        method = bound.method
+        method, count = bound.method, len(bound.method.sources)
         if method.draft not in self._sources:
-            self._sources[method.draft] = [_Source(f"{method.name} {i}") for i in range(len(method.sources))]
-        return self._sources[method.draft][number]
+            names = [f"{method.name} {i}{kind}" for kind in ("", " look") for i in range(count)]
+            self._sources[method.draft] = [_Source(name) for name in names]
+        # Looks are as cheap as they can be: what they take and give says nothing about other drafts.
+        return self._sources[method.draft][number + count * ((method.draft, number) in self._looked)]
 
     def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
@@ -362,7 +370,7 @@ class Budget:
         """Take the trees that a drafter offers to these requests of the step; the same with chances as scores."""
         source, load = self._source(bound, number), self._load
         source.scored = tree.score is not None
-        offer = _Offer(source, indices, OfferedTree.of(tree))
+        offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number))
         self._offers.append(offer)
         self._spent += self.times.draft_seconds(source.name, self._key, len(indices), self._at(0))
         chances = list[list[float]]()
@@ -472,6 +480,8 @@ class Budget:
             acceptance.count_offer(drafted, load.room[i])
             levels = max(levels, tree.levels(row))
             judged, right = tree.judge(row, new)
+            if offer.check is not None and judged:
+                offer.check.count(len(right))
             acceptance.count(judged, right, load.room[i])
             predicted = sum(acceptance.chance[rung] for rung in judged)
             load.accounts[i].count(source.name, predicted, len(right))

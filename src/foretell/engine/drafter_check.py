@@ -45,13 +45,24 @@ class DrafterCheck:
         """Whether to draft nothing for these requests. `same_seed`: the text of a seed is the same without drafts."""
         return not self.fits and (same_seed or all(p.temperature == 0 for p in context.sampling_params))
 
+    @property
+    def undecided(self) -> bool:
+        """Whether it may be one of which hardly any draft is accepted, and more passes would tell."""
+        return self.fits and self._passes < PASSES and self._accepted < _HARDLY_ANY * max(FIRST_PASSES, self._passes)
+
     def observe(self, step: StepResult) -> None:
         """Count what a pass accepted."""
-        if self._passes >= PASSES or not self.fits or not step.tree.is_decode:
+        if step.tree.is_decode:
+            for drafted, path in zip(step.tree.drafted_counts, step.paths, strict=True):
+                if drafted:
+                    self.count(len(path) - 1)
+
+    def count(self, accepted: int) -> None:
+        """Count a pass with drafts of one request, of which so many are the target's own tokens."""
+        if self._passes >= PASSES or not self.fits:
             return
-        for drafted, path in zip(step.tree.drafted_counts, step.paths, strict=True):
-            self._passes += drafted > 0
-            self._accepted += len(path) - 1 if drafted else 0
+        self._passes += 1
+        self._accepted += accepted
         if self._passes >= FIRST_PASSES:
             self._judge(self._accepted / self._passes)
 

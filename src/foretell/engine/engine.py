@@ -424,7 +424,10 @@ class Engine:
         failures = dict[int, Exception]()
         for group in groups.groups:
             try:
-                group.method.observe(groups.result_of(group, step))
+                part = groups.result_of(group, step)
+                group.method.observe(part)
+                if group.method.check is not None and not self.budget.governs(group.bound):
+                    group.method.check.observe(part)
             except Exception as error:
                 if len(group.indices) == 1:
                     failures[group.indices[0]] = error

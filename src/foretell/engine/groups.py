@@ -158,6 +158,7 @@ class MethodGroups:
         source = drafter, _ = group.method.sources[number]
         part = context.select(plan.asked)
         depths = np.minimum(drafter.max_depths(part), self._budget.depths(group.bound, plan.asked))
+        depths = np.minimum(depths, plan.deepest)
         able = np.flatnonzero(depths).tolist()
         if not able:
             return []

@@ -81,7 +81,10 @@ class Method(Generic[D]):
         """Drafts for the requests of `context`, no deeper than their maximum depth and the drafter's, and at most as
         many as they allow.
         """
-        limited = replace(context, max_depth=self.draft.max_depths(context))
+        depths = self.draft.max_depths(context)
+        if self.check is not None and self.check.stops(context, self.accept.same_seed):
+            depths = np.zeros_like(depths)
+        limited = replace(context, max_depth=depths)
         return self.finish(self.draft_from((self.draft, self.tree), limited), context)
 
     @property
@@ -89,12 +92,14 @@ class Method(Generic[D]):
         """The drafters that offer drafts, with their shapes."""
         return self.tree.sources(self.draft)
 
+    def check_of(self, number: int) -> DrafterCheck | None:
+        """The check of the drafter of this number: of several, the last one is the model."""
+        return self.check if number == len(self.sources) - 1 else None
+
     def draft_from(self, source: Source, context: Context) -> TokenTree:
         """What one of its drafters offers, within the greatest depths of `context`."""
-        (drafter, shape), depths, same_seed = source, context.max_depth, self.accept.same_seed
-        if self.check is not None and self.check.stops(context, same_seed):
-            depths = np.zeros_like(depths)
-        limited = context.limited(depths, same_seed)
+        drafter, shape = source
+        limited = context.limited(context.max_depth, self.accept.same_seed)
         return shape.grow(drafter, limited).limit_depth(limited.max_depth)
 
     def finish(self, tree: TokenTree, context: Context) -> TokenTree:
@@ -114,8 +119,6 @@ class Method(Generic[D]):
         """Update drafter and shape after a pass of the target."""
         self.draft.observe(step)
         self.tree.observe(step)
-        if self.check is not None:
-            self.check.observe(step)
 
     def release(self, row: int) -> None:
         """Forget a row whose request is over."""

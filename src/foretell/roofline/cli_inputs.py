@@ -1,8 +1,9 @@
 """The command line's options as objects: stage, hardware, offload, methods with acceptance."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from foretell.roofline.acceptance import AcceptanceByRank, geometric_acceptance
 from foretell.roofline.analysis import Analysis, AnalyzedModel
@@ -14,15 +15,15 @@ from foretell.roofline.method_profiles import MethodProfile, find_method, method
 from foretell.roofline.names import look_up
 from foretell.roofline.offload import Offload, PlacedOffload, place_offload, share_outside
 from foretell.roofline.plan import drafter_costs, estimates_by_batch, profiles_for, profitable_batches
-from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime
+from foretell.roofline.runtime import DEFAULT_RUNTIME, find_runtime, known_runtimes
 from foretell.roofline.speculation import DraftShape
 from foretell.roofline.workload import FUSIONS, STAGES, Stage, Workload
 from foretell.utils.assignments import split_assignment
+from foretell.utils.options import Option
 from foretell.utils.validation import Fields, read_json
 
 _PROFILE = '{"eagle2": {"ranks": [0.7, 0.1]}}'
-
-
+_BITS = "Format: 1 to 16, 32, fp8, fp4; 4g128 counts a scale per 128, 4g128z a zero point too."
 AUTO = "auto"
 """Weights in the format of the file."""
 
@@ -45,77 +46,84 @@ def parse_fusion(name: str) -> Fusion:
     return look_up({f: f for f in FUSIONS}, name, "fusion")
 
 
-def parse_workload(
-    stage: str,
-    batch: int,
-    context: int,
-    weights: str,
-    activations: str,
-    kv: str,
-    *,
-    head: str | None = None,
-    fusion: str = "flash",
-    devices: int = 1,
-    own: tuple[NumberFormat, NumberFormat] | None = None,
-) -> Workload:
-    """A workload from the texts of options. `own`: the formats of blocks and head that weights `auto` stand for (None:
-    16 bits).
+@dataclass(frozen=True)
+class GivenWorkload:
+    """A workload as options state it."""
 
-    Raises:
-        ValueError: a text or a size is invalid.
-    """
-    blocks, head_format = own if own and weights == AUTO else (parse_format("16" if weights == AUTO else weights), None)
-    return Workload(
-        parse_stage(stage),
-        batch,
-        context,
-        weights=blocks,
-        activations=parse_format(activations),
-        kv=parse_format(kv),
-        fusion=parse_fusion(fusion),
-        devices=devices,
-        head=parse_format(head) if head else head_format,
+    batch: Annotated[int, Option("Number of sequences.", name="--batch -b")] = 1
+    context: Annotated[int, Option("Cached tokens; for prefill, chunked and chat the prompt.", name="--context -s")] = (
+        1024
     )
+    weights: Annotated[str, Option("As --kv; auto: the bits of a GGUF file, 16 of other sources.")] = AUTO
+    activations: Annotated[str, Option(_BITS)] = "16"
+    kv: Annotated[str, Option(_BITS)] = "16"
+    head: Annotated[
+        str | None, Option("Format of embedding and LM head, as 16 in AWQ and GPTQ; by default as --weights.")
+    ] = None
+    fusion: Annotated[
+        str, Option(f"One of {', '.join(FUSIONS)}: flash fuses attention, full also element-wise work.")
+    ] = "flash"
+    devices: Annotated[int, Option("Devices that share every layer (tensor parallelism).")] = 1
+
+    def of_stage(self, stage: str, own: tuple[NumberFormat, NumberFormat] | None = None) -> Workload:
+        """The workload of a stage. `own`: the formats of blocks and head that weights `auto` stand for (None: 16 bits).
+
+        Raises:
+            ValueError: a text or a size is invalid.
+        """
+        given = "16" if self.weights == AUTO else self.weights
+        blocks, head = own if own and self.weights == AUTO else (parse_format(given), None)
+        return Workload(
+            parse_stage(stage),
+            self.batch,
+            self.context,
+            weights=blocks,
+            activations=parse_format(self.activations),
+            kv=parse_format(self.kv),
+            fusion=parse_fusion(self.fusion),
+            devices=self.devices,
+            head=parse_format(self.head) if self.head else head,
+        )
 
 
-def select_hardware(
-    name: str,
-    file: Path | None,
-    bandwidth: float | None,
-    peak: float | None,
-    capacity: float | None,
-    runtime: str = DEFAULT_RUNTIME,
-) -> Hardware:
-    """A device by name under a runtime, with some figures replaced (GB/s, 1e12 OPs/s, GB); `custom` has these alone.
+@dataclass(frozen=True)
+class GivenDevice:
+    """What options say of a device beside its name."""
 
-    Raises:
-        ValueError: an unknown device or runtime, a bad file, or a figure that is not positive.
-    """
-    chosen = find_runtime(runtime)
-    if name == "custom":
-        if bandwidth is None or peak is None:
+    hardware_file: Annotated[Path | None, Option("TOML file with more devices.")] = None
+    bandwidth: Annotated[float | None, Option("Memory bandwidth in GB/s, in place of the device's.")] = None
+    peak: Annotated[float | None, Option("16-bit peak in 1e12 OPs/s; the other peaks follow in proportion.")] = None
+    capacity: Annotated[float | None, Option("Memory in GB, in place of the device's.")] = None
+    runtime: Annotated[
+        str, Option(f"What is reached of the data sheet: {', '.join(known_runtimes())}. Not for CPUs.")
+    ] = DEFAULT_RUNTIME
+
+    def named(self, name: str) -> Hardware:
+        """A device by name with these figures, under the runtime; `custom` has these figures alone.
+
+        Raises:
+            ValueError: an unknown device or runtime, a bad file, or a figure that is not positive.
+        """
+        if name != "custom":
+            return self.changed(look_up(known_hardware(self.hardware_file), name, "hardware"))
+        chosen = find_runtime(self.runtime)
+        if self.bandwidth is None or self.peak is None:
             raise ValueError("custom hardware needs --bandwidth (GB/s) and --peak (1e12 OPs/s)")
-        figures: dict[str, Any] = {"title": "custom hardware", "source": "given", "bandwidth": bandwidth, "any": peak}
-        figures |= {} if capacity is None else {"capacity": capacity}
+        figures: dict[str, Any] = {"title": "custom hardware", "source": "given"}
+        figures |= {"bandwidth": self.bandwidth, "any": self.peak}
+        figures |= {} if self.capacity is None else {"capacity": self.capacity}
         return hardware_from_table("custom", figures, "the command line").run_by(chosen)
 
-    return with_given_figures(look_up(known_hardware(file), name, "hardware"), bandwidth, peak, capacity, runtime)
+    def changed(self, hardware: Hardware) -> Hardware:
+        """The device under the runtime, with the figures that are given in place of its own.
 
-
-def with_given_figures(
-    hardware: Hardware, bandwidth: float | None, peak: float | None, capacity: float | None, runtime: str
-) -> Hardware:
-    """The device under a runtime, with the figures that are given (GB/s, 1e12 OPs/s, GB) in place of its own.
-
-    Raises:
-        ValueError: an unknown runtime, or a figure that is not positive.
-    """
-
-    def scaled(figure: float | None, unit: float) -> float | None:
-        return None if figure is None else figure * unit
-
-    changed = with_overrides(hardware, scaled(bandwidth, 1e9), scaled(peak, 1e12), scaled(capacity, 1e9))
-    return changed.run_by(find_runtime(runtime))
+        Raises:
+            ValueError: an unknown runtime, or a figure that is not positive.
+        """
+        chosen = find_runtime(self.runtime)
+        figures = ((self.bandwidth, 1e9), (self.peak, 1e12), (self.capacity, 1e9))
+        changed = (None if figure is None else figure * unit for figure, unit in figures)
+        return with_overrides(hardware, *changed).run_by(chosen)
 
 
 def parse_shape(

@@ -16,7 +16,7 @@ from foretell.core.sampling import Stream, sample_from
 from foretell.core.tree import TokenTree, root_tree
 from foretell.distributions.processed import ProcessedDistributions, Reads
 from foretell.distributions.sampler import NoTokenError
-from foretell.draft.base import Drafter, Predictor, TopTokens
+from foretell.draft.base import Drafter, Frontier, Predictor, TopTokens
 
 D = TypeVar("D", bound=Drafter, contravariant=True)
 
@@ -73,7 +73,7 @@ class TreeBuilder:
     def __init__(self, context: Context, distinct: bool = False) -> None:
         self.context = context
         self.tree = replace(root_tree(context.last_tokens), distinct=np.full(len(context.rows), distinct))
-        self.frontier: Int[np.ndarray, "b f"] = np.zeros((len(context.rows), 1), np.int64)
+        self.frontier: Frontier = np.zeros((len(context.rows), 1), np.int64)
         self._q: list[list[Float[torch.Tensor, " v"]]] = [[] for _ in context.rows]
         self.depth = 0
         """Levels below the roots built so far."""

@@ -2,17 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.fields import (
+    NODES,
+    TOP_K,
     ChainConfidence,
     ChainLength,
     Depth,
     Rates,
     TreeNodes,
     TreeSampling,
-    aliases,
+    option,
 )
 from foretell.catalogue.options.shared import (
     BeamOptions,
@@ -33,9 +33,7 @@ class DraftModelOptions(ChainOptions, RejectionOptions):
 class UniversalDraftOptions(MethodOptions):
     """A draft model with another tokenizer."""
 
-    num_speculative_tokens: Annotated[
-        int, Field(ge=1, le=256, description="Most draft tokens, in tokens of the draft model.")
-    ] = 6
+    num_speculative_tokens: Annotated[int, option("Most draft tokens, in tokens of the draft model.", ge=1, le=256)] = 6
     confidence_threshold: ChainConfidence = 0.3
 
 
@@ -45,13 +43,11 @@ class LLMCadOptions(MethodOptions):
     num_draft_tokens: TreeNodes = 16
     confidence_threshold: Annotated[
         float,
-        Field(
+        option(
+            "Drafting ends where the best path has a smaller probability; halved after a step in which every draft "
+            "was right, raised after any other.",
             gt=0,
             le=1,
-            description=(
-                "Drafting ends where the best path has a smaller probability; halved after a step in which every draft "
-                "was right, raised after any other."
-            ),
         ),
     ] = 0.01
 
@@ -60,43 +56,23 @@ class SpecInferOptions(TreeRejectionOptions):
     """A tree with fixed branching."""
 
     num_draft_tokens: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=256,
-            description="Most nodes of the tree, whose levels branch by 2, 2, 1, 1 and so on.",
-            validation_alias=aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
-        ),
+        int, option("Most nodes of the tree, whose levels branch by 2, 2, 1, 1 and so on.", *NODES, ge=1, le=256)
     ] = 10
 
 
 class SpecTrOptions(MethodOptions):
     """Independent chains."""
 
-    eagle_topk: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Independent chains (k).",
-            validation_alias=aliases("eagle_topk", "speculative_eagle_topk"),
-        ),
-    ] = 4
+    eagle_topk: Annotated[int, option("Independent chains (k).", *TOP_K, ge=1)] = 4
     num_steps: Annotated[
         int,
-        Field(
-            ge=1,
-            le=256,
-            description="Tokens of each chain.",
-            validation_alias=aliases("num_steps", "num_speculative_tokens", "speculative_num_steps"),
-        ),
+        option("Tokens of each chain.", "num_steps", "num_speculative_tokens", "speculative_num_steps", ge=1, le=256),
     ] = 4
     rejection_sample_method: Annotated[
         Literal["optimal_transport", "greedy_block", "traversal"],
-        Field(
-            description=(
-                "How the chains are accepted: SpecTr's optimal transport token by token, greedy block verification of "
-                "the best chain, or traversal verification from the leaves."
-            )
+        option(
+            "How the chains are accepted: SpecTr's optimal transport token by token, greedy block verification of "
+            "the best chain, or traversal verification from the leaves."
         ),
     ] = "optimal_transport"
 
@@ -116,11 +92,9 @@ class DynamicTreeOptions(BeamOptions):
     num_steps: Depth = 5
     expert_aware: Annotated[
         bool,
-        Field(
-            description=(
-                "For mixtures of experts: of the tree, the nodes with the most expected tokens for the experts that "
-                "they add to the pass."
-            )
+        option(
+            "For mixtures of experts: of the tree, the nodes with the most expected tokens for the experts that "
+            "they add to the pass."
         ),
     ] = False
 
@@ -130,8 +104,6 @@ class OnlineOptions(MethodOptions):
 
     num_speculative_tokens: ChainLength = 5
     confidence_threshold: ChainConfidence = 0.0
-    online_update_interval: Annotated[
-        int, Field(ge=0, description="Requests between two optimiser steps; 0: no learning.")
-    ] = 8
-    online_buffer: Annotated[int, Field(ge=1, description="Most corrections kept to learn from.")] = 2048
-    online_learning_rate: Annotated[float, Field(gt=0, description="Learning rate of AdamW, constant.")] = 1e-4
+    online_update_interval: Annotated[int, option("Requests between two optimiser steps; 0: no learning.", ge=0)] = 8
+    online_buffer: Annotated[int, option("Most corrections kept to learn from.", ge=1)] = 2048
+    online_learning_rate: Annotated[float, option("Learning rate of AdamW, constant.", gt=0)] = 1e-4

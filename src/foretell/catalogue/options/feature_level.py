@@ -2,10 +2,10 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from foretell.catalogue.options.base import MethodOptions
-from foretell.catalogue.options.fields import Depth, NodeConfidence, TreeSampling, aliases
+from foretell.catalogue.options.fields import NODES, STEPS, TOP_K, Depth, NodeConfidence, TreeSampling, option
 from foretell.catalogue.options.shared import BeamOptions, FixedTreeOptions, TreeRejectionOptions
 
 
@@ -14,14 +14,12 @@ class FeatureTreeOptions(BeamOptions, FixedTreeOptions, TreeRejectionOptions):
 
     num_draft_tokens: Annotated[
         int,
-        Field(
+        option(
+            "Most nodes of the draft tree. Unset, and confidence_threshold as well: as many as pay on this "
+            "machine, at most 64; a fixed tree has 12.",
+            *NODES,
             ge=1,
             le=1024,
-            description=(
-                "Most nodes of the draft tree. Unset, and confidence_threshold as well: as many as pay on this "
-                "machine, at most 64; a fixed tree has 12."
-            ),
-            validation_alias=aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
         ),
     ] = 12
     confidence_threshold: NodeConfidence = 0.07
@@ -46,26 +44,14 @@ class MLPSpeculatorOptions(FeatureTreeOptions):
 
     _sampled_chain_options = ()
 
-    num_steps: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="Most levels of the tree. Unset: one for each stage.",
-            validation_alias=aliases("num_steps", "speculative_num_steps"),
-        ),
-    ] = None
+    num_steps: Annotated[int | None, option("Most levels of the tree. Unset: one for each stage.", *STEPS, ge=1)] = None
 
 
 class DFlashOptions(MLPSpeculatorOptions):
     """A tree from the distributions of a block; sampled drafts form a chain unless the tree is fixed."""
 
     num_steps: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="Most levels of the tree. Unset: as many as tokens that a block predicts.",
-            validation_alias=aliases("num_steps", "speculative_num_steps"),
-        ),
+        int | None, option("Most levels of the tree. Unset: as many as tokens that a block predicts.", *STEPS, ge=1)
     ] = None
 
 
@@ -73,21 +59,10 @@ class BeamSearchOptions(MethodOptions):
     """Beam search."""
 
     num_beams: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=64,
-            description="Sequences that are kept per level and verified together.",
-            validation_alias=aliases("num_beams", "beam_width"),
-        ),
+        int, option("Sequences that are kept per level and verified together.", "num_beams", "beam_width", ge=1, le=64)
     ] = 4
     num_steps: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="Length of the sequences. Unset: that which the speculator was trained for.",
-            validation_alias=aliases("num_steps", "speculative_num_steps"),
-        ),
+        int | None, option("Length of the sequences. Unset: that which the speculator was trained for.", *STEPS, ge=1)
     ] = None
 
 
@@ -96,23 +71,19 @@ class EagleTreeOptions(FeatureTreeOptions):
 
     num_steps: Annotated[
         int | None,
-        Field(
+        option(
+            "Most levels of the tree. Unset: 8; where num_draft_tokens is set, 5 and one more for every 30 nodes.",
+            *STEPS,
             ge=1,
-            description=(
-                "Most levels of the tree. Unset: 8; where num_draft_tokens is set, 5 and one more for every 30 nodes."
-            ),
-            validation_alias=aliases("num_steps", "speculative_num_steps"),
         ),
     ] = None
 
     prompt_window: Annotated[
         int | None,
-        Field(
+        option(
+            "Last tokens of a prompt that the drafter reads: behind long prompts it may guess better and costs "
+            "less. Unset: all.",
             ge=1,
-            description=(
-                "Last tokens of a prompt that the drafter reads: behind long prompts it may guess better and costs "
-                "less. Unset: all."
-            ),
         ),
     ] = None
 
@@ -122,16 +93,8 @@ class EagleOptions(FixedTreeOptions, TreeRejectionOptions):
 
     num_draft_tokens: Annotated[
         int | None,
-        Field(
-            ge=1,
-            le=1024,
-            description="Nodes of the optimal fixed tree. Unset: the paper's tree of 25 nodes.",
-            validation_alias=aliases("num_draft_tokens", "num_speculative_tokens", "speculative_num_draft_tokens"),
-        ),
+        option("Nodes of the optimal fixed tree. Unset: the paper's tree of 25 nodes.", *NODES, ge=1, le=1024),
     ] = None
-    eagle_topk: Annotated[
-        Literal[1] | None,
-        Field(description="1: a chain.", validation_alias=aliases("eagle_topk", "speculative_eagle_topk")),
-    ] = None
+    eagle_topk: Annotated[Literal[1] | None, option("1: a chain.", *TOP_K)] = None
     num_steps: Depth = 5
     draft_sample_method: TreeSampling = "greedy"

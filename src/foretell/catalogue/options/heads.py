@@ -2,9 +2,9 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from foretell.catalogue.options.fields import TreeNodes
+from foretell.catalogue.options.fields import TreeNodes, option
 from foretell.catalogue.options.shared import FixedTreeOptions
 
 
@@ -18,11 +18,9 @@ class BlockwiseOptions(FixedTreeOptions):
     """A chain of heads, or a tree where an option asks for one."""
 
     num_speculative_tokens: Annotated[
-        int | None, Field(ge=0, le=256, description="Most tokens of the chain. Unset: one for each head.")
+        int | None, option("Most tokens of the chain. Unset: one for each head.", ge=0, le=256)
     ] = None
-    num_draft_tokens: Annotated[
-        int | None, Field(ge=1, le=1024, description="Nodes of a tree, which replaces the chain.")
-    ] = None
+    num_draft_tokens: Annotated[int | None, option("Nodes of a tree, which replaces the chain.", ge=1, le=1024)] = None
 
     @property
     def is_tree(self) -> bool:

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from foretell.catalogue.options.base import MethodOptions
-from foretell.catalogue.options.fields import ChainLength, TypicalDelta, TypicalEpsilon
+from foretell.catalogue.options.fields import ChainLength, TypicalDelta, TypicalEpsilon, option
 from foretell.catalogue.options.heads import MedusaOptions
 from foretell.catalogue.options.shared import ChainOptions
 
@@ -14,8 +14,7 @@ class LenienceOptions(ChainOptions):
     """Rejection sampling with lenience."""
 
     lenience: Annotated[
-        float,
-        Field(gt=0, le=1, description="Factor on the draft's probability in the rejection test; 1: the exact test."),
+        float, option("Factor on the draft's probability in the rejection test; 1: the exact test.", gt=0, le=1)
     ] = 0.5
 
 
@@ -38,16 +37,13 @@ class BlockwiseLossyOptions(MethodOptions):
 
     num_speculative_tokens: ChainLength = 5
     accept_top_k: Annotated[
-        int, Field(ge=1, description="Drafts among this number of most probable tokens of the target are accepted.")
+        int, option("Drafts among this number of most probable tokens of the target are accepted.", ge=1)
     ] = 2
     accept_distance: Annotated[
         int | None,
-        Field(
-            ge=0,
-            description="In place of accept_top_k: drafts with a token id this close to the best token's are accepted.",
-        ),
+        option("In place of accept_top_k: drafts with a token id this close to the best token's are accepted.", ge=0),
     ] = None
-    minimum_block: Annotated[int, Field(ge=1, description="Least number of tokens per pass.")] = 1
+    minimum_block: Annotated[int, option("Least number of tokens per pass.", ge=1)] = 1
 
     @model_validator(mode="after")
     def _one_criterion(self) -> Self:
@@ -60,63 +56,51 @@ class EarlyExitOptions(MethodOptions):
     """Answers of exits."""
 
     num_speculative_tokens: Annotated[
-        int, Field(ge=1, le=256, description="Most tokens that leave early before one runs all layers.")
+        int, option("Most tokens that leave early before one runs all layers.", ge=1, le=256)
     ] = 8
     calibration: Annotated[
-        str | None,
-        Field(description="File of `foretell calibrate exits` with exits and thresholds. Unset: `exit_threshold`."),
+        str | None, option("File of `foretell calibrate exits` with exits and thresholds. Unset: `exit_threshold`.")
     ] = None
     exit_layers: Annotated[
-        tuple[int, ...] | None, Field(description="Exits after so many layers. Unset: all that were fitted.")
+        tuple[int, ...] | None, option("Exits after so many layers. Unset: all that were fitted.")
     ] = None
     exit_threshold: Annotated[
-        float,
-        Field(ge=0, le=1, description="A token leaves at the first exit whose confidence is greater; 1: none does."),
+        float, option("A token leaves at the first exit whose confidence is greater; 1: none does.", ge=0, le=1)
     ] = 0.9
     exit_confidence: Annotated[
         Literal["softmax", "probability", "state", "classifier"],
-        Field(
-            description=(
-                "softmax: difference of the two largest probabilities; probability: the largest one; state: cosine of "
-                "the outputs of the last two layers; classifier: a trained one."
-            )
+        option(
+            "softmax: difference of the two largest probabilities; probability: the largest one; state: cosine of "
+            "the outputs of the last two layers; classifier: a trained one."
         ),
     ] = "softmax"
     exit_decay: Annotated[
-        float,
-        Field(ge=0, description="The threshold l falls over the answer: 0.9 l + 0.1 exp(-exit_decay * t / 256)."),
+        float, option("The threshold l falls over the answer: 0.9 l + 0.1 exp(-exit_decay * t / 256).", ge=0)
     ] = 0.0
     exit_adaptive: Annotated[
         bool,
-        Field(
-            description=(
-                "With one exit of softmax or probability confidence: its threshold adapts to the requests so far by a "
-                "mixture of two Beta distributions (FREE), from `exit_threshold` on, so answers depend on earlier ones."
-            )
+        option(
+            "With one exit of softmax or probability confidence: its threshold adapts to the requests so far by a "
+            "mixture of two Beta distributions (FREE), from `exit_threshold` on, so answers depend on earlier ones."
         ),
     ] = False
     exit_posterior: Annotated[
-        float,
-        Field(gt=0, lt=1, description="Least share of the density of tokens that agree, above the adaptive threshold."),
+        float, option("Least share of the density of tokens that agree, above the adaptive threshold.", gt=0, lt=1)
     ] = 0.4
     missing_keys: Annotated[
         Literal["recompute", "copy"],
-        Field(
-            description=(
-                "Keys and values of the layers that a token did not run: computed with the next token that runs them "
-                "(recompute), or made of the state at its exit (copy)."
-            )
+        option(
+            "Keys and values of the layers that a token did not run: computed with the next token that runs them "
+            "(recompute), or made of the state at its exit (copy)."
         ),
     ] = "recompute"
 
     rollback_threshold: Annotated[
         float | None,
-        Field(
+        option(
+            "A token that left is taken back, with those after it, where the whole model gives it a negative "
+            "log-probability above this (nats); the whole model's token follows (FREE's RollBack). Unset: none is.",
             ge=0,
-            description=(
-                "A token that left is taken back, with those after it, where the whole model gives it a negative "
-                "log-probability above this (nats); the whole model's token follows (FREE's RollBack). Unset: none is."
-            ),
         ),
     ] = None
 
@@ -148,24 +132,19 @@ class EarlyExitOptions(MethodOptions):
 class SkipDecodeOptions(MethodOptions):
     """A budget of layers that falls over the answer."""
 
-    max_layers: Annotated[
-        int | None, Field(ge=1, description="Layers that the first token of an answer runs. Unset: all.")
-    ] = None
+    max_layers: Annotated[int | None, option("Layers that the first token of an answer runs. Unset: all.", ge=1)] = None
     min_layers: Annotated[
-        int | None, Field(ge=1, description="Layers that tokens from `horizon` on run. Unset: two thirds of all.")
+        int | None, option("Layers that tokens from `horizon` on run. Unset: two thirds of all.", ge=1)
     ] = None
     warmup_layers: Annotated[
-        int | None,
-        Field(ge=0, description="First layers that every token runs, before those left out. Unset: a third of all."),
+        int | None, option("First layers that every token runs, before those left out. Unset: a third of all.", ge=0)
     ] = None
-    horizon: Annotated[int, Field(ge=2, description="Tokens over which the budget falls.")] = 256
+    horizon: Annotated[int, option("Tokens over which the budget falls.", ge=2)] = 256
     measure: Annotated[
         bool,
-        Field(
-            description=(
-                "The whole model reads the answer too, to report what changes, which makes decoding slower; false: "
-                "nothing is reported."
-            )
+        option(
+            "The whole model reads the answer too, to report what changes, which makes decoding slower; false: "
+            "nothing is reported."
         ),
     ] = True
 
@@ -176,16 +155,11 @@ class BiLDOptions(MethodOptions):
     num_speculative_tokens: ChainLength = 10
     fallback_threshold: Annotated[
         float,
-        Field(
-            ge=0,
-            le=1,
-            description="The chain ends where the most probable token of the draft model has a smaller probability.",
+        option(
+            "The chain ends where the most probable token of the draft model has a smaller probability.", ge=0, le=1
         ),
     ] = 0.6
     rollback_threshold: Annotated[
         float,
-        Field(
-            ge=0,
-            description="Drafts whose negative log-probability under the target is at most this (nats) are accepted.",
-        ),
+        option("Drafts whose negative log-probability under the target is at most this (nats) are accepted.", ge=0),
     ] = 5.0

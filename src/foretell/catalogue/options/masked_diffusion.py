@@ -2,9 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
-from foretell.catalogue.options.fields import TreeNodes
+from foretell.catalogue.options.fields import TreeNodes, option
 from foretell.catalogue.options.shared import BeamOptions
 
 
@@ -12,8 +10,7 @@ class MaskedDiffusionOptions(BeamOptions):
     """A dynamic tree of the most probable tokens of a block of masks."""
 
     num_draft_tokens: TreeNodes = 8
-    block_length: Annotated[int, Field(ge=1, le=256, description="Masked tokens that are predicted together.")] = 6
+    block_length: Annotated[int, option("Masked tokens that are predicted together.", ge=1, le=256)] = 6
     denoising_steps: Annotated[
-        int,
-        Field(ge=1, le=64, description="Passes of the drafter; before each one the surest tokens are revealed."),
+        int, option("Passes of the drafter; before each one the surest tokens are revealed.", ge=1, le=64)
     ] = 1

@@ -2,23 +2,21 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
 from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.draft_model import DraftModelOptions
-from foretell.catalogue.options.fields import TrieConfidence, VectorCount, WindowSize
+from foretell.catalogue.options.fields import TrieConfidence, VectorCount, WindowSize, option
 
 
 class LookaheadOptions(MethodOptions):
     """Lookahead decoding, with TensorRT-LLM's names."""
 
-    max_window_size: Annotated[int, Field(ge=1, le=64, description="Columns of the window (W).")] = 7
-    max_ngram_size: Annotated[int, Field(ge=2, le=32, description="Tokens of an n-gram (N).")] = 5
+    max_window_size: Annotated[int, option("Columns of the window (W).", ge=1, le=64)] = 7
+    max_ngram_size: Annotated[int, option("Tokens of an n-gram (N).", ge=2, le=32)] = 5
     max_verification_set_size: Annotated[
-        int | None, Field(ge=0, le=64, description="Most n-grams verified per pass (G). Unset: as many as columns.")
+        int | None, option("Most n-grams verified per pass (G). Unset: as many as columns.", ge=0, le=64)
     ] = None
     num_speculative_tokens: Annotated[
-        int | None, Field(ge=0, le=256, description="Most nodes of the trie of verified n-grams. Unset: G (N - 1).")
+        int | None, option("Most nodes of the trie of verified n-grams. Unset: G (N - 1).", ge=0, le=256)
     ] = None
     confidence_threshold: TrieConfidence = 0.0
 
@@ -42,11 +40,9 @@ class LookAheadEmbeddingsOptions(DraftModelOptions):
     num_speculative_tokens: VectorCount = None  # type: ignore[assignment]
     look_ahead_groups: Annotated[
         int,
-        Field(
+        option(
+            "Nodes of the draft tree that get look-ahead embeddings; 0: every second pass reads only look-ahead "
+            "embeddings, as in the paper.",
             ge=0,
-            description=(
-                "Nodes of the draft tree that get look-ahead embeddings; 0: every second pass reads only look-ahead "
-                "embeddings, as in the paper."
-            ),
         ),
     ] = 2

@@ -2,9 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
-from foretell.catalogue.options.fields import LongestMatch, ShortestMatch, TrieConfidence, TrieNodes
+from foretell.catalogue.options.fields import LongestMatch, ShortestMatch, TrieConfidence, TrieNodes, option
 from foretell.catalogue.options.shared import TrieOptions
 
 
@@ -54,16 +52,11 @@ class RestOptions(PhraseOptions):
 
     datastore: Annotated[
         str | None,
-        Field(
-            description="Directory written by `foretell datastore build`. Unset: the --reference documents are indexed."
-        ),
+        option("Directory written by `foretell datastore build`. Unset: the --reference documents are indexed."),
     ] = None
     prompt_lookup_max: Annotated[
         int | None,
-        Field(
-            ge=1,
-            description="Longest match that is looked up, in tokens. Unset: the depth of the datastore, 16 by default.",
-        ),
+        option("Longest match that is looked up, in tokens. Unset: the depth of the datastore, 16 by default.", ge=1),
     ] = None
     prompt_lookup_min: ShortestMatch = 2
 

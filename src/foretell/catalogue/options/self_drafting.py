@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from foretell.catalogue.options.draft_model import DraftModelOptions
-from foretell.catalogue.options.fields import ChainConfidence, ChainLength, DraftSampling, ExitLayer, aliases
+from foretell.catalogue.options.fields import TOP_K, ChainConfidence, ChainLength, DraftSampling, ExitLayer, option
 from foretell.catalogue.options.shared import RejectionOptions
 
 
@@ -22,50 +22,41 @@ class LayerSkipOptions(SelfDraftOptions):
     exit_layer: ExitLayer = None
     exit_threshold: Annotated[
         float | None,
-        Field(
+        option(
+            "With fitted exits: a token is drafted by the first exit whose two largest probabilities differ by "
+            "more than this, at the latest by the one after `exit_layer`. Unset: by that one.",
             ge=0,
             le=1,
-            description=(
-                "With fitted exits: a token is drafted by the first exit whose two largest probabilities differ by "
-                "more than this, at the latest by the one after `exit_layer`. Unset: by that one."
-            ),
         ),
     ] = None
 
     fallback_threshold: Annotated[
         float | None,
-        Field(
+        option(
+            "A chain ends before a token to which the exit gives a smaller probability. Unset: with fitted exits, "
+            "which need not draft at every token, 0.3 to 0.6 by what a draft costs; else 0.",
             ge=0,
             le=1,
-            description=(
-                "A chain ends before a token to which the exit gives a smaller probability. Unset: with fitted exits, "
-                "which need not draft at every token, 0.3 to 0.6 by what a draft costs; else 0."
-            ),
         ),
     ] = None
     exit_weights: Annotated[
         Literal["target", "int8", "int4"],
-        Field(
-            description=(
-                "Weights of the exit's layers and blocks in drafts: the target's, or a copy in fewer bits with a cache "
-                "of its own (CPU kernels)."
-            )
+        option(
+            "Weights of the exit's layers and blocks in drafts: the target's, or a copy in fewer bits with a cache "
+            "of its own (CPU kernels)."
         ),
     ] = "target"
     eagle_topk: Annotated[
         int | None,
-        Field(
+        option(
+            "Nodes per level of a dynamic tree that are expanded, and children of each; such a tree takes the "
+            "place of the chain, with num_speculative_tokens levels. Unset: a chain.",
+            *TOP_K,
             ge=1,
-            description=(
-                "Nodes per level of a dynamic tree that are expanded, and children of each; such a tree takes the "
-                "place of the chain, with num_speculative_tokens levels. Unset: a chain."
-            ),
-            validation_alias=aliases("eagle_topk", "speculative_eagle_topk"),
         ),
     ] = None
     num_draft_tokens: Annotated[
-        int | None,
-        Field(ge=1, le=1024, description="Most nodes of this tree. Unset: as many as pay, by measured times."),
+        int | None, option("Most nodes of this tree. Unset: as many as pay, by measured times.", ge=1, le=1024)
     ] = None
 
     @model_validator(mode="after")
@@ -88,23 +79,19 @@ class SelfSpeculativeOptions(RejectionOptions):
     num_speculative_tokens: ChainLength = 8
     confidence_threshold: Annotated[
         float,
-        Field(
+        option(
+            "A chain ends with the first token to which the drafter gives a smaller probability; adjusted per "
+            "request towards an acceptance rate of 0.9.",
             ge=0,
             le=1,
-            description=(
-                "A chain ends with the first token to which the drafter gives a smaller probability; adjusted per "
-                "request towards an acceptance rate of 0.9."
-            ),
         ),
     ] = 0.8
     draft_sample_method: DraftSampling = "probabilistic"
     skip_set: Annotated[
         str | None,
-        Field(
-            description=(
-                "File written by `foretell tune skip` with the sub-layers to leave out. Unset: the attention of every "
-                "second middle block."
-            )
+        option(
+            "File written by `foretell tune skip` with the sub-layers to leave out. Unset: the attention of every "
+            "second middle block."
         ),
     ] = None
 
@@ -113,10 +100,10 @@ class QuantisedDraftOptions(SelfDraftOptions):
     """The quantised target."""
 
     quantization_bits: Annotated[
-        int, Field(ge=2, le=8, description="Bits of the draft's weights; fewer than 8 are simulated.")
+        int, option("Bits of the draft's weights; fewer than 8 are simulated.", ge=2, le=8)
     ] = 8
     quantization_group: Annotated[
-        int, Field(ge=0, description="Input columns that share a scale in a simulated quantisation; 0: all.")
+        int, option("Input columns that share a scale in a simulated quantisation; 0: all.", ge=0)
     ] = 64
 
 
@@ -124,12 +111,9 @@ class PrunedDraftOptions(SelfDraftOptions):
     """The target without some blocks."""
 
     pruned_layers: Annotated[
-        int | None,
-        Field(ge=0, description="Blocks to leave out, least influential first. Unset: a quarter of them."),
+        int | None, option("Blocks to leave out, least influential first. Unset: a quarter of them.", ge=0)
     ] = None
-    sparsity: Annotated[
-        float, Field(ge=0, le=1, description="Share of the drafter's weights that are set to zero.")
-    ] = 0.0
+    sparsity: Annotated[float, option("Share of the drafter's weights that are set to zero.", ge=0, le=1)] = 0.0
 
 
 class SparseMlpDraftOptions(SelfDraftOptions):
@@ -137,11 +121,9 @@ class SparseMlpDraftOptions(SelfDraftOptions):
 
     sparsity: Annotated[
         str,
-        Field(
-            description=(
-                "Directory of `foretell calibrate sparsity` or `foretell train sparsity`, which says what a token "
-                "reads. Required."
-            )
+        option(
+            "Directory of `foretell calibrate sparsity` or `foretell train sparsity`, which says what a token "
+            "reads. Required."
         ),
     ] = ""
 
@@ -149,6 +131,6 @@ class SparseMlpDraftOptions(SelfDraftOptions):
 class MatFormerDraftOptions(SelfDraftOptions):
     """The target with its first neurons."""
 
-    neuron_share: Annotated[
-        float, Field(gt=0, le=1, description="Share of the neurons of every layer that the draft reads.")
-    ] = 0.5
+    neuron_share: Annotated[float, option("Share of the neurons of every layer that the draft reads.", gt=0, le=1)] = (
+        0.5
+    )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.fields import (
@@ -17,6 +17,7 @@ from foretell.catalogue.options.fields import (
     TreeNodes,
     TrieConfidence,
     TrieNodes,
+    option,
 )
 
 _TREE_SIZES = (
@@ -51,7 +52,7 @@ class RejectionOptions(MethodOptions):
     """How sampled drafts are accepted."""
 
     rejection_sample_method: Annotated[
-        Literal["standard", "block"], Field(description="Rejection sampling token by token, or block verification.")
+        Literal["standard", "block"], option("Rejection sampling token by token, or block verification.")
     ] = "standard"
 
 
@@ -60,11 +61,9 @@ class TreeRejectionOptions(MethodOptions):
 
     rejection_sample_method: Annotated[
         Literal["standard", "traversal"],
-        Field(
-            description=(
-                "How sampled drafts are accepted: token by token from the root (standard), or by traversal "
-                "verification, which tests paths jointly from the leaves."
-            )
+        option(
+            "How sampled drafts are accepted: token by token from the root (standard), or by traversal "
+            "verification, which tests paths jointly from the leaves."
         ),
     ] = "standard"
 

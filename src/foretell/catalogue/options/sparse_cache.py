@@ -2,28 +2,22 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from foretell.catalogue.options.base import MethodOptions
-from foretell.catalogue.options.fields import ChainConfidence, ChainLength
+from foretell.catalogue.options.fields import ChainConfidence, ChainLength, option
 
-CacheBudget = Annotated[int, Field(ge=8, description="Keys per layer and head that a draft attends to.")]
-CacheRefresh = Annotated[
-    int, Field(ge=1, description="Tokens after which keys are selected anew; until then new ones are added.")
-]
+CacheBudget = Annotated[int, option("Keys per layer and head that a draft attends to.", ge=8)]
+CacheRefresh = Annotated[int, option("Tokens after which keys are selected anew; until then new ones are added.", ge=1)]
 
 
 SelectedKeys = Annotated[
     Literal["streaming_llm", "snapkv", "tova", "h2o", "quest", "retrieval", "upper_halves"],
-    Field(
-        description=(
-            "Which keys: streaming_llm, the first 4 and the last ones; snapkv, those that the last 16 tokens "
-            "attend to; tova, those of the last one; h2o, those of all tokens so far, and as many last ones; "
-            "quest, pages of 16 by a bound of the last token's scores; retrieval, chunks of 8 by their mean key "
-            "(TriForce). All keep the first 4 and the last 32. "
-            "upper_halves: the upper 4 bits of all keys, of a cache of --kv-cache-dtype int8-halves (QuantSpec); "
-            "budget and refresh are not read."
-        )
+    option(
+        "Which keys: streaming_llm, the first 4 and the last ones; snapkv, those that the last 16 tokens "
+        "attend to; tova, those of the last one; h2o, those of all tokens so far, and as many last ones; "
+        "quest, pages of 16 by a bound of the last token's scores; retrieval, chunks of 8 by their mean key "
+        "(TriForce). All keep the first 4 and the last 32. "
+        "upper_halves: the upper 4 bits of all keys, of a cache of --kv-cache-dtype int8-halves (QuantSpec); "
+        "budget and refresh are not read."
     ),
 ]
 
@@ -48,22 +42,18 @@ class TriForceOptions(MethodOptions):
     cache_refresh: CacheRefresh = 256
     first_level: Annotated[
         Literal["draft_model", "ngram", "sam_recycling", "eagle3"],
-        Field(
-            description=(
-                "What drafts for the target over a part of its cache: a small model, or the drafts of ngram, "
-                "sam_recycling or eagle3, which need no draft model."
-            )
+        option(
+            "What drafts for the target over a part of its cache: a small model, or the drafts of ngram, "
+            "sam_recycling or eagle3, which need no draft model."
         ),
     ] = "draft_model"
     draft_model_tokens: Annotated[
         int | None,
-        Field(
+        option(
+            "Most tokens that the first level drafts for a pass of the middle one. Unset: 2 with a draft model, "
+            "else 8.",
             ge=0,
             le=64,
-            description=(
-                "Most tokens that the first level drafts for a pass of the middle one. Unset: 2 with a draft model, "
-                "else 8."
-            ),
         ),
     ] = None
 

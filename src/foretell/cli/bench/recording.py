@@ -1,5 +1,6 @@
 """`foretell bench record` and `replay`: tokens per pass without running the target."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +10,8 @@ from foretell.bench.baseline import Baseline
 from foretell.bench.console import print_replay
 from foretell.bench.output import write_results
 from foretell.bench.questions import BUILT_IN
-from foretell.bench.recorder import record_questions, recording_settings
-from foretell.bench.recording import RecordedQuestion, load_recording
-from foretell.bench.replay import method_replays, replay_all
+from foretell.bench.recording import RecordedQuestion, load_recording, record_questions, recording_settings
+from foretell.bench.replay import MethodReplay, method_replays, replay_all
 from foretell.bench.results import build_results
 from foretell.cli.bench.inputs import (
     REPLAYED_METHODS,
@@ -31,6 +31,7 @@ from foretell.cli.errors import print_error
 from foretell.cli.options import split_commas
 from foretell.cli.progress import progress_bar
 from foretell.cli.setup import load_model, set_threads
+from foretell.engine.pass_times import PassTimes
 from foretell.model.load.reference import DEFAULT_MODEL
 from foretell.utils.paths import require_file_place, require_folder_place
 from foretell.utils.store import RunStore
@@ -73,10 +74,18 @@ def replay_(
     check: Annotated[
         Path | None, typer.Option(help="Compare the counts with this file; differences end with status 1.")
     ] = None,
+    pass_times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N=MS,…",
+            help="Milliseconds of passes over N tokens, as 1=2.7,8=6.6: the draft budget chooses as on a machine that "
+            "has these times, and the speed there is printed.",
+        ),
+    ] = None,
 ) -> None:
     """Tokens per pass of any method on a recorded workload, without running the target.
 
-    Greedy decoding with lossless methods; times are meaningless.
+    Greedy decoding with lossless methods; times are meaningless, but those that --pass-times gives.
     """
     if out is not None:
         require_folder_place(out)
@@ -89,11 +98,14 @@ def replay_(
         if methods is None and pinned is not None
         else split_commas(REPLAYED_METHODS if methods is None else methods)
     )
-    replays = method_replays(settings, names, draft_model, reference or ())
+    times = None if pass_times is None else _pass_times(pass_times)
+    replays = method_replays(settings, names, draft_model, reference or (), times)
     with progress_bar(len(replays) * len(questions)) as progress:
         question_results = replay_all(replays, questions, progress)
     results = build_results(question_results, settings.bench_settings(), {r.name: True for r in replays})
     print_replay(results)
+    if times is not None:
+        _print_speeds(replays)
     if out is not None:
         write_results(out, results)
     now = Baseline.from_results(question_results)
@@ -106,3 +118,20 @@ def replay_(
         if differences:
             raise typer.Exit(1)
         typer.echo(f"as pinned in {check}")
+
+
+def _pass_times(given: str) -> PassTimes:
+    pairs = [part.partition("=") for part in split_commas(given)]
+    try:
+        return PassTimes({int(tokens): float(ms) / 1e3 for tokens, _, ms in pairs})
+    except ValueError as error:
+        raise ValueError(
+            f"--pass-times: {given} is no list of tokens and milliseconds such as 1=2.7,8=6.6: {error}"
+        ) from error
+
+
+def _print_speeds(replays: Sequence[MethodReplay]) -> None:
+    plain, *others = [replay for replay in replays if replay.tokens]
+    for replay in others:
+        gain = (plain.seconds / plain.tokens) / (replay.seconds / replay.tokens)
+        typer.echo(f"{replay.spec.label}: {gain:.2f} times plain decoding with these pass times, drafting in no time")

@@ -14,10 +14,11 @@ from foretell.bench.identity import (
     expected_answers,
     identity_requests,
     identity_table,
+    read_answers,
+    save_answers,
 )
 from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all, with_own_salts
 from foretell.bench.questions import BUILT_IN
-from foretell.bench.saved_answers import read_answers, save_answers
 from foretell.cli.bench.inputs import load_selected_questions, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.utils.assignments import split_assignment

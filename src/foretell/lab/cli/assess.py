@@ -24,9 +24,7 @@ _LINE_INTERVAL = 10.0
 @app.command()
 def assess(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-    ] = options.DEFAULT_MODEL,
+    model: options.SourceModel = options.DEFAULT_MODEL,
     against: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="The model to compare with; the same one in its exact numbers, or another."),

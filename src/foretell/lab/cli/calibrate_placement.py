@@ -15,6 +15,7 @@ from rich.console import Console
 from foretell.api import Model
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
+from foretell.lab.cli.quantize import CalibrationTokens, Text, TextSeed
 from foretell.lab.cli.sparsity import LEAST_TOKENS, fingerprint, open_source, read_calibration_text
 from foretell.lab.quantize.calibration import CalibrationText
 from foretell.lab.sparsify.profile import count_choices, shares_of_most_frequent, write_profile
@@ -42,9 +43,7 @@ _SYNCHRONISE = 20e-6
 
 def placement(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-    ],
+    model: options.SourceModel,
     sparsity: Annotated[
         Path, typer.Option(metavar="DIR", help="Sparse model (cats or deja_vu), which receives the profile.")
     ],
@@ -55,14 +54,11 @@ def placement(
     least_neurons: Annotated[
         int, typer.Option(metavar="N", min=0, help="A layer has no neurons in memory, or at least N.")
     ] = 0,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Text to count on; repeatable. Default: the model writes it."),
-    ] = None,
-    calibration_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to count on.")] = 4096,
+    text: Text = None,
+    calibration_tokens: CalibrationTokens = 4096,
     passes: Annotated[int, typer.Option(metavar="N", min=1, help="Passes of one token to measure.")] = 32,
     dtype: options.Dtype = "auto",
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the text that the model writes.")] = 0,
+    seed: TextSeed = 0,
 ) -> None:
     """Count how often tokens choose every neuron of a sparse model (PowerInfer), so that under a limit of memory the
     most frequent ones stay in it and the others are read from a mapped file. Answers are those of the sparse model.

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from foretell.cli import options
 from foretell.cli.given import refuse_unused
+from foretell.lab.cli.quantize import CalibrationTokens, HeldBackTokens, Text, TextSeed
 from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_comparison
 from foretell.lab.sparsify.nested import mix_sizes
 from foretell.lab.sparsify.thresholds import THRESHOLD_METHODS, calibrate_thresholds, check_share
@@ -18,9 +19,7 @@ from foretell.utils.paths import require_empty
 
 def sparsity(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-    ],
+    model: options.SourceModel,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
     method: Annotated[
         str,
@@ -34,16 +33,11 @@ def sparsity(
         float,
         typer.Option("--sparsity", metavar="SHARE", help="Share of neurons, or inputs, that a token does not read."),
     ] = 0.5,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Text to calibrate on and to compare on; repeatable. Default: the model writes it."
-        ),
-    ] = None,
-    calibration_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of calibration.")] = 4096,
-    held_back_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the comparison.")] = 2048,
+    text: Text = None,
+    calibration_tokens: CalibrationTokens = 4096,
+    held_back_tokens: HeldBackTokens = 2048,
     dtype: options.Dtype = "auto",
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the text that the model writes.")] = 0,
+    seed: TextSeed = 0,
 ) -> None:
     """Choose thresholds below which neurons are not read, and measure what that costs. Lossy as a target, lossless as
     a draft of the dense model.

@@ -28,7 +28,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def compress(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
-    model: quantize.SourceModel = DEFAULT_MODEL,
+    model: options.SourceModel = DEFAULT_MODEL,
     method: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(METHODS)}.")] = "sparsegpt",
     sparsity: Annotated[
         float | None,

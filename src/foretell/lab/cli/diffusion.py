@@ -25,7 +25,6 @@ app = typer.Typer(
     help="Decode and measure masked diffusion language models.",
     pretty_exceptions_enable=False,
 )
-_DEFAULTS = DiffusionSettings()
 
 Model = Annotated[str, typer.Option("--model", metavar="REF", help="Directory or hub id of a masked diffusion model.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16.")]
@@ -38,35 +37,13 @@ def main() -> None:
 
 
 @app.command("generate")
+@options.with_settings(DiffusionSettings())
 def generate_command(
     ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt.")],
     model: Model,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of the answer at most.")
-    ] = _DEFAULTS.max_new_tokens,
-    block_length: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens of a block; blocks are revealed from left to right. Default: the model's own, or 32.",
-        ),
-    ] = _DEFAULTS.block_length,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Passes per block. Default: one per token.")
-    ] = _DEFAULTS.steps,
-    threshold: Annotated[
-        float | None,
-        typer.Option(metavar="P", help="Reveal all tokens of at least this probability, in place of --steps."),
-    ] = _DEFAULTS.threshold,
+    settings: options.Settings = options.NO_SETTINGS,
     temperature: options.Temperature = 0.0,
-    remasking: Annotated[
-        str, typer.Option(metavar="NAME", help="What stays masked: low_confidence or random.")
-    ] = _DEFAULTS.remasking,
-    cache: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Approximate cache within a block: none, prefix or dual (Fast-dLLM)."),
-    ] = _DEFAULTS.cache,
     seed: options.Seed = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     dtype: Dtype = "float32",
@@ -78,13 +55,10 @@ def generate_command(
 
     foretell diffusion generate "Why is the sky blue?" --model my-diffusion/model --threshold 0.9 --cache dual
     """
-    refuse_unused(ctx, ("steps",), "--threshold reveals tokens by their probability", threshold is not None)
+    by_probability = settings["threshold"] is not None
+    refuse_unused(ctx, ("steps",), "--threshold reveals tokens by their probability", by_probability)
     set_threads(threads)
-    values = {
-        "max_new_tokens": max_new_tokens, "block_length": block_length, "steps": steps, "threshold": threshold,
-        "temperature": temperature, "remasking": remasking, "cache": cache, "seed": seed,
-    }  # fmt: skip
-    settings = validate(DiffusionSettings, values, "options")
+    given = validate(DiffusionSettings, {**settings, "temperature": temperature, "seed": seed}, "options")
     with spinner(f"loading {model}"):
         diffusion_model = load_diffusion(model, dtype, device)
     plain = raw or diffusion_model.codec.chat_template is None
@@ -94,7 +68,7 @@ def generate_command(
         else diffusion_model.codec.chat([{"role": "user", "content": prompt}])
     )
     started = time.perf_counter()
-    answer = generate(diffusion_model.predictor, tokens, settings, diffusion_model.eos)
+    answer = generate(diffusion_model.predictor, tokens, given, diffusion_model.eos)
     seconds = time.perf_counter() - started
     text = diffusion_model.codec.decode(answer.tokens)
     if as_json:

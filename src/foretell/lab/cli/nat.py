@@ -35,7 +35,6 @@ app = typer.Typer(
     help="Train and run sequence-to-sequence models that do not decode from left to right.",
     pretty_exceptions_enable=False,
 )
-_DEFAULTS = NatSettings(kind="cmlm", data="", out="", steps=1)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of `foretell nat train`.")]
 Drafter = Annotated[
@@ -47,12 +46,6 @@ Drafter = Annotated[
 Teacher = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Autoregressive model that chooses among --fertility-samples.")
 ]
-Iterations = Annotated[
-    int | None, typer.Option(metavar="K", help="Passes of cmlm, glat and sundae. Default: 4, 1 and 8.")
-]
-LengthCandidates = Annotated[int, typer.Option(metavar="L", help="Lengths decoded side by side (cmlm, glat, sundae).")]
-FertilitySamples = Annotated[int, typer.Option(metavar="N", help="Fertilities decoded side by side; needs --teacher.")]
-Temperature = Annotated[float, typer.Option(metavar="T", help="Of the tokens that sundae draws; 0: the likeliest.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of random numbers.")]
 
 
@@ -110,30 +103,14 @@ def data(
 
 
 @app.command()
+@options.with_settings(NatSettings.model_construct(kind="cmlm", data="", out=""))
 def train(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.")],
     data: Annotated[Path, typer.Option(metavar="FILE", help="Pairs: source, tab, reference.")],
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the model; training resumes from a checkpoint in it.")
     ],
-    minutes: Annotated[float, typer.Option(metavar="M", help="CPU time of the training.")] = _DEFAULTS.minutes,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps, in place of --minutes.")] = 0,
-    batch: Annotated[int, typer.Option(metavar="N", help="Pairs of a batch.")] = _DEFAULTS.batch,
-    lr: Annotated[float, typer.Option(metavar="X", help="Highest learning rate.")] = _DEFAULTS.lr,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Steps until --lr is reached.")] = _DEFAULTS.warmup,
-    smoothing: Annotated[float, typer.Option(metavar="X", help="Label smoothing.")] = _DEFAULTS.smoothing,
-    hidden: Annotated[int, typer.Option(metavar="N", help="Width.")] = _DEFAULTS.hidden,
-    heads: Annotated[int, typer.Option(metavar="N", help="Attention heads.")] = _DEFAULTS.heads,
-    layers: Annotated[int, typer.Option(metavar="N", help="Layers of encoder and decoder each.")] = _DEFAULTS.layers,
-    ffn: Annotated[int, typer.Option(metavar="N", help="Width of feed-forward layers.")] = _DEFAULTS.ffn,
-    dropout: Annotated[float, typer.Option(metavar="X", help="Dropout.")] = _DEFAULTS.dropout,
-    aligner: Annotated[
-        str, typer.Option(metavar="DIR", help="Autoregressive model whose attention gives fertilities (fertility).")
-    ] = _DEFAULTS.aligner,
-    save_minutes: Annotated[float, typer.Option(metavar="M", help="Minutes between checkpoints.")] = (
-        _DEFAULTS.save_minutes
-    ),
-    seed: Seed = 0,
+    settings: options.Settings = options.NO_SETTINGS,
 ) -> None:
     """Train a model of a kind; the same command resumes an interrupted training.
 
@@ -141,14 +118,9 @@ def train(
 
     foretell nat train cmlm --data distilled.tsv --minutes 3 --out cmlm
     """
-    values = {
-        "kind": kind, "data": str(data), "out": str(out), "minutes": minutes, "steps": steps, "batch": batch, "lr": lr,
-        "warmup": warmup, "smoothing": smoothing, "hidden": hidden, "heads": heads, "layers": layers, "ffn": ffn,
-        "dropout": dropout, "aligner": aligner, "save_minutes": save_minutes, "seed": seed,
-    }  # fmt: skip
-    settings = validate(NatSettings, values)
+    given = validate(NatSettings, {"kind": kind, "data": str(data), "out": str(out), **settings})
     with Interrupt() as interrupt:
-        trainer = NatTrainer(settings, _Log(Console(stderr=True)))
+        trainer = NatTrainer(given, _Log(Console(stderr=True)))
         trainer.run(lambda: interrupt.requested)
     write_card(trainer, shlex.join(["foretell", *sys.argv[1:]]))
     last = trainer.curve[-1]
@@ -190,6 +162,7 @@ def _load(
 
 
 @app.command("translate")
+@options.with_settings(DecodeOptions())
 def translate_command(
     ctx: typer.Context,
     folder: Folder,
@@ -198,11 +171,7 @@ def translate_command(
     ] = None,
     drafter: Drafter = None,
     teacher: Teacher = None,
-    iterations: Iterations = None,
-    length_candidates: LengthCandidates = 3,
-    fertility_samples: FertilitySamples = 1,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
+    settings: options.Settings = options.NO_SETTINGS,
     as_json: options.Json = False,
 ) -> None:
     """Translate sources, one line each.
@@ -213,7 +182,7 @@ def translate_command(
     """
     model, draft, chooser = _load(folder, drafter, teacher)
     _refuse_unused(ctx, model if draft is None else draft, drafts=draft is not None)
-    settings = _decode_options(iterations, length_candidates, fertility_samples, temperature, seed)
+    given = validate(DecodeOptions, settings, "options of decoding")
     for text in source or (line.strip() for line in sys.stdin):
         tokens = model.config.source.encode(text)
         if not tokens:
@@ -221,10 +190,10 @@ def translate_command(
         if unknown := model.config.source.unknown_words(text):
             typer.echo(f"unknown to {folder}, so read as <unk>: {', '.join(unknown)}", err=True)
         if draft is None:
-            plain = translate(model, [tokens], settings, chooser)
+            plain = translate(model, [tokens], given, chooser)
             out, passes, draft_passes = plain.tokens[0], plain.passes, 0
         else:
-            verified = translate_verified(model, draft, tokens, settings)
+            verified = translate_verified(model, draft, tokens, given)
             out, passes, draft_passes = verified.tokens, verified.passes, verified.draft_passes
         written = model.config.target.decode(out)
         record = {"source": text, "target": written, "passes": passes, "draft_passes": draft_passes}
@@ -232,18 +201,15 @@ def translate_command(
 
 
 @app.command("evaluate")
+@options.with_settings(DecodeOptions())
 def evaluate_command(
     ctx: typer.Context,
     folder: Folder,
     data: Annotated[Path, typer.Option(metavar="FILE", help="Pairs with one reference or several.")],
     drafter: Drafter = None,
     teacher: Teacher = None,
-    iterations: Iterations = None,
-    length_candidates: LengthCandidates = 3,
-    fertility_samples: FertilitySamples = 1,
-    temperature: Temperature = 0.0,
+    settings: options.Settings = options.NO_SETTINGS,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sources that are decoded together.")] = 1,
-    seed: Seed = 0,
     as_json: options.Json = False,
 ) -> None:
     """Measure quality, passes and speed on held-out pairs.
@@ -254,8 +220,8 @@ def evaluate_command(
     """
     model, draft, chooser = _load(folder, drafter, teacher)
     _refuse_unused(ctx, model if draft is None else draft, drafts=draft is not None)
-    settings = _decode_options(iterations, length_candidates, fertility_samples, temperature, seed)
-    report = evaluate(model, read_pairs(data), settings, batch, chooser, draft)
+    given = validate(DecodeOptions, settings, "options of decoding")
+    report = evaluate(model, read_pairs(data), given, batch, chooser, draft)
     if as_json:
         typer.echo(json.dumps({"model": str(folder), "kind": model.config.kind, **asdict(report)}, indent=1))
     else:
@@ -275,19 +241,6 @@ def _refuse_unused(ctx: typer.Context, model: NatModel, drafts: bool) -> None:
     refuse_unused(ctx, unread, f"a model of the kind {kind} {does} here, which does not read that")
     if ctx.params["fertility_samples"] == 1:
         refuse_unused(ctx, ("teacher",), "it chooses among several --fertility-samples, and there is one")
-
-
-def _decode_options(
-    iterations: int | None, length_candidates: int, fertility_samples: int, temperature: float, seed: int
-) -> DecodeOptions:
-    values = {
-        "iterations": iterations,
-        "length_candidates": length_candidates,
-        "fertility_samples": fertility_samples,
-        "temperature": temperature,
-        "seed": seed,
-    }
-    return validate(DecodeOptions, values, "options of decoding")
 
 
 def _table(report: NatReport, batch: int) -> Table:

@@ -37,9 +37,6 @@ _LINE_INTERVAL = 10.0
 """Seconds between lines of progress."""
 
 # Options that `foretell compress` has, too.
-SourceModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-]
 Text = Annotated[
     list[Path] | None,
     typer.Option(
@@ -56,7 +53,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing output
 def quantize(
     ctx: typer.Context,
     out: Annotated[Path, typer.Option(metavar="PATH", help="A .gguf file, or a directory in safetensors, to write.")],
-    model: SourceModel = DEFAULT_MODEL,
+    model: options.SourceModel = DEFAULT_MODEL,
     method: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(METHODS)}.")] = "gptq",
     kind: Annotated[
         str, typer.Option("--type", metavar="NAME", help=f"{', '.join(GGUF_GRIDS)}; in a directory Q4_0, Q4_1, Q8_0.")

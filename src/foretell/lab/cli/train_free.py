@@ -8,10 +8,11 @@ import torch
 import typer
 from rich.console import Console
 
-from foretell.cli import data
+from foretell.cli import options
+from foretell.cli.data import open_or_generate
 from foretell.cli.given import refuse_unused
 from foretell.cli.setup import load_model
-from foretell.lab.cli.quantize import check_output, format_comparison
+from foretell.lab.cli.quantize import Force, check_output, format_comparison
 from foretell.lab.compress.checkpoint import tensors_of, write_checkpoint
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
@@ -19,22 +20,19 @@ from foretell.load import open_checkpoint
 from foretell.model.block.decoder import Decoder
 from foretell.model.load.reference import resolve_reference
 from foretell.model.run.partial_pass import check_spans
-from foretell.train.data.dataset import Dataset, Document
+from foretell.train.data.dataset import Document
 from foretell.train.exits.shallow_deep import ShallowDeepSettings, shallow_quality, train_shallow_deep
-from foretell.train.loop.job import check_data
 from foretell.utils.unfinished import part_of, put_in_place, remove
 from foretell.verify.comparison import Comparison
 
-_DEFAULTS = ShallowDeepSettings(layer=0)
 _HELD_OUT, _MOST_HELD_OUT, _COMPARED_TOKENS = 0.1, 16, 128
 """Share of the documents that are held out, the most of them, and the tokens of each that are compared."""
 
 
+@options.with_settings(ShallowDeepSettings(layer=0))
 def free(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-    ],
+    model: options.SourceModel,
     out: Annotated[Path, typer.Option(metavar="DIR", help="A directory in safetensors to write.")],
     layer: Annotated[
         int | None,
@@ -49,14 +47,8 @@ def free(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to write, without --data.")] = 60_000,
-    steps: Annotated[int, typer.Option(min=1, help="Gradient steps.")] = _DEFAULTS.steps,
-    lr: Annotated[float, typer.Option(min=0, help="Largest learning rate.")] = _DEFAULTS.rate,
-    distillation: Annotated[
-        float, typer.Option(min=0, help="Weight of the distance to states of deeper layers; 0: none.")
-    ] = _DEFAULTS.distillation,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a batch.")] = _DEFAULTS.batch,
-    seed: Annotated[int, typer.Option(help="Seed of data and batches.")] = _DEFAULTS.seed,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    settings: options.Settings = options.NO_SETTINGS,
+    force: Force = False,
 ) -> None:
     """Train a model so that its first layers answer alone more often (FREE). LOSSY: the result is another model, whose
     answers differ.
@@ -73,33 +65,31 @@ def free(
     target = load_model(model)
     check_spans(target.config)
     source = Source.open(model, resolve_reference(model), "trained")
-    settings = ShallowDeepSettings(
-        layer or max(1, target.config.layers // 3), steps, lr, distillation, batch_tokens, seed=seed
-    )
-    settings.check(target.config.layers)
-    if data_folder is None:
-        data_folder = out.with_name(f"{out.name}-data")
-        data.generate(out=data_folder, tokens=tokens, model=model, own=True, seed=seed)
-    dataset = Dataset.open(data_folder)
-    check_data(dataset, target)
+    asked = ShallowDeepSettings(layer or max(1, target.config.layers // 3), **settings)
+    asked.check(target.config.layers)
+    own = out.with_name(f"{out.name}-data")
+    dataset = open_or_generate(data_folder, own, target, tokens=tokens, model=model, seed=asked.seed)
     count = max(1, min(len(dataset) // 2, round(_HELD_OUT * len(dataset)), _MOST_HELD_OUT))
     documents, held = ([dataset[i] for i in part] for part in dataset.split(count))
     decoder = target.checkpoint.decoder(torch.float32)
     with console.status("measuring") as status:
-        before = shallow_quality(decoder, held, settings.layer)
+        before = shallow_quality(decoder, held, asked.layer)
         train_shallow_deep(
-            decoder, documents, settings, lambda step, loss: status.update(f"step {step} of {steps}, loss {loss:.3f}")
+            decoder,
+            documents,
+            asked,
+            lambda step, loss: status.update(f"step {step} of {asked.steps}, loss {loss:.3f}"),
         )
         status.update("measuring")
-        after = shallow_quality(decoder, held, settings.layer)
+        after = shallow_quality(decoder, held, asked.layer)
         _write(source, decoder, out)
         comparison = _compare(source, out, held)
-    depth = f"{settings.layer} of {target.config.layers} layers"
+    depth = f"{asked.layer} of {target.config.layers} layers"
     typer.echo(
         f"{out}: the first {depth} give the whole model's token in {after.agreement:.1%} of {after.tokens:,} tokens "
         f"held out, {before.agreement:.1%} before\nLOSSY: another model than its source, on {comparison.tokens:,} "
         f"positions held out:\n{format_comparison(comparison)}\n"
-        f"next: foretell train exits {out} --kind shared --layers {settings.layer} --out EXITS"
+        f"next: foretell train exits {out} --kind shared --layers {asked.layer} --out EXITS"
     )
 
 

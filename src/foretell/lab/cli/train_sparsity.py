@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from foretell.cli import options
+from foretell.lab.cli.quantize import CalibrationTokens, HeldBackTokens, Text
 from foretell.lab.cli.sparsity import fingerprint, open_source, read_calibration_text, save_with_comparison
 from foretell.lab.sparsify.predictors import (
     FittedPredictor,
@@ -21,46 +22,16 @@ from foretell.model.load.network import runs_on_kernels
 from foretell.model.offload.sparsity_file import SparsityFile
 from foretell.utils.paths import require_empty
 
-_DEFAULTS = PredictorSettings()
 
-
+@options.with_settings(PredictorSettings())
 def sparsity(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="smollm2-135m, a directory, a .gguf file, or a hub id.")
-    ],
+    model: options.SourceModel,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
-    share: Annotated[
-        float, typer.Option("--sparsity", metavar="SHARE", help="Share of the neurons that a token does not read.")
-    ] = _DEFAULTS.sparsity,
-    block: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Neurons that are chosen together: 1 reads rows of a second copy in bfloat16, 32 reads the weights as "
-            "they are packed, in any storage type.",
-        ),
-    ] = _DEFAULTS.block,
-    head_sparsity: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of the query heads that a token does not read; 0: none.")
-    ] = _DEFAULTS.head_sparsity,
-    look_ahead: Annotated[
-        bool, typer.Option("--look-ahead", help="Predict from what the layer before reads; needs --block 32.")
-    ] = _DEFAULTS.look_ahead,
-    rank: Annotated[int, typer.Option(metavar="N", help="Rank of the predictors.")] = _DEFAULTS.rank,
-    steps: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Gradient steps per layer after the closed form; 0: none.")
-    ] = _DEFAULTS.steps,
-    lr: Annotated[float, typer.Option(metavar="X", min=0, help="Learning rate of these steps.")] = _DEFAULTS.rate,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Text to fit on and to compare on; repeatable. Default: the model writes it."
-        ),
-    ] = None,
-    calibration_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to fit on.")] = 8192,
-    held_back_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the comparison.")] = 2048,
+    settings: options.Settings = options.NO_SETTINGS,
+    text: Text = None,
+    calibration_tokens: CalibrationTokens = 8192,
+    held_back_tokens: HeldBackTokens = 2048,
     dtype: options.Dtype = "auto",
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of text and batches.")] = _DEFAULTS.seed,
 ) -> None:
     """Fit predictors per layer of the neurons and heads that a token needs (Deja Vu), and measure what that costs.
     Lossy as a target, lossless as a draft of the dense model.
@@ -70,22 +41,22 @@ def sparsity(
     foretell generate "Why is the sky blue?" --sparsity predicted
     """
     require_empty(out)
-    settings = PredictorSettings(share, head_sparsity, block, look_ahead, rank, steps, lr, seed=seed)
+    asked = PredictorSettings(**settings)
     console, source = Console(stderr=True), open_source(model, "made sparse")
-    check_settings(source.config, settings)
-    if look_ahead and not runs_on_kernels(source.config, torch.device("cpu")):
+    check_settings(source.config, asked)
+    if asked.look_ahead and not runs_on_kernels(source.config, torch.device("cpu")):
         raise ValueError("--look-ahead needs a model that the CPU kernels run, and they do not run this one here")
-    calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, seed, console)
+    calibration_text = read_calibration_text(source, text, calibration_tokens, held_back_tokens, asked.seed, console)
     with console.status("fitting") as status:
-        fitted = fit_predictors(source.config, source.weights, calibration_text.calibration, settings, status.update)
+        fitted = fit_predictors(source.config, source.weights, calibration_text.calibration, asked, status.update)
     save_predictors(out, [each.rule for each in fitted])
     file = SparsityFile(
-        method="deja_vu", model=fingerprint(source), layers=source.config.layers, sparsity=share,
+        method="deja_vu", model=fingerprint(source), layers=source.config.layers, sparsity=asked.sparsity,
         thresholds=tuple((each.rule.threshold,) for each in fitted), text=calibration_text.origin,
         tokens=calibration_text.calibration.numel(), recall=tuple(each.neurons.own for each in fitted),
         recall_ahead=tuple(each.neurons.ahead for each in fitted if each.neurons.ahead is not None),
         recall_of_fixed_set=tuple(each.neurons.chance for each in fitted),
-        block=block, look_ahead=look_ahead, **_of_heads(fitted, head_sparsity),
+        block=asked.block, look_ahead=asked.look_ahead, **_of_heads(fitted, asked.head_sparsity),
     )  # fmt: skip
     save_with_comparison(file, out, model, dtype, calibration_text, console)
 

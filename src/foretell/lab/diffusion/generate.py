@@ -1,17 +1,61 @@
 """The loop of masked diffusion models: an answer of masks is revealed block by block, in passes over all of it or over
 a window.
+
+Which tokens a pass of a masked diffusion model predicts, and which of them stay.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretell.lab.diffusion.reveal import choose_to_reveal, choose_tokens, split_evenly
 from foretell.model.diffusion.predictor import MaskPredictor
+from foretell.utils.options import Option
+
+
+@dataclass(frozen=True)
+class Revealed:
+    """Predictions at masked positions."""
+
+    token: Int[torch.Tensor, " k"]
+    confidence: Float[torch.Tensor, " k"]
+    """What decides which of them stay: their probabilities at temperature 1, or random numbers."""
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """`total` in `parts` numbers that differ by at most one, the larger ones first."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def choose_tokens(
+    logits: Float[torch.Tensor, "k v"], temperature: float, remasking: str, generator: torch.Generator
+) -> Revealed:
+    """The most probable tokens, or draws by Gumbel-max in float64 (in lower precision the noise is cut off, which
+    lowers the temperature: arXiv 2409.02908).
+    """
+    scores = logits.double().cpu()
+    token = scores.argmax(-1)
+    if temperature:
+        uniform = torch.rand(scores.shape, generator=generator, dtype=torch.float64).clamp_min(1e-300)
+        token = (scores / temperature - torch.log(-torch.log(uniform))).argmax(-1)
+    if remasking == "random":
+        return Revealed(token, torch.rand(len(token), generator=generator, dtype=torch.float64))
+    probability = scores.softmax(-1)
+    return Revealed(token, probability.gather(-1, token[:, None])[:, 0])
+
+
+def choose_to_reveal(predictions: Revealed, count: int, threshold: float | None) -> Bool[torch.Tensor, " k"]:
+    """The `count` most confident predictions; with a threshold, all that reach it, at least the most confident one."""
+    shown = torch.zeros(len(predictions.token), dtype=torch.bool)
+    if threshold is None:
+        shown[predictions.confidence.topk(min(count, len(shown))).indices] = True
+    else:
+        shown |= predictions.confidence >= threshold
+        shown[predictions.confidence.argmax()] = True
+    return shown
 
 
 class DiffusionSettings(BaseModel):
@@ -19,22 +63,26 @@ class DiffusionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_new_tokens: int = Field(128, ge=1)
-    """Of the answer, before it is cut at its first end token."""
-    block_length: int | None = Field(None, ge=1)
-    """Blocks are revealed from left to right; models of block diffusion have a length of their own, and may be revealed
-    in shorter ones. None: the model's own, or 32.
-    """
-    steps: int | None = Field(None, ge=1)
-    """Passes per block; None: one per token."""
-    threshold: float | None = Field(None, ge=0, le=1)
-    """Reveal every token of at least this probability, and the most probable one, in place of `steps` (Fast-dLLM, arXiv
-    2505.22618).
-    """
+    max_new_tokens: Annotated[int, Option("Tokens of the answer at most.", "N")] = Field(128, ge=1)
+    """Before it is cut at its first end token."""
+    block_length: Annotated[
+        int | None,
+        Option("Tokens of a block; blocks are revealed from left to right. Default: the model's own, or 32.", "N"),
+    ] = Field(None, ge=1)
+    """Models of block diffusion have a length of their own, and may be revealed in shorter blocks."""
+    steps: Annotated[int | None, Option("Passes per block. Default: one per token.", "N")] = Field(None, ge=1)
+    threshold: Annotated[
+        float | None, Option("Reveal all tokens of at least this probability, in place of --steps.", "P")
+    ] = Field(None, ge=0, le=1)
+    """And the most probable one (Fast-dLLM, arXiv 2505.22618)."""
     temperature: float = Field(0.0, ge=0)
-    remasking: Literal["low_confidence", "random"] = "low_confidence"
-    """Which predictions stay masked."""
-    cache: Literal["none", "prefix", "dual"] = "none"
+    remasking: Annotated[
+        Literal["low_confidence", "random"], Option("What stays masked: low_confidence or random.", "NAME")
+    ] = "low_confidence"
+    cache: Annotated[
+        Literal["none", "prefix", "dual"],
+        Option("Approximate cache within a block: none, prefix or dual (Fast-dLLM).", "NAME"),
+    ] = "none"
     """Keys and values that passes within a block do not compute again: none; those before the block; those before and
     after it. All are refreshed once per block.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from foretell.lab.nat.network import Kind, Memory, NatModel, causal_mask, paddin
 from foretell.lab.nat.objective import autoregressive_inputs, copied_sources
 from foretell.lab.nat.pairs import BEGIN, END, MASK, PAD, UNKNOWN, pad
 from foretell.train.objective.masking import lowest
+from foretell.utils.options import Option
 
 
 class DecodeOptions(BaseModel):
@@ -19,17 +21,20 @@ class DecodeOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    iterations: int | None = Field(None, ge=1)
-    """Passes of `cmlm`, `glat` and `sundae`; None: 4, 1 and 8."""
-    length_candidates: int = Field(3, ge=1)
-    """Lengths that are decoded side by side: `cmlm`, `glat` and `sundae`."""
-    fertility_samples: int = Field(1, ge=1)
-    """Fertilities that are drawn and decoded side by side, the best ones included; the teacher chooses."""
+    iterations: Annotated[int | None, Option("Passes of cmlm, glat and sundae. Default: 4, 1 and 8.", "K")] = Field(
+        None, ge=1
+    )
+    length_candidates: Annotated[int, Option("Lengths decoded side by side (cmlm, glat, sundae).", "L")] = Field(
+        3, ge=1
+    )
+    fertility_samples: Annotated[int, Option("Fertilities decoded side by side; needs --teacher.", "N")] = Field(
+        1, ge=1
+    )
+    """They are drawn, the best ones included; the teacher chooses."""
     update_share: float = Field(0.5, gt=0, le=1)
     """Share of the positions that a step of `sundae` may change."""
-    temperature: float = Field(0.0, ge=0)
-    """Of the tokens that `sundae` draws; 0: the most probable ones."""
-    seed: int = Field(0, ge=0)
+    temperature: Annotated[float, Option("Of the tokens that sundae draws; 0: the likeliest.", "T")] = Field(0.0, ge=0)
+    seed: Annotated[int, Option("Seed of random numbers.", "N", least=0)] = Field(0, ge=0)
 
     def iterations_of(self, kind: Kind) -> int:
         """Passes for a kind."""

@@ -1,24 +1,79 @@
-"""The training loop: batches, learning rate, checkpoints and the training curve."""
+"""The training loop: batches, learning rate, checkpoints and the training curve.
+
+Fertilities of source tokens: how many target tokens each of them has.
+"""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import fill
+from typing import Annotated
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from foretell.lab.nat.align import fertilities
 from foretell.lab.nat.checkpoint import load_model, require_autoregressive, require_same_words, save_model
-from foretell.lab.nat.network import Kind, NatConfig, NatModel
-from foretell.lab.nat.objective import PairBatch, loss_of
+from foretell.lab.nat.network import Kind, NatConfig, NatModel, causal_mask
+from foretell.lab.nat.objective import PairBatch, autoregressive_inputs, loss_of
 from foretell.lab.nat.pairs import Pair, Vocabulary, pad, read_pairs
 from foretell.train.loop.checkpoint import CheckpointState, CheckpointStore
 from foretell.train.loop.curve import StepMetrics, write_curve
 from foretell.train.loop.model_card import CARD
+from foretell.utils.options import Option
 from foretell.utils.validation import validate
+
+_BATCH = 256
+
+
+def fertilities(
+    source: Sequence[Sequence[int]], target: Sequence[Sequence[int]], most: int, aligner: NatModel | None
+) -> list[list[int]]:
+    """Fertilities of every pair, each at most `most` and, of a pair, as many in sum as its target has tokens.
+
+    `aligner`: an autoregressive model; a target token belongs to the source token that it attends to most. None: the
+    target is shared evenly.
+
+    Raises:
+        ValueError: a target has more than `most` tokens per source token.
+    """
+    for s, t in zip(source, target, strict=True):
+        if len(t) > most * len(s):
+            raise ValueError(
+                f"a target of {len(t)} tokens for a source of {len(s)}: fertilities reach to {most}; train another kind"
+            )
+    if aligner is None:
+        return [_even(len(s), len(t)) for s, t in zip(source, target, strict=True)]
+    out = list[list[int]]()
+    for begin in range(0, len(source), _BATCH):
+        out += _aligned(source[begin : begin + _BATCH], target[begin : begin + _BATCH], most, aligner)
+    return out
+
+
+def _even(source: int, target: int) -> list[int]:
+    return [(i + 1) * target // source - i * target // source for i in range(source)]
+
+
+@torch.inference_mode()
+def _aligned(
+    source: Sequence[Sequence[int]], target: Sequence[Sequence[int]], most: int, aligner: NatModel
+) -> list[list[int]]:
+    inputs = autoregressive_inputs(pad(target))
+    weights = aligner.alignment(aligner.embed(inputs), aligner.encode(pad(source)), causal_mask(inputs.shape[1]))
+    owner = weights.argmax(-1).tolist()
+    # Position `j` of the inputs predicts token `j` of the target.
+    return [_counts(row[: len(t)], len(s), most) for row, s, t in zip(owner, source, target, strict=True)]
+
+
+def _counts(owner: Sequence[int], source: int, most: int) -> list[int]:
+    """How often every source token owns a target token; what exceeds `most` goes to the next token that has room."""
+    counts = [0] * source
+    for token in owner:
+        near = sorted(range(source), key=lambda i: (abs(i - token), i))
+        counts[next(i for i in near if counts[i] < most)] += 1
+    return counts
+
 
 _SEED_FACTOR = 1_000_003
 """Distance between the seeds of two trainings: more than a training has steps."""
@@ -35,28 +90,24 @@ class NatSettings(BaseModel):
     data: str
     """File of pairs."""
     out: str
-    minutes: float = Field(0.0, ge=0)
-    """CPU time of the training in minutes; 0: `steps` decide."""
-    steps: int = Field(0, ge=0)
-    batch: int = Field(64, ge=1)
-    """Pairs of a batch."""
-    lr: float = Field(2e-3, gt=0)
-    warmup: int = Field(100, ge=0)
-    """Steps until the learning rate reaches `lr`."""
-    smoothing: float = Field(0.1, ge=0, lt=1)
-    """Label smoothing."""
+    minutes: Annotated[float, Option("CPU time of the training.", "M")] = Field(0.0, ge=0)
+    """0: `steps` decide."""
+    steps: Annotated[int, Option("Steps, in place of --minutes.", "N")] = Field(0, ge=0)
+    batch: Annotated[int, Option("Pairs of a batch.", "N")] = Field(64, ge=1)
+    lr: Annotated[float, Option("Highest learning rate.", "X")] = Field(2e-3, gt=0)
+    warmup: Annotated[int, Option("Steps until --lr is reached.", "N")] = Field(100, ge=0)
+    smoothing: Annotated[float, Option("Label smoothing.", "X")] = Field(0.1, ge=0, lt=1)
     weight_decay: float = Field(0.01, ge=0)
     clip: float = Field(1.0, gt=0)
-    seed: int = Field(0, ge=0)
-    hidden: int = Field(128, ge=8)
-    heads: int = Field(4, ge=1)
-    layers: int = Field(2, ge=1)
-    ffn: int = Field(512, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
-    aligner: str = ""
-    """Autoregressive model whose attention aligns source and target, for `fertility`; empty: even fertilities."""
-    save_minutes: float = Field(1.0, gt=0)
-    """Minutes between checkpoints."""
+    hidden: Annotated[int, Option("Width.", "N")] = Field(128, ge=8)
+    heads: Annotated[int, Option("Attention heads.", "N")] = Field(4, ge=1)
+    layers: Annotated[int, Option("Layers of encoder and decoder each.", "N")] = Field(2, ge=1)
+    ffn: Annotated[int, Option("Width of feed-forward layers.", "N")] = Field(512, ge=1)
+    dropout: Annotated[float, Option("Dropout.", "X")] = Field(0.1, ge=0, lt=1)
+    aligner: Annotated[str, Option("Autoregressive model whose attention gives fertilities (fertility).", "DIR")] = ""
+    """Empty: even fertilities."""
+    save_minutes: Annotated[float, Option("Minutes between checkpoints.", "M")] = Field(1.0, gt=0)
+    seed: Annotated[int, Option("Seed of random numbers.", "N", least=0)] = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _check_length(self) -> "NatSettings":

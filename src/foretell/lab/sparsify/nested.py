@@ -5,6 +5,7 @@ network of its own.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +19,7 @@ from foretell.model.block.decoder import FeedForward
 from foretell.model.config.model import ModelConfig
 from foretell.model.kernels.structures import PREFIX_UNIT
 from foretell.model.load.weights import Weights
+from foretell.utils.options import Option
 from foretell.utils.unfinished import part_of, put_in_place, remove
 
 Tensor = torch.Tensor
@@ -25,17 +27,19 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class NestedSettings:
-    """How a model is nested. `shares`: sizes that are trained together, as shares of all neurons; `steps`: of AdamW per
-    layer, 0: the neurons are ordered only, and the model computes what it did; `extract`: the share that is written, as
-    a model of its own; 1: all.
+    """How a model is nested. `shares`: sizes that are trained together, as shares of all neurons; `batch`: tokens of a
+    step of AdamW.
     """
 
     shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    steps: int = 0
-    rate: float = 1e-4
+    steps: Annotated[
+        int,
+        Option("Gradient steps per layer; 0: neurons are ordered only, and no answer changes.", "N", least=0),
+    ] = 0
+    rate: Annotated[float, Option("Learning rate of these steps.", "X", "--lr", 0)] = 1e-4
+    extract: Annotated[float, Option("Write this share of the neurons only, as a smaller model.", "SHARE")] = 1.0
+    seed: Annotated[int, Option("Seed of text and batches.", "N", least=0)] = 0
     batch: int = 256
-    extract: float = 1.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         bad = [s for s in (*self.shares, self.extract) if not 0 < s <= 1]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from foretell.model.block.sparsity import PredictedNeurons, Predictor
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.weights import Weights
 from foretell.model.offload.sparsity_file import PREDICTORS
+from foretell.utils.options import Option
 
 Tensor = torch.Tensor
 _HELD_OUT = 0.1
@@ -34,20 +36,26 @@ _RIDGE = 1e-2
 
 @dataclass(frozen=True)
 class PredictorSettings:
-    """What is fitted. `sparsity`: share of the neurons that a token does not read; `head_sparsity`: of the query heads
-    (0: all are read); `block`: neurons that are chosen together; `look_ahead`: predictors read what the layer before
-    reads; `rank`: of the predictors; `steps` of AdamW after the closed form, at `rate`, with `batch` tokens each.
-    """
+    """What is fitted. `batch`: tokens of a step of AdamW."""
 
-    sparsity: float = 0.5
-    head_sparsity: float = 0.0
-    block: int = 1
-    look_ahead: bool = False
-    rank: int = 64
-    steps: int = 60
-    rate: float = 1e-3
+    sparsity: Annotated[float, Option("Share of the neurons that a token does not read.", "SHARE")] = 0.5
+    head_sparsity: Annotated[
+        float, Option("Share of the query heads that a token does not read; 0: none.", "SHARE")
+    ] = 0.0
+    block: Annotated[
+        int,
+        Option(
+            "Neurons that are chosen together: 1 reads rows of a second copy in bfloat16, 32 reads the weights as they "
+            "are packed, in any storage type.",
+            "N",
+        ),
+    ] = 1
+    look_ahead: Annotated[bool, Option("Predict from what the layer before reads; needs --block 32.")] = False
+    rank: Annotated[int, Option("Rank of the predictors.", "N")] = 64
+    steps: Annotated[int, Option("Gradient steps per layer after the closed form; 0: none.", "N", least=0)] = 60
+    rate: Annotated[float, Option("Learning rate of these steps.", "X", "--lr", 0)] = 1e-3
+    seed: Annotated[int, Option("Seed of text and batches.", "N", least=0)] = 0
     batch: int = 512
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ class ModelConfig:
     """Tokens that the model is opened for; see `with_context`."""
     longest_context: int = 0
     """Tokens that its positions are made for; 0: `context`."""
+    dense_context: int = 0
+    """Tokens up to which its layers attend to all, where they choose among more; the decoder does not. 0: any."""
     norm_eps: float = 1e-5
     rope: RopeConfig | None = field(default_factory=RopeConfig)
     local_rope: RopeConfig | None = None
@@ -297,6 +299,8 @@ def with_context(config: ModelConfig, context: int | None) -> ModelConfig:
     if context is None:
         return config
     longest = config.longest_context or config.context
+    if context > longest:
+        _refuse_sparse(config)
     if not 1 <= context <= longest:
         raise ValueError(
             f"a context of {context} tokens was asked for, but the positions of this model are made for 1 to {longest}"
@@ -304,6 +308,14 @@ def with_context(config: ModelConfig, context: int | None) -> ModelConfig:
             '\'{"rope_type": "yarn", "factor": 4.0}\')' * (context > longest)
         )
     return replace(config, context=context, longest_context=longest)
+
+
+def _refuse_sparse(config: ModelConfig) -> None:
+    if config.dense_context:
+        raise ValueError(
+            f"{config.architecture} is read for texts of up to {config.dense_context} tokens, in which its layers "
+            "attend to all; that they choose tokens of longer ones is not supported"
+        )
 
 
 def with_rope_scaling(config: ModelConfig, parameters: Mapping[str, Any] | None) -> ModelConfig:
@@ -315,6 +327,7 @@ def with_rope_scaling(config: ModelConfig, parameters: Mapping[str, Any] | None)
     """
     if parameters is None:
         return config
+    _refuse_sparse(config)
     old = config.rope
     if old is None:
         raise ValueError("rope_scaling was given, but this model has no rotary positions")

@@ -73,12 +73,6 @@ class NeuronPlaces(ctypes.Structure):
     _fields_ = _fields("NeuronPlaces")
 
 
-class ExactRows(ctypes.Structure):
-    """Rows with which an output head in two stages scores its best outputs again."""
-
-    _fields_ = _fields("ExactRows")
-
-
 class Weight(ctypes.Structure):
     """One packed linear layer."""
 
@@ -201,7 +195,6 @@ class Cache(ctypes.Structure):
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     NeuronPlaces,
-    ExactRows,
     Weight,
     SparseMlp,
     UnitChoice,

@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -64,13 +65,14 @@ class Checkpoint(ABC):
             f"model runs on {type(network).__name__}; run it dense"
         )
 
-    def mtp_layer(self, network: Network) -> MTPLayer:
-        """Load the multi-token prediction layer; embedding and head are those of `network`, the model itself.
+    def mtp_layer(self, network: Network, file: Path | None = None) -> MTPLayer:
+        """Load the multi-token prediction layer, of this checkpoint or of a GGUF file that has it alone; embedding and
+        head are those of `network`, the model itself.
 
         Raises:
             ValueError: there is none.
         """
-        return load_mtp(self.config, self._weights, network)
+        return load_mtp(self.config, self._weights, network, file)
 
     def decoder(self, dtype: torch.dtype, blocks: Sequence[int] | None = None) -> Decoder:
         """Load the network in plain torch, which is differentiable, with all of its blocks or some."""

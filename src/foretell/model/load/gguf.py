@@ -10,31 +10,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 
 from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo, block_size
-from foretell.model.matrices.kinds import Kind
+from foretell.model.load.nearest_blocks import nearest_blocks, nearest_of
 from foretell.model.matrices.stored import FLOAT_KINDS, StoredMatrix
-
-
-def _levels_as_q8_0(blocks: np.ndarray, ggml_type: int) -> tuple[Kind, np.ndarray]:
-    """Blocks of IQ4_NL, whose levels are integers of 8 bits."""
-    from gguf.quants import IQ4_NL
-
-    levels = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1)
-    return "Q8_0", np.concatenate([blocks[:, :2], np.array(IQ4_NL.kvalues, np.int8)[levels].view(np.uint8)], 1)
-
-
-def _ternary_as_q4_0(blocks: np.ndarray, ggml_type: int) -> tuple[Kind, np.ndarray]:
-    """Blocks of 256 numbers -1, 0 or 1 with a scale at their end (TQ1_0, TQ2_0)."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    plain, scales = blocks.copy(), np.repeat(blocks[:, -2:], 8, 0)
-    plain[:, -2:] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
-    levels = (dequantize(plain, GGMLQuantizationType(ggml_type)) + 8).astype(np.uint8).reshape(-1, 32)
-    return "Q4_0", np.concatenate([scales, levels[:, :16] | levels[:, 16:] << 4], 1)
-
-
-_REPACKED = {20: _levels_as_q8_0, 34: _ternary_as_q4_0, 35: _ternary_as_q4_0}
-"""What makes blocks of another kind, which has the same numbers, of those of a type by its number in the file."""
 
 
 class GGUF(GGUFHeader):
@@ -52,20 +29,22 @@ class GGUF(GGUFHeader):
         """Whether a tensor is of a type that `Kind` has."""
         return self.tensors[name].ggml_type in KIND_OF_TYPE
 
-    def stored_matrix(self, name: str, expert: int | None = None) -> StoredMatrix | None:
+    def stored_matrix(self, name: str, expert: int | None = None, factor: float = 1.0) -> StoredMatrix | None:
         """A view of the file's bytes of a matrix, or of one expert's matrix in a tensor of all. Types that `Kind` does
-        not have become one that it has, if that has all of their numbers. None: not a matrix, or of another type.
+        not have become the nearest one, times `factor`. None: not a matrix, or of a type that has to be widened.
         """
         e = self._part(name, expert)
-        kind, repack = KIND_OF_TYPE.get(e.ggml_type), _REPACKED.get(e.ggml_type)
-        if len(e.shape) != 2 or (kind is None and repack is None):
+        if len(e.shape) != 2:
             return None
-        if kind is None and repack is not None:
-            kind, blocks = repack(self._raw(e).reshape(-1, block_size(e.ggml_type)[1]), e.ggml_type)
+        if nearest_of(e.ggml_type, e.shape[1]) is not None:
+            raw = self._raw(e).reshape(-1, block_size(e.ggml_type)[1])
+            kind, blocks = nearest_blocks(raw, e.ggml_type, e.shape[1], factor)
             return StoredMatrix(kind, e.shape[1], torch.from_numpy(blocks.reshape(e.shape[0], -1)), self.release_pages)
-        assert kind is not None
-        raw = torch.frombuffer(self._data[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
-        return StoredMatrix(kind, e.shape[1], raw.view(e.shape[0], -1), self.release_pages)
+        if e.ggml_type not in KIND_OF_TYPE or factor != 1:
+            return None
+        kind = KIND_OF_TYPE[e.ggml_type]
+        data = torch.frombuffer(self._data[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
+        return StoredMatrix(kind, e.shape[1], data.view(e.shape[0], -1), self.release_pages)
 
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, or one expert's part of it, dequantised to float32."""

@@ -329,11 +329,34 @@ def unread_tensors(file: GGUFHeader, config: ModelConfig) -> list[str]:
         if block is None:
             return re.sub(r"(input_)?scale$", "weight", name) in outer
         module = block[2].rpartition(".")[0]
+        if block[2].startswith(family.unread):
+            return True
         return int(block[1]) >= config.layers or block[2] in modules or module in modules
 
-    if not any(int(block[1]) < config.layers for block in map(_BLOCK.fullmatch, file.tensors) if block):
-        return list(file.tensors)
     return [name for name in file.tensors if not is_read(name)]
+
+
+def holds_prediction_alone(file: GGUFHeader) -> bool:
+    """Whether its only layers are those of multi-token prediction, as in the files `mtp-*.gguf` of llama.cpp's
+    converter, which have the embedding, the final norm and the head beside them.
+    """
+    kind = file.metadata.get("general.architecture")
+    count, further = (file.metadata.get(f"{kind}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
+    layers = [int(block[1]) for block in map(_BLOCK.fullmatch, file.tensors) if block]
+    return bool(layers and further) and min(layers) >= count - further
+
+
+def check_model(file: GGUFHeader) -> None:
+    """Check that a file has the layers of a model.
+
+    Raises:
+        ValueError: it has its layer of multi-token prediction alone.
+    """
+    if holds_prediction_alone(file):
+        raise ValueError(
+            f"{file.path}: the file has the layer of multi-token prediction of a model alone; name the model's file "
+            "with --model, and this one with --method mtp --draft-model"
+        )
 
 
 def gguf_config(file: GGUFHeader) -> ModelConfig:

@@ -1,5 +1,6 @@
 """The tensors of a GGUF file by their Hugging Face names."""
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +14,26 @@ from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.build import LAYER_INPUTS_NORM, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_TABLE
 from foretell.model.load.gguf import GGUF
-from foretell.model.load.gguf_header import OUTER_NAMES, ROPE_FACTORS
+from foretell.model.load.gguf_header import (
+    OUTER_NAMES,
+    ROPE_FACTORS,
+    TensorInfo,
+    check_model,
+    kind_name,
+)
+from foretell.model.load.nearest_blocks import Nearest, nearest_of
 from foretell.model.load.weights import EMBEDDING, HEAD, Storage, Weights
 from foretell.model.matrices.kinds import BLOCKS
 from foretell.model.matrices.stored import StoredMatrix
 
 Tensor = torch.Tensor
+log = logging.getLogger(__name__)
 
 _OUTER = EMBEDDING, HEAD, LAYER_INPUTS_TABLE, LAYER_INPUTS_PROJECTION, LAYER_INPUTS_NORM
 _GGUF_NAMES = dict(zip(_OUTER, OUTER_NAMES, strict=True))
 _OF_CONFIG = {f"{name}.weight" for name in ROPE_FACTORS}
 """Tensors that are a part of the configuration."""
+_ONE = torch.ones(1)
 _FACTOR = re.compile(r"(.+)\.(?:input_)?scale")
 """Names of factors of matrices (of NVFP4) or of their inputs, which stay unrounded here."""
 _EXPERT = re.compile(r"(?:^|(?<=\.))experts\.(\d+|\{\})\.")
@@ -63,11 +73,18 @@ class _Part:
 
 
 class GGUFWeights(Weights):
-    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order."""
+    """Tensors of a GGUF file, dequantised; llama.cpp's interleaved rotary order becomes the half-split order.
 
-    def __init__(self, file: GGUF, config: ModelConfig) -> None:
+    `predicts`: the file may hold the layer of multi-token prediction alone.
+    """
+
+    def __init__(self, file: GGUF, config: ModelConfig, predicts: bool = False) -> None:
         self.source, self._file, self._config = str(file.path), file, config
         self.files, self._family = file.files, family_of(config.architecture)
+        if not predicts:
+            check_model(file)
+        if lossy := {kind_name(e.ggml_type): near.words for e in file.tensors.values() if (near := self._lossy(e))}:
+            log.warning("%s: %s", self.source, ", ".join(f"{kind} is read as {words}" for kind, words in lossy.items()))
         self._scales = self._require_read()
         """Factors of matrices, one or one for each expert, by the names of these (NVFP4)."""
 
@@ -77,16 +94,11 @@ class GGUFWeights(Weights):
         Raises:
             ValueError: one is not, so the numbers would be others.
         """
-        config, blocks = self._config, [name for name in self._file.tensors if name.startswith("blk.")]
-        if blocks and all(map(self._predicts, blocks)):
-            raise ValueError(
-                f"{self.source}: the file has a layer of multi-token prediction alone, which is not read apart from "
-                "its model; take a file that has the model and the layer"
-            )
+        config = self._config
         outer = *_GGUF_NAMES, f"{family_of(config.architecture).final_norm}.weight"
         inner = (f"model.layers.{i}.{name}" for i in range(config.layers) for name in names_of(config, i))
         known = {part.tensor for name in (*outer, *inner) for part in self._parts(name)} | _OF_CONFIG
-        own = [name for name in self._file.tensors if not self._predicts(name)]
+        own = [name for name in self._file.tensors if not (self._predicts(name) or self._can_be_left(name))]
         factors = {name: matrix for name in self._file.tensors if name not in known and (matrix := self._scaled(name))}
         unread = next((name for name in own if name not in known and name not in factors), None)
         if unread is not None:
@@ -96,6 +108,15 @@ class GGUFWeights(Weights):
             )
         used = [name for name in factors if not name.endswith(".input_scale")]
         return {factors[name]: self._file.load_tensor(name).flatten() for name in used}
+
+    @staticmethod
+    def _lossy(tensor: TensorInfo) -> Nearest | None:
+        """The type that a matrix becomes, if it has not all of its numbers."""
+        nearest = nearest_of(tensor.ggml_type, tensor.shape[-1]) if len(tensor.shape) > 1 else None
+        return nearest if nearest is not None and nearest.loss else None
+
+    def _can_be_left(self, name: str) -> bool:
+        return name.startswith("blk.") and name.split(".", 2)[-1].startswith(self._family.unread)
 
     def _scaled(self, name: str) -> str | None:
         """The matrix, or those of all experts, that this tensor scales, or whose inputs it does; None: it is none."""
@@ -190,8 +211,10 @@ class GGUFWeights(Weights):
         """The matrix of this name as the file stores it; None: it has to be widened."""
         pieces = list[StoredMatrix]()
         for part in () if self._joined(name) else self._parts(name):
-            whole = self._file.stored_matrix(part.tensor, part.expert)
-            if whole is None or part.tensor in self._scales:
+            factors = self._scales.get(part.tensor, _ONE)
+            factor = float(factors[0 if len(factors) == 1 or part.expert is None else part.expert])
+            whole = self._file.stored_matrix(part.tensor, part.expert, factor)
+            if whole is None or (len(factors) > 1 and part.expert is None):
                 return None
             pieces.append(whole if part.rows is None else whole.rows(part.rows))
         if not pieces or any((p.kind, p.inputs) != (pieces[0].kind, pieces[0].inputs) for p in pieces):

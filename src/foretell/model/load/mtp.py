@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,9 @@ from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.load.build import build_block
+from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_header import gguf_config, holds_prediction_alone
+from foretell.model.load.gguf_weights import GGUFWeights
 from foretell.model.load.native import packable_block
 from foretell.model.load.weights import DelegatedWeights, Weights
 from foretell.model.matrices.stored import StoredMatrix
@@ -43,8 +47,49 @@ def _known() -> list[str]:
     return [kind for kind in KINDS if family_of(kind).prediction(kind, 1) is not None]
 
 
-def load_mtp(config: ModelConfig, weights: Weights, target: Network) -> MTPLayer:
-    """The multi-token prediction layer of a checkpoint for its model `target`, whose embedding and head it shares.
+def _beside(weights: Weights) -> Path | None:
+    """The file that llama.cpp calls the layer of a model's file, `mtp-*.gguf` in the same folder; None: there is none.
+
+    Raises:
+        ValueError: there are several.
+    """
+    file = next(iter(weights.files), None)
+    files = [] if file is None or file.suffix != ".gguf" else sorted(file.parent.glob("mtp-*.gguf"))
+    if len(files) > 1:
+        raise ValueError(
+            f"{file}: there are {len(files)} files with a layer of multi-token prediction beside it "
+            f"({', '.join(each.name for each in files)}); name one with --draft-model"
+        )
+    return files[0] if files else None
+
+
+def _of_file(path: Path, config: ModelConfig) -> Weights:
+    """The weights of a file with the layer of this model alone.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    file = GGUF(path)
+    if not holds_prediction_alone(file):
+        raise ValueError(f"{path}: mtp drafts with a layer of multi-token prediction, and this file is of another kind")
+    own = gguf_config(file)
+    for of_file, of_model, what in (
+        (own.architecture, config.architecture, "the architecture"),
+        (own.hidden, config.hidden, "the width"),
+        (own.layers, config.layers, "the number of layers"),
+        (own.vocab, config.vocab, "the size of the vocabulary"),
+    ):
+        if of_file != of_model:
+            raise ValueError(
+                f"{path}: a layer of multi-token prediction of another model: {what} is {of_file}, and {of_model} of "
+                "the target"
+            )
+    return GGUFWeights(file, own, predicts=True)
+
+
+def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path | None = None) -> MTPLayer:
+    """The multi-token prediction layer of a checkpoint for its model `target`, whose embedding and head it shares;
+    `file`: a GGUF file with this layer alone. Where neither has it, it is looked for beside the model's GGUF file.
 
     Raises:
         ValueError: the architecture or the checkpoint has no such layer, or the model is not in memory as a whole.
@@ -55,6 +100,10 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network) -> MTPLayer
             f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
             f"architectures that have one: {', '.join(_known())}"
         )
+    if file is None and weights.get(f"{weights.prediction_names(names).combine}.weight") is None:
+        file = _beside(weights)
+    if file is not None:
+        weights = _of_file(file, config)
     names = weights.prediction_names(names)
     if not isinstance(target, Decoder | NativeDecoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")

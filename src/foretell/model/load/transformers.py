@@ -23,7 +23,7 @@ from foretell.model.cache.layout import index_marked
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.load.transformers_masks import LayerMasks, own_pass
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Layers, Marks, Rows, Runner
 from foretell.utils.validation import Fields
 
 _TREE_TOLERANCE = 0.05
@@ -130,13 +130,7 @@ class HFRunner(Runner):
 
     @torch.inference_mode()
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`.
 

@@ -295,6 +295,8 @@ class SafetensorsWeights(Weights):
             match = _LAYER.fullmatch(name)
             if match is None or int(match[1]) >= config.layers or match[2].endswith(_NEVER_READ):
                 continue
+            if match[2].startswith(family_of(config.architecture).unread):
+                continue
             inner = _NUMBER.sub(".experts.{}.", match[2])
             quantized = _QUANTIZED.search(inner) or inner.endswith(_BLOCKS)
             if inner not in known[int(match[1])] and not quantized:

@@ -5,14 +5,13 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from jaxtyping import Bool
 
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.network_runner import NetworkRunner
-from foretell.model.run.runner import Adapts, ForksRows
+from foretell.model.run.runner import Adapts, ForksRows, Layers, Marks, Rows
 
 
 class AdaptingRunner(NetworkRunner, Adapts, ForksRows):
@@ -30,13 +29,7 @@ class AdaptingRunner(NetworkRunner, Adapts, ForksRows):
         self._name[row] = name
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
         groups = dict[str, list[int]]()

@@ -19,7 +19,7 @@ from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
 from foretell.model.run.network_runner import NetworkRunner
 from foretell.model.run.partial_pass import further_state
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Layers, Marks, Rows, Runner
 
 
 def check_compactible(config: ModelConfig) -> None:
@@ -71,13 +71,7 @@ class CompactRunner(NetworkRunner):
         return self.length(row) - self.missing.get(row, 0)
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 
 from foretell.core.context import ModelOutput
-from foretell.core.tree import TokenTree
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
 from foretell.model.block.decoder import BlockRange
 from foretell.model.cache.layout import index_marked
 from foretell.model.kernels import DynamicTrees, NodeLimits
@@ -15,7 +15,7 @@ from foretell.model.kernels.dynamic_tree import NO_LIMITS, Noise
 from foretell.model.run.network import DynamicTreeNetwork, Network, TreeNetwork
 from foretell.model.run.network_runner import NetworkRunner
 from foretell.model.run.partial_pass import PartialPass
-from foretell.model.run.runner import DraftsInCache, ForksRows, GrowsTrees, RunsLayers
+from foretell.model.run.runner import DraftsInCache, ForksRows, GrowsTrees, Layers, Marks, Rows, RunsLayers
 from foretell.utils.inference import in_inference_mode
 
 
@@ -37,13 +37,7 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         self._tree_network = None  # whose passes give no queries
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
         self._reserve(rows, tree.nodes)
@@ -126,8 +120,8 @@ class DecoderRunner(NetworkRunner, ForksRows, RunsLayers, DraftsInCache, GrowsTr
         rows: Sequence[int],
         prefixes: TokenTree,
         max_depth: Int[np.ndarray, " b"],
-        sizes: tuple[int, int, int],
-        bounds: tuple[float, float],
+        sizes: TreeSizes,
+        bounds: TreeBounds,
         noise: Noise | None = None,
         limits: NodeLimits = NO_LIMITS,
     ) -> DynamicTrees | None:

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
-from jaxtyping import Bool
 
 from foretell.core.context import ModelOutput
 from foretell.core.tree import TokenTree
@@ -13,6 +11,7 @@ from foretell.model.block.backend import Backend
 from foretell.model.cache.policy import CachePolicy
 from foretell.model.run.compact_runner import CompactRunner, select_slots
 from foretell.model.run.network import Network
+from foretell.model.run.runner import Layers, Marks, Rows
 
 EVICTION_INTERVAL = 64
 """Tokens by which a row may exceed the budget until keys are evicted."""
@@ -46,13 +45,7 @@ class EvictingRunner(CompactRunner):
         return replace(self.network.backend, batch_invariant=False, cache_policy=str(self.policy))
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree; see `Runner.forward`."""
         for i, row in enumerate(rows):

@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-from jaxtyping import Bool
-
 from foretell.core.context import Context, ModelOutput
 from foretell.core.tree import TokenTree
 from foretell.model.kernels.kv_cache import NativeKVCache
 from foretell.model.run.compact_runner import check_whole
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.runner import Runner
+from foretell.model.run.runner import Layers, Marks, Rows, Runner
 
 
 class UpperHalvesRunner(DecoderRunner):
@@ -64,13 +61,7 @@ class UpperHalvesRunner(DecoderRunner):
         return self.target.length(row)
 
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run nodes of a tree after the target's tokens; see `Runner.forward`."""
         self._length = [self.length(row) for row in range(max(rows) + 1)]

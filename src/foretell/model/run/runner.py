@@ -6,13 +6,13 @@ says which classes have them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from foretell.core.context import ModelOutput
-from foretell.core.tree import TokenTree
+from foretell.core.tree import TokenTree, TreeBounds, TreeSizes
 from foretell.model.block.backend import Backend
 from foretell.model.kernels import DynamicTrees, NodeLimits
 from foretell.model.kernels.dynamic_tree import NO_LIMITS, Noise
@@ -20,6 +20,12 @@ from foretell.model.run.network import Network
 from foretell.model.run.partial_pass import PartialPass
 
 Interface = TypeVar("Interface")
+Rows: TypeAlias = Sequence[int]
+"""Rows of the cache, one for each tree of a batch."""
+Marks: TypeAlias = Bool[np.ndarray, "b n"] | None
+"""Some nodes of the trees of a batch; None: the default of the place."""
+Layers: TypeAlias = Sequence[int]
+"""Layers whose hidden states are wanted."""
 
 
 class Runner(ABC):
@@ -45,13 +51,7 @@ class Runner(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        rows: Sequence[int],
-        tree: TokenTree,
-        *,
-        active: Bool[np.ndarray, "b n"] | None = None,
-        scored: Bool[np.ndarray, "b n"] | None = None,
-        hidden_layers: Sequence[int] = (),
+        self, rows: Rows, tree: TokenTree, *, active: Marks = None, scored: Marks = None, hidden_layers: Layers = ()
     ) -> ModelOutput:
         """Run the `active` nodes of a tree (default: `tree.active`) after the committed tokens of their rows.
 
@@ -151,8 +151,8 @@ class GrowsTrees(ABC):
         rows: Sequence[int],
         prefixes: TokenTree,
         max_depth: Int[np.ndarray, " b"],
-        sizes: tuple[int, int, int],
-        bounds: tuple[float, float],
+        sizes: TreeSizes,
+        bounds: TreeBounds,
         noise: Noise | None = None,
         limits: NodeLimits = NO_LIMITS,
     ) -> DynamicTrees | None:

@@ -19,6 +19,8 @@ WRITTEN_TOKENS = 16
 
 WIDE_WARPS = 4 if torch.version.hip else 8
 """Warps of a program of attention over wide heads or rounded numbers: so few that it spills no registers."""
+PADDED_REGISTERS = 208
+"""Registers of a thread where a head is padded: without it CUDA's compiler spills some to fit one more block."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class Launch:
     arguments: dict[str, object]
     warps: int = 4
     stages: int = 2
+    registers: int | None = None
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """What the compiler is told beside the arguments."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        """What the compiler is told beside the arguments; AMD's does not take a number of registers."""
+        options: dict[str, int | bool] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        return options if self.registers is None or torch.version.hip else {**options, "maxnreg": self.registers}
 
     def run(self) -> None:
         """Put the launch into the current stream."""
@@ -144,7 +148,8 @@ def attend(
         "FOLD": folds,
     }
     grid = (layout.tile_count, kv_heads, 1 if folds else layout.splits)
-    launches = [Launch(attention.attend, grid, arguments, _warps(store))]
+    registers = PADDED_REGISTERS if settings["BLOCK_D"] != dim else None
+    launches = [Launch(attention.attend, grid, arguments, _warps(store), registers=registers)]
     if not folds:
         del settings["NUMBERS"]
         launches.append(Launch(attention.combine, grid[:2], {**shared, **settings}, _warps(store)))

@@ -11,6 +11,7 @@ import torch
 
 from foretell.model.config.model import RopeConfig
 from foretell.model.load.gguf import GGUF
+from foretell.model.load.gguf_header import GGUFHeader, holds_prediction_alone
 from foretell.speculator.formats import dflash, eagle_export
 from foretell.speculator.formats.base import ExportFormat, Verifier
 from foretell.speculator.formats.files import PublishedCheckpoint
@@ -88,8 +89,11 @@ class GGUFCheckpoint(PublishedCheckpoint):
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether a GGUF file holds a drafter of a known architecture."""
-    return path.is_file() and GGUF(path).metadata.get("general.architecture") in (_EAGLE3, _DFLASH)
+    """Whether a GGUF file holds a drafter of a known architecture, or a model's layer of multi-token prediction."""
+    if not path.is_file():
+        return False
+    file = GGUFHeader(path)
+    return file.metadata.get("general.architecture") in (_EAGLE3, _DFLASH) or holds_prediction_alone(file)
 
 
 def open_gguf(path: Path) -> PublishedCheckpoint:
@@ -99,6 +103,8 @@ def open_gguf(path: Path) -> PublishedCheckpoint:
         ValueError: it is damaged, or has a key or a tensor that is not known.
     """
     file = GGUF(path)
+    if holds_prediction_alone(file):
+        raise ValueError(f"{path}: a layer of multi-token prediction, with which --method mtp drafts alone")
     kind = str(file.metadata.get("general.architecture"))
     own = {key.removeprefix(f"{kind}."): v for key, v in file.metadata.items() if key.startswith(f"{kind}.")}
     fields = Fields(own, str(path), f"{kind}.")

@@ -4,13 +4,13 @@ tokens.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from pydantic import Field
+from pydantic import model_validator
 from torch import nn
 
 from foretell.model.block.attention import AttentionBackend
@@ -29,9 +29,6 @@ from foretell.speculator.network.layer import (
     make_norm,
 )
 
-HEAD_FACTORS = ("head_outer", "head_inner")
-"""[d, r] and [r, d]: the output matrix times both has rank r and nearly the same outputs; see `train.draft_head`."""
-
 
 class EagleConfig(CachedLayersConfig):
     """Configuration of the layers of EAGLE-1 and EAGLE-2 (`eagle`) or EAGLE-3 (`eagle3`, `p_eagle`)."""
@@ -49,10 +46,23 @@ class EagleConfig(CachedLayersConfig):
     """EAGLE-3: a norm per hidden state before they are fused."""
     norm_output: bool = False
     """EAGLE-3: the next feature is the layer's output after the final norm, not before."""
-    head_rank: int = Field(0, ge=0)
-    """Rank through which the CPU kernels score all tokens before they score the best ones exactly; 0: all exactly."""
-    head_candidates: int = Field(64, ge=1)
-    """Tokens that they score exactly then."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_head_rank(cls, values: Any) -> Any:
+        """Read configurations of earlier versions, which named the rank of a head in two stages.
+
+        Raises:
+            ValueError: it has such a head.
+        """
+        if not isinstance(values, dict):
+            return values
+        if rank := values.get("head_rank", 0):
+            raise ValueError(
+                f"its head has two stages (head_rank {rank}), which are not drafted with any more; use the speculator "
+                "that `foretell calibrate head` was given"
+            )
+        return {key: value for key, value in values.items() if key not in ("head_rank", "head_candidates")}
 
     @property
     def recorded_layers(self) -> tuple[int, ...]:
@@ -84,9 +94,6 @@ class EagleNetwork(CachedLayersNetwork):
     def __init__(self, config: EagleConfig, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(config, embedding_and_head)
         self.config = config
-        d, rank = config.target.hidden, config.head_rank
-        for name, shape in zip(HEAD_FACTORS, ((d, rank), (rank, d)), strict=True):
-            self.register_buffer(name, torch.zeros(shape) if rank else None)
         self.native: NativeEagle | None = None
         """The whole network on the CPU kernels, set by `pack_network` where they support it."""
 
@@ -96,24 +103,16 @@ class EagleNetwork(CachedLayersNetwork):
         return self.config.recorded_layers
 
     def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
-        """Without the factors of the output matrix, which are fitted to trained weights; layers that the smaller
-        network lacks get output matrices of zero, so that they add nothing to the residual stream.
+        """Layers that the smaller network lacks get output matrices of zero, so that they add nothing to the residual
+        stream.
         """
         assert isinstance(smaller, EagleNetwork)
-        out = {name: tensor for name, tensor in smaller.state_dict().items() if name not in HEAD_FACTORS}
+        out = smaller.state_dict()
         further = tuple(f"layers.{i}." for i in range(len(smaller.layers), len(self.layers)))
         for name, tensor in self.state_dict().items():
             if name.startswith(further):
                 out[name] = torch.zeros_like(tensor) if "o_proj" in name or "down_proj" in name else tensor
         return out
-
-    def set_head_factors(
-        self, outer: Float[torch.Tensor, "d r"], inner: Float[torch.Tensor, "r d"], candidates: int
-    ) -> None:
-        """Score all tokens through a low rank first, on the CPU kernels, and then `candidates` of them exactly."""
-        self.config = self.config.model_copy(update={"head_rank": len(inner), "head_candidates": candidates})
-        for name, factor in zip(HEAD_FACTORS, (outer, inner), strict=True):
-            self.register_buffer(name, factor.to(self.device))
 
     @abstractmethod
     def fuse(self, features: Float[torch.Tensor, "*t kd"]) -> Float[torch.Tensor, "*t d"]:

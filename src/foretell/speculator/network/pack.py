@@ -23,14 +23,13 @@ from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
 from foretell.model.kernels.row_ops import rms_norm
 from foretell.model.kernels.stack import NativeStack
 from foretell.model.kernels.structures import Precision
-from foretell.model.kernels.two_stage_head import TwoStageHead
 from foretell.model.load.rounding import round_to_blocks
 from foretell.model.matrices.kinds import BLOCKS, Kind
 from foretell.model.matrices.stored import Matrix, StoredMatrix
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS, CachedLayersNetwork
 from foretell.speculator.network.dflash import DFlash
-from foretell.speculator.network.eagle import HEAD_FACTORS, Eagle3, EagleNetwork
+from foretell.speculator.network.eagle import Eagle3
 from foretell.speculator.network.exits import Exits
 from foretell.speculator.network.layer import Eagle3FirstLayer, EagleLayer
 from foretell.speculator.network.mlp_speculator import NORM_EPS, MLPSpeculator
@@ -106,7 +105,7 @@ def pack_network(network: S, precision: DraftPrecision = "int4") -> S:
     if isinstance(packed, CachedLayersNetwork):
         packed.native_stack = _pack_layers(packed, form)
         stacked = packed.layers if packed.native_stack else None
-    packed.packed_head, packed.packed_precision = _pack_head(packed, form), precision
+    packed.packed_head, packed.packed_precision = form.linear(packed.lm_head), precision
     if isinstance(packed, Eagle3):
         packed.native = _pack_eagle3(packed, form)
     _replace_modules(packed, form, stacked)
@@ -210,16 +209,6 @@ def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
         sinks=attention.sinks,
     )
     return map_matrices(weights, lambda path, matrix: form.matrix(matrix))
-
-
-def _pack_head(network: Speculator, form: _Format) -> NativeLinear:
-    """The output matrix, in two stages where the network has its factors."""
-    head = network.lm_head
-    if not isinstance(network, EagleNetwork) or isinstance(network, PEagle) or not network.config.head_rank:
-        return form.linear(head)
-    outer, inner = (network.get_buffer(name).to(head.device, torch.float32) for name in HEAD_FACTORS)
-    factors = form.matrix(head.detach().float() @ outer), form.matrix(inner)
-    return TwoStageHead(*factors, head.detach(), network.config.head_candidates, form.precision)
 
 
 def _pack_layers(network: CachedLayersNetwork, form: _Format) -> NativeStack | None:

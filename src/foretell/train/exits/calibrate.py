@@ -1,9 +1,13 @@
-"""Chooses exits and thresholds that change no more than a bound allows."""
+"""Chooses exits and thresholds that change no more than a bound allows.
 
+Thresholds with a bound on the expected loss (Learn then Test, arXiv 2110.01052; CALM, arXiv 2207.07061).
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -21,8 +25,57 @@ from foretell.model.run.topk import argmax
 from foretell.speculator.exit_calibration import ExitCalibration, exits_digest
 from foretell.speculator.network.exits import Exits
 from foretell.train.data.dataset import Dataset, Document
-from foretell.train.exits.risk import betting_p_value, count_accepted, smallest_bound
 from foretell.train.exits.states import texts_to_learn
+from foretell.utils.options import Option
+
+_LARGEST_BET = 0.9
+"""Largest bet, over the one that a loss of 1 would lose all with."""
+_SMALLEST = 1e-4
+"""Precision of `smallest_bound`."""
+
+
+def betting_p_value(losses: Float[np.ndarray, " n"], bound: float) -> float:
+    """p-value of "the expected loss is above `bound`" from independent losses in 0..1, valid for every number of them.
+
+    The wealth of bets against it is a supermartingale under it, so 1 / wealth is a p-value (Ville's inequality;
+    Waudby-Smith & Ramdas, arXiv 2010.09686). A bet depends on the losses before it alone. Small losses of small
+    variance need far fewer answers than Hoeffding's inequality does.
+    """
+    if not 0 < bound < 1:
+        return 0.0 if bound >= 1 else 1.0
+    log_wealth, best, total, squares = 0.0, 0.0, 0.5, 0.25
+    for i, loss in enumerate(losses.tolist(), 1):
+        mean, variance = total / i, squares / i
+        gain = bound - mean
+        bet = min(max(gain / (variance + gain * gain), 0.0), _LARGEST_BET / (1 - bound))
+        log_wealth += math.log1p(bet * (bound - loss))
+        best = max(best, log_wealth)
+        total += loss
+        squares += (loss - total / (i + 1)) ** 2
+    return math.exp(-best)
+
+
+def count_accepted(losses: Sequence[Float[np.ndarray, " n"]], bound: float, confidence: float) -> int:
+    """How many of the first settings, the most cautious first, keep the bound at this confidence: testing stops at the
+    first that fails, so no correction for several tests is needed. `losses[i]`: of every answer under setting `i`.
+    """
+    for i, setting_losses in enumerate(losses):
+        if betting_p_value(setting_losses, bound) > 1 - confidence:
+            return i
+    return len(losses)
+
+
+def smallest_bound(losses: Float[np.ndarray, " n"], confidence: float) -> float:
+    """The smallest bound that these losses keep at this confidence."""
+    low, high = float(losses.mean()), 1.0
+    while high - low > _SMALLEST:
+        middle = (low + high) / 2
+        if betting_p_value(losses, middle) > 1 - confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
 
 Loss = Literal["tokens", "answers"]
 """Loss of an answer: the share of its tokens that an exit would have changed, or 1 if any would have been."""
@@ -35,17 +88,27 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """`most_exits`: exits that are used together, at most. `head_cost`: layers that a test of an exit costs."""
+    """How exits are calibrated."""
 
-    disagreement: float
-    confidence: float
-    measure: Confidence = "softmax"
-    loss: Loss = "tokens"
-    decay: float = 0.0
+    disagreement: Annotated[float, Option("Most tokens (or answers) that may change, as a share.", "D")] = 0.05
+    confidence: Annotated[float, Option("Probability that this bound holds.", "P")] = 0.95
+    measure: Annotated[
+        Confidence,
+        Option("Confidence of an exit: softmax margin, similarity of states, or the trained classifier."),
+    ] = "softmax"
+    loss: Annotated[Loss, Option("What is bounded: changed tokens, or answers with any change.", name="--of")] = (
+        "tokens"
+    )
+    decay: Annotated[
+        float,
+        Option("Thresholds l fall over the answer, to 0.9 l + 0.1 exp(-DECAY t / 256).", least=0),
+    ] = 0.0
     horizon: int = 256
-    longest: int = 256
+    longest: Annotated[int, Option("Tokens of an answer that count.", least=2)] = 256
     most_exits: int = 3
+    """Exits that are used together, at most."""
     head_cost: float = 1.0
+    """Layers that a test of an exit costs."""
 
     def __post_init__(self) -> None:
         for name in ("disagreement", "confidence"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from foretell.train.exits.halting import (
     sequence_exits,
 )
 from foretell.train.exits.states import LayerStates
+from foretell.utils.options import Option
 
 _STEPS, _RATE, _BATCH = 200, 3e-2, 4096
 _LEAST_LIKELIHOOD = -20.0
@@ -32,14 +34,28 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class HaltingSettings:
-    """What classifiers are trained for. `penalty`: of the depth of all layers, in the units of the `oracle` (nats for
-    likelihoods and for the policy); `width`: of the smoothing over neighbouring tokens, 0: none.
-    """
+    """What classifiers are trained for."""
 
-    halting: Halting = "agreement"
-    oracle: Oracle = "likelihood"
-    penalty: float = 0.5
-    width: float = 0.0
+    halting: Annotated[
+        Halting,
+        Option(
+            "Classifiers are trained for: agreement with the model; the best depth, by exit (geometric), or at the "
+            "first exit per token or per answer (sequence); a reward (policy)."
+        ),
+    ] = "agreement"
+    oracle: Annotated[
+        Oracle, Option("What the best depth is by: the model's token's likelihood, or whether it is right.")
+    ] = "likelihood"
+    penalty: Annotated[
+        float,
+        Option("What running all layers costs, in nats (correctness: in tokens).", name="--depth-penalty", least=0),
+    ] = 0.5
+    width: Annotated[
+        float,
+        Option(
+            "Smoothing of the likelihoods over neighbouring tokens, squared tokens.", name="--oracle-width", least=0
+        ),
+    ] = 0.0
 
 
 def fit_classifiers(

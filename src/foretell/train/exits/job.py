@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from foretell.api import Model
 from foretell.model.run.network import Network
@@ -28,8 +29,9 @@ from foretell.train.exits.fit import (
     set_shared,
     target_tokens,
 )
-from foretell.train.exits.joint import JointSettings, cosine_table, train_jointly
+from foretell.train.exits.joint import JointSettings, train_jointly
 from foretell.train.exits.states import LayerStates, collect_sequences, collect_states
+from foretell.utils.options import Option
 
 _HELD_OUT = 0.1
 """Share of the documents that exits are measured on."""
@@ -41,22 +43,29 @@ _SOME_TOKENS = 20_000
 
 @dataclass(frozen=True)
 class ExitSettings:
-    """What is fitted. `layers`: empty, every tenth of the model; `steps`: of gradient training after the closed form;
-    `draft_vocab`: most frequent tokens that exits may give, 0: all; `inner`: width of a feed-forward network per exit,
-    or with `joint` of one for all exits, which are then trained together; `blocks`: decoder blocks of the only
-    exit, which begin as those of the model after it, or as the last ones of `draft_model`.
+    """What is fitted. `layers`: empty, every tenth of the model; `inner`: with `joint`, the width of a network for all
+    exits, which are then trained together; `draft_model`: as whose last blocks those of the exit begin.
     """
 
     layers: tuple[int, ...] = ()
-    kind: ExitKind = "linear"
-    steps: int = 0
-    rate: float = 1e-3
-    inner: int = 0
-    draft_vocab: int = 8192
-    tokens: int = 60_000
-    seed: int = 0
+    kind: Annotated[
+        ExitKind, Option("linear: a least-squares shortcut per exit; shared: the model's own norm and head.")
+    ] = "linear"
+    steps: Annotated[int, Option("Gradient steps per exit after the closed form; 0: none.", least=0)] = 0
+    rate: Annotated[float, Option("Learning rate of these steps.", name="--lr", least=0)] = 1e-3
+    inner: Annotated[
+        int, Option("Width of a feed-forward network per exit, which the steps train; 0: none.", least=0)
+    ] = 0
+    blocks: Annotated[
+        int,
+        Option(
+            "Decoder blocks between the only exit and its head, begun as the model's next, trained by steps.", least=0
+        ),
+    ] = 0
+    tokens: Annotated[int, Option("Most tokens to fit on.", least=1)] = 60_000
+    draft_vocab: Annotated[int, Option("Exits give the most frequent tokens only, so many; 0: all.", least=0)] = 8192
+    seed: Annotated[int, Option("Seed of data, batches and networks.")] = 0
     joint: JointSettings | None = None
-    blocks: int = 0
     draft_model: DraftNetwork | None = None
     halting: HaltingSettings = field(default_factory=HaltingSettings)
 
@@ -64,14 +73,13 @@ class ExitSettings:
 @dataclass(frozen=True)
 class FittedExits:
     """Exits with their quality on held-out documents; `tokens`, `held_out`: tokens that they were fitted and measured
-    on. `cosines`: of the gradients of exits that were trained together.
+    on.
     """
 
     exits: Exits
     quality: Sequence[ExitQuality]
     tokens: int
     held_out: int
-    cosines: Float[torch.Tensor, "e e"] | None = None
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
@@ -104,14 +112,15 @@ def fit_exits(
     exits = build_exits(model, settings, layers, train)
     on_progress(f"reading the states of {len(layers)} layers")
     if settings.blocks:
-        states, cosines = _train_with_blocks(exits, network, train, settings, on_progress, data), None
+        states = _train_with_blocks(exits, network, train, settings, on_progress, data)
     else:
         states = _checked(collect_states(network, train, layers, settings.tokens), data)
         if settings.kind == "linear":
             fit_linear(exits, states)
         else:
             set_shared(exits, final_norm_weight(network))
-        cosines = _train_by_gradient(exits, states, settings, on_progress) if settings.steps else None
+        if settings.steps:
+            _train_by_gradient(exits, states, settings, on_progress)
     head = model.checkpoint.embedding_and_head(torch.float32).head
     on_progress("fitting the classifiers")
     fit_classifiers(exits, states, target_tokens(head, states), settings.halting, settings.seed)
@@ -119,7 +128,7 @@ def fit_exits(
     through = exits.run_blocks if settings.blocks else None
     others = collect_states(network, held, layers, max(_MIN_TOKENS, settings.tokens // 10), blocks=through)
     quality = evaluate(exits, others, target_tokens(head, others))
-    return FittedExits(exits, quality, len(states), len(others), cosines)
+    return FittedExits(exits, quality, len(states), len(others))
 
 
 def _checked(states: LayerStates, data: Dataset) -> LayerStates:
@@ -154,18 +163,18 @@ def _train_with_blocks(
 
 def _train_by_gradient(
     exits: Exits, states: LayerStates, settings: ExitSettings, on_progress: Callable[[str], None]
-) -> Float[torch.Tensor, "e e"] | None:
-    """Each exit by itself, or all together; then the cosines of their gradients."""
+) -> None:
+    """Each exit by itself, or all together."""
+    training = exits, states, settings.steps, settings.rate, settings.seed
     if settings.joint is not None:
-        return train_jointly(
-            exits, states, settings.steps, settings.rate, settings.seed, settings.joint,
-            lambda step, loss: on_progress(f"all exits: step {step}, loss {loss:.3f}"),
-        )  # fmt: skip
-    refine(
-        exits, states, settings.steps, settings.rate, settings.seed,
-        lambda layer, step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
-    )  # fmt: skip
-    return None
+        train_jointly(
+            *training, settings.joint, lambda step, loss: on_progress(f"all exits: step {step}, loss {loss:.3f}")
+        )
+    else:
+        refine(
+            *training,
+            lambda layer, step, loss: on_progress(f"exit after {layer} layers: step {step}, loss {loss:.3f}"),
+        )
 
 
 def build_exits(model: Model, settings: ExitSettings, layers: tuple[int, ...], documents: Sequence[Document]) -> Exits:
@@ -223,18 +232,10 @@ def save_exits(folder: Path, fitted: FittedExits, command: str) -> None:
     lines = [
         f"# Exits of {fitted.exits.target_info.name}", "",
         f"Fitted on {fitted.tokens:,} tokens of the model's own answers, measured on {fitted.held_out:,} others.", "",
-        *result_lines(fitted), "",
+        *quality_table(fitted.quality), "",
         "```", command, "```", "",
     ]  # fmt: skip
     (folder / "README.md").write_text("\n".join(lines), "utf-8")
-
-
-def result_lines(fitted: FittedExits) -> list[str]:
-    """What was measured, as lines of Markdown."""
-    table = quality_table(fitted.quality)
-    if fitted.cosines is None:
-        return table
-    return [*table, "", *cosine_table(fitted.exits.config.layers, fitted.cosines)]
 
 
 def quality_table(quality: Sequence[ExitQuality]) -> list[str]:

@@ -1,7 +1,8 @@
-"""Training of exits together, with a feed-forward network that all share, and how far their gradients agree on it."""
+"""Training of exits together, with a feed-forward network that all share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from jaxtyping import Float
@@ -56,55 +57,14 @@ def train_jointly(
     seed: int,
     settings: JointSettings,
     on_step: OnStep = ignore_step,
-) -> Float[torch.Tensor, "e e"]:
-    """Train all exits at once on the weighted sum of their losses.
+) -> None:
+    """Train all exits at once on the weighted sum of their losses."""
+    generator, step = torch.Generator().manual_seed(seed), count()
 
-    Returns the mean cosine of the gradients of every two exits with respect to the network that they share, over the
-    second half of the steps: below 0, what one exit learns there costs the other.
-    """
-    count = len(exits.config.layers)
-    shared = [p.requires_grad_() for part in (exits.up, exits.down) for p in part.parameters()]
-    own = [
-        [p.requires_grad_() for part in (exits.norms, exits.maps) if len(part) for p in part[i].parameters()]
-        for i in range(count)
-    ]
-    descent = Descent(steps, rate)
-    optimizer = torch.optim.Adam([*shared, *(p for part in own for p in part)], rate)
-    generator, cosines = torch.Generator().manual_seed(seed), torch.zeros(count, count)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = descent.rate_at(step)
+    def loss() -> Float[torch.Tensor, ""]:
         index = torch.randint(len(states), (BATCH,), generator=generator)
-        weights, total, flat = settings.at(step, steps), 0.0, list[torch.Tensor]()
-        optimizer.zero_grad()
-        for i, weight in enumerate(weights):
-            loss = exit_loss(exits, i, states, index)
-            gradients = torch.autograd.grad(loss, [*shared, *own[i]])
-            for parameter, gradient in zip([*shared, *own[i]], gradients, strict=True):
-                scaled = weight * gradient
-                parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-            flat.append(torch.cat([g.flatten() for g in gradients[: len(shared)]]))
-            total += weight * loss.item()
-        optimizer.step()
-        if step >= steps // 2:
-            cosines += _cosines(torch.stack(flat))
-        on_step(step + 1, total)
-    exits.requires_grad_(False)
-    return cosines / (steps - steps // 2)
+        weights = settings.at(next(step), steps)
+        return torch.stack([w * exit_loss(exits, i, states, index) for i, w in enumerate(weights)]).sum()
 
-
-def _cosines(gradients: Float[torch.Tensor, "e p"]) -> Float[torch.Tensor, "e e"]:
-    unit = torch.nn.functional.normalize(gradients, dim=1)
-    return unit @ unit.T
-
-
-def cosine_table(layers: Sequence[int], cosines: Float[torch.Tensor, "e e"]) -> list[str]:
-    """The cosines of gradients as lines of Markdown."""
-    lines = [
-        "| cosine of gradients | " + " | ".join(f"exit {layer}" for layer in layers) + " |",
-        "|---:|" + "---:|" * len(layers),
-    ]
-    return lines + [
-        f"| exit {layer} | " + " | ".join(f"{c:.2f}" for c in row) + " |"
-        for layer, row in zip(layers, cosines.tolist(), strict=True)
-    ]
+    parts = (exits.norms, exits.maps, exits.up, exits.down)
+    Descent(steps, rate).run([p for part in parts for p in part.parameters()], loss, on_step)

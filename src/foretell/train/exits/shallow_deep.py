@@ -5,6 +5,7 @@ The model itself changes: its first layers learn from its text and from its deep
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -15,21 +16,20 @@ from foretell.model.block.decoder import Decoder
 from foretell.model.training.full_forward import full_forward
 from foretell.train.data.dataset import Document
 from foretell.train.exits.descent import Descent, OnStep, ignore_step, random_batches
+from foretell.utils.options import Option
 
 
 @dataclass(frozen=True)
 class ShallowDeepSettings:
-    """`layer`: after so many layers the shallow model ends. `distillation`: weight of the distance between states of
-    its layers and those of deeper ones; 0: none. `batch`: tokens of a batch, prompts included; `longest`: of a text.
-    """
+    """`layer`: after so many layers the shallow model ends. `longest`: tokens of a text."""
 
     layer: int
-    steps: int = 100
-    rate: float = 1e-4
-    distillation: float = 0.5
-    batch: int = 1024
+    steps: Annotated[int, Option("Gradient steps.", least=1)] = 100
+    rate: Annotated[float, Option("Largest learning rate.", name="--lr", least=0)] = 1e-4
+    distillation: Annotated[float, Option("Weight of the distance to states of deeper layers; 0: none.", least=0)] = 0.5
+    batch: Annotated[int, Option("Tokens of a batch, prompts included.", name="--batch-tokens", least=1)] = 1024
+    seed: Annotated[int, Option("Seed of data and batches.")] = 0
     longest: int = 512
-    seed: int = 0
 
     def check(self, layers: int) -> None:
         """Check that a model of so many layers can be split.

@@ -1,8 +1,10 @@
 """Settings of a training, as given on the command line."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from foretell.utils.options import Option
 
 _MAY_CHANGE = frozenset({"out", "save_minutes", "features", "cache_gib"})
 """Settings that may differ when training resumes, because they do not change its result."""
@@ -33,47 +35,48 @@ class TrainingSettings(BaseModel):
     model: str
     data: tuple[DatasetWeight, ...]
     out: str
-    steps: int = Field(0, ge=0)
-    """Optimizer steps; 0: those of `epochs`."""
-    epochs: float = Field(3.0, gt=0)
-    cpu_minutes: float = Field(0.0, ge=0)
-    """Processor time of all steps together after which training stops, if `steps` or `epochs` do not end it before; 0:
-    no limit.
-    """
-    batch_tokens: int = Field(512, ge=1)
-    """Tokens of a batch over all processes, padding included."""
-    sequence: int = Field(512, ge=8)
-    """Longest chunk of a document."""
-    accumulate: int = Field(1, ge=1)
-    """Batches per step (gradient accumulation)."""
-    lr: float = Field(1e-3, gt=0)
-    warmup: int = Field(50, ge=0)
-    """Steps until the learning rate reaches `lr`."""
-    schedule: str = "cosine"
-    weight_decay: float = Field(0.01, ge=0)
-    clip: float = Field(1.0, gt=0)
-    """Maximum norm of the gradient."""
-    ema: float = Field(0.0, ge=0, lt=1)
-    """Decay of the moving average of the weights; 0: none."""
-    precision: str = "bf16"
-    draft_vocab: int | None = Field(None, ge=0)
-    """Number of tokens that the speculator can draft, the most frequent ones of the data; 0: all; None: those of
-    `init_from`, or `DRAFT_VOCAB`.
-    """
-    save_minutes: float = Field(10.0, gt=0)
-    measure_every: int = Field(1000, ge=0)
-    """Steps between measurements of tokens per pass; 0: at the end only."""
-    measure_prompts: int = Field(16, ge=1)
-    measure_tokens: int = Field(96, ge=1)
-    patience: int = Field(0, ge=0)
-    """Measurements without a new best after which training stops; 0: never."""
-    seed: int = Field(0, ge=0)
+    steps: Annotated[int, Option("Optimizer steps; 0: those of --epochs.", "N")] = Field(0, ge=0)
+    epochs: Annotated[float, Option("Passes over the data.", "N")] = Field(3.0, gt=0)
+    cpu_minutes: Annotated[
+        float, Option("Stop after M minutes of processor time, to compare kinds; 0: no limit.", "M")
+    ] = Field(0.0, ge=0)
+    """Of all steps together, if `steps` or `epochs` do not end the training before."""
+    batch_tokens: Annotated[int, Option("Tokens of a batch over all processes, padding included.", "N")] = Field(
+        512, ge=1
+    )
+    sequence: Annotated[int, Option("Longest chunk of a document.", "N")] = Field(512, ge=8)
+    accumulate: Annotated[int, Option("Batches per step (gradient accumulation).", "N")] = Field(1, ge=1)
+    lr: Annotated[float, Option("Highest learning rate.", "X")] = Field(1e-3, gt=0)
+    warmup: Annotated[int, Option("Steps until --lr is reached.", "N")] = Field(50, ge=0)
+    schedule: Annotated[str, Option("cosine (to a tenth) or constant.", "NAME")] = "cosine"
+    weight_decay: Annotated[float, Option("Weight decay of AdamW.", "X")] = Field(0.01, ge=0)
+    clip: Annotated[float, Option("Maximum norm of the gradient.", "X")] = Field(1.0, gt=0)
+    ema: Annotated[float, Option("Decay of a moving average of the weights; 0: none.", "X")] = Field(0.0, ge=0, lt=1)
+    precision: Annotated[str, Option("bf16 (autocast) or no (float32).", "NAME")] = "bf16"
+    draft_vocab: Annotated[
+        int | None,
+        Option(f"Draft the N most frequent tokens only; 0: all; default: those of --from, or {DRAFT_VOCAB}.", "N"),
+    ] = Field(None, ge=0)
+    save_minutes: Annotated[float, Option("Minutes between checkpoints.", "M")] = Field(10.0, gt=0)
+    measure_every: Annotated[int, Option("Steps between measurements; 0: at the end only.", "N")] = Field(1000, ge=0)
+    measure_prompts: Annotated[int, Option("Held-out prompts to measure on.", "N")] = Field(16, ge=1)
+    measure_tokens: Annotated[int, Option("Tokens decoded per prompt.", "N")] = Field(96, ge=1)
+    patience: Annotated[int, Option("Stop after K measurements without a new best; 0: never.", "K")] = Field(0, ge=0)
+    seed: Annotated[int, Option("Seed of weights, order of the data and random numbers.", "N")] = Field(0, ge=0)
     options: dict[str, str] = Field(default_factory=dict)
     """Options of the recipe (`--set`)."""
-    init_from: str = ""
-    """Speculator whose weights training starts from: its folder, or the kind of an installed one."""
-    features: str = "auto"
-    cache_gib: float = Field(6.0, ge=0)
+    init_from: Annotated[
+        str,
+        Option(
+            "Start from the weights of a trained speculator: its folder, or the kind of an installed one.",
+            "DIR",
+            "--from",
+        ),
+    ] = ""
+    features: Annotated[
+        str, Option("The target's hidden states: cache, stream, or auto (cache what fits).", "NAME")
+    ] = "auto"
+    cache_gib: Annotated[float, Option("Maximum size of cached hidden states in GiB.", "X")] = Field(6.0, ge=0)
 
     @model_validator(mode="before")
     @classmethod

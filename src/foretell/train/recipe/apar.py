@@ -6,7 +6,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.accept import Match
@@ -25,13 +25,11 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.low_rank import adapted_shapes
 from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.batch import Batch
-from foretell.train.recipe.base import MAX_WIDTH, Loss, MeasuredPlan, Recipe, RecipeSetup
+from foretell.train.recipe.base import MAX_WIDTH, Loss, MeasuredPlan, Recipe, RecipeOptions, RecipeSetup
 
 
-class AparTraining(BaseModel):
+class AparTraining(RecipeOptions):
     """Options of `--set`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(16, ge=1, le=MAX_WIDTH)
     """Rank of the adapters."""

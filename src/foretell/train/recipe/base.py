@@ -9,7 +9,7 @@ from typing import ClassVar, Self, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.engine.method import AnyMethod
@@ -25,6 +25,7 @@ from foretell.speculator.checkpoint import save
 from foretell.speculator.network.base import Speculator, SpeculatorConfig, TargetInfo
 from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.batch import Batch
+from foretell.train.objective.distillation import Objective
 from foretell.utils.names import unknown
 from foretell.utils.validation import validate
 
@@ -33,6 +34,24 @@ MAX_WIDTH = 1 << 20
 """Largest width of a layer that `--set` accepts."""
 MAX_COUNT = 256
 """Largest number of layers, heads or steps that `--set` accepts."""
+
+
+class RecipeOptions(BaseModel):
+    """Options of `--set`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LabelOptions(RecipeOptions):
+    """Options of recipes that learn the target's distributions."""
+
+    hard: float = Field(0.0, ge=0, le=1)
+    """Share of the target's most probable token in the label; the rest is its distribution."""
+    objective: Objective = "cross_entropy"
+    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `hard=0`."""
+    candidates: int = Field(2048, ge=0)
+    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
+
 
 TensorDict = dict[str, Shaped[torch.Tensor, "*shape"]]
 

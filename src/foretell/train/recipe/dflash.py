@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.catalogue.one_pass import dflash_method
@@ -19,9 +19,8 @@ from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashC
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_losses, sample_blocks
-from foretell.train.objective.distillation import Objective
 from foretell.train.objective.unrolled import target_labels, top1_agreement
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, LabelOptions, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_dflash_from_target
 from foretell.utils.validation import validate
 
@@ -34,10 +33,8 @@ CORRECTIONS = {
 """Heads by name; the published sizes are for targets ten times as wide."""
 
 
-class DFlashTraining(BaseModel):
+class DFlashTraining(LabelOptions):
     """Options of `--set`; sizes default to the target's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int = Field(2, ge=1, le=MAX_COUNT)
     ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
@@ -71,11 +68,6 @@ class DFlashTraining(BaseModel):
     weighting: Weighting = "dpace"
     """Weights of the places of a block: `dpace`, or DFlash's `decay`."""
     hard: float = Field(0.3, ge=0, le=1)
-    """Share of the target's most probable token in the label; the rest is its distribution."""
-    objective: Objective = "cross_entropy"
-    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `hard=0`."""
-    candidates: int = Field(2048, ge=0)
-    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
 
 class DFlashRecipe(Recipe):

@@ -7,7 +7,7 @@ from typing import Literal, Protocol, Self
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.data.regenerate import AnswerGenerator, BatchRegenerator
 from foretell.train.objective.candidates import sample_candidates
 from foretell.train.objective.distillation import DistillationLoss, distillation_loss
-from foretell.train.recipe.base import Loss, Recipe, RecipeSetup, TensorDict
+from foretell.train.recipe.base import Loss, Recipe, RecipeOptions, RecipeSetup, TensorDict
 
 _CHUNK = 1024
 """Positions scored at once, which bounds the memory of logits."""
@@ -33,10 +33,8 @@ _INFLUENCE_TOKENS = 256
 """Random tokens over which the influence of blocks is measured."""
 
 
-class DraftModelTraining(BaseModel):
+class DraftModelTraining(RecipeOptions):
     """Options of `--set`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int = Field(3, ge=1)
     """Number of the target's blocks that the draft model keeps."""

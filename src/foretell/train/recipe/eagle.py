@@ -1,5 +1,7 @@
 """EAGLE's layers: EAGLE-1's regression in feature space (EAGLE-2 uses the same weights), and EAGLE-3's training-time
 test.
+
+EAGLE-1's regression onto the target's next feature (arXiv 2401.15077).
 """
 
 from abc import abstractmethod
@@ -10,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.catalogue.feature_level import eagle_method
@@ -21,18 +23,25 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.objective.distillation import Objective
-from foretell.train.objective.regression import add_uniform_noise, feature_loss
 from foretell.train.objective.unrolled import TargetLabels, mean_loss, target_labels, top1_agreement
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, LabelOptions, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.init_from_target import init_from_target
 from foretell.utils.validation import validate
 
 
-class EagleTraining(BaseModel):
-    """Options of `--set` for all kinds; sizes default to the target's."""
+def feature_loss(predicted: Float[torch.Tensor, "k d"], feature: Float[torch.Tensor, "k d"]) -> Float[torch.Tensor, ""]:
+    """Mean smooth L1 distance (Girshick, arXiv 1504.08083) between predicted and true features; 0 for `k = 0`."""
+    distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
+    return distance / max(1, predicted.numel())
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+def add_uniform_noise(features: Float[torch.Tensor, "*t d"], half_width: float) -> Float[torch.Tensor, "*t d"]:
+    """Features with uniform noise in `-half_width .. half_width`, which makes the drafter robust to its own errors."""
+    return features + (torch.rand_like(features) * 2 - 1) * half_width if half_width else features
+
+
+class EagleTraining(LabelOptions):
+    """Options of `--set` for all kinds; sizes default to the target's."""
 
     layers: int = Field(1, ge=1, le=MAX_COUNT)
     ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
@@ -43,12 +52,6 @@ class EagleTraining(BaseModel):
     """Maximum number of random positions of a batch at which the loss is computed."""
     decay: float = Field(0.8, gt=0, le=1)
     """Weight of a step's loss relative to that of the previous step."""
-    hard: float = Field(0.0, ge=0, le=1)
-    """Share of the target's most probable token in the label; the rest is its distribution."""
-    objective: Objective = "cross_entropy"
-    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`."""
-    candidates: int = Field(2048, ge=0)
-    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
 
 class UnrolledTraining(EagleTraining):
@@ -132,24 +135,34 @@ class EagleRecipe(Recipe):
         return eagle_method(network, EagleTreeOptions(num_draft_tokens=MEASURE_TREE_NODES))
 
 
-class UnrolledRecipe(EagleRecipe):
-    """EAGLE's layers, unrolled on their own outputs as in drafting."""
+class Eagle3Recipe(EagleRecipe):
+    """Training-time test: layers unrolled on their own outputs as in drafting, with the target's distribution at every
+    step (Li et al., arXiv 2503.01840).
+    """
+
+    name = "eagle3"
 
     def __init__(self, setup: RecipeSetup, network: EagleNetwork, options: UnrolledTraining) -> None:
         super().__init__(setup, network, options)
         self._steps = options.steps
 
-    @abstractmethod
-    def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
-        """The hidden states that the network reads."""
+    @classmethod
+    def build(cls, setup: RecipeSetup) -> Self:
+        """Build a layer of the size of the target's blocks, on four hidden states."""
+        o = setup.parse_options(Eagle3Training)
+        config = validate(EagleConfig, eagle3_values(setup, "eagle3", o), "--set")
+        return cls(setup, Eagle3(config, setup.embedding_and_head), o)
 
-    @abstractmethod
+    def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
+        """The hidden states that the network reads: those that are fused."""
+        return batch.features[: len(self.network.hidden_layers)]
+
     def wanted(
         self, loss_mask: Bool[torch.Tensor, "b s"], labelled: Sequence[Bool[torch.Tensor, "b t"]]
     ) -> Sequence[Bool[torch.Tensor, "b t"]]:
-        """The positions at which each step's outputs are learned; they contain those with a label."""
+        """The positions at which each step's outputs are learned: those with a label."""
+        return labelled
 
-    @abstractmethod
     def step_loss(
         self,
         token_loss: Float[torch.Tensor, ""],
@@ -158,8 +171,9 @@ class UnrolledRecipe(EagleRecipe):
         batch: Batch,
     ) -> tuple[Float[torch.Tensor, ""], dict[str, float]]:
         """The loss of a step from that on tokens and the outputs, which predict the features of the positions `after`;
-        and further metrics.
+        and further metrics. Here the loss on tokens.
         """
+        return token_loss, {}
 
     def prediction_loss(
         self, network: nn.Module, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"], labels: TargetLabels
@@ -180,40 +194,7 @@ class UnrolledRecipe(EagleRecipe):
         return Loss(torch.stack(losses).sum(), metrics)
 
 
-class Eagle3Recipe(UnrolledRecipe):
-    """Training-time test: the target's distribution at every unrolled step (Li et al., arXiv 2503.01840)."""
-
-    name = "eagle3"
-
-    @classmethod
-    def build(cls, setup: RecipeSetup) -> Self:
-        """Build a layer of the size of the target's blocks, on four hidden states."""
-        o = setup.parse_options(Eagle3Training)
-        config = validate(EagleConfig, eagle3_values(setup, "eagle3", o), "--set")
-        return cls(setup, Eagle3(config, setup.embedding_and_head), o)
-
-    def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
-        """The states that are fused."""
-        return batch.features[: len(self.network.hidden_layers)]
-
-    def wanted(
-        self, loss_mask: Bool[torch.Tensor, "b s"], labelled: Sequence[Bool[torch.Tensor, "b t"]]
-    ) -> Sequence[Bool[torch.Tensor, "b t"]]:
-        """Those with a label."""
-        return labelled
-
-    def step_loss(
-        self,
-        token_loss: Float[torch.Tensor, ""],
-        state: Float[torch.Tensor, "k d"],
-        after: Bool[torch.Tensor, "b s"],
-        batch: Batch,
-    ) -> tuple[Float[torch.Tensor, ""], dict[str, float]]:
-        """The loss on tokens."""
-        return token_loss, {}
-
-
-class Eagle1Recipe(UnrolledRecipe):
+class Eagle1Recipe(Eagle3Recipe):
     """Regression onto the target's next feature, and cross-entropy of its logits (Li et al., arXiv 2401.15077)."""
 
     name = "eagle"

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,16 +20,14 @@ from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.masked_diffusion import MaskedDiffusion, MaskedDiffusionConfig
 from foretell.train.data.batch import Batch
 from foretell.train.objective.masking import annealed_attention, bound_weights, draw_masks
-from foretell.train.recipe.base import Loss, Recipe, RecipeSetup
+from foretell.train.recipe.base import Loss, Recipe, RecipeOptions, RecipeSetup
 
 MODEL = "model"
 """Folder of the model beside the speculator's files."""
 
 
-class MaskedDiffusionTraining(BaseModel):
+class MaskedDiffusionTraining(RecipeOptions):
     """Options of `--set`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     anneal: float = Field(0.5, ge=0, le=1)
     """Share of the training in which attention goes from causal to full."""

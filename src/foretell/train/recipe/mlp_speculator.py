@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 from jaxtyping import Float
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.catalogue.feature_level import mlp_speculator_method, redrafter_method
@@ -21,13 +21,19 @@ from foretell.train.data.features import parse_hidden_layers
 from foretell.train.objective.distillation import Objective
 from foretell.train.objective.stages import SoftLabels, StageLosses, stage_labels, stage_losses
 from foretell.train.objective.target_head import TargetHead
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.base import (
+    MAX_COUNT,
+    MAX_WIDTH,
+    MEASURE_TREE_NODES,
+    Loss,
+    Recipe,
+    RecipeOptions,
+    RecipeSetup,
+)
 
 
-class RecurrentTraining(BaseModel):
+class RecurrentTraining(RecipeOptions):
     """Options of `--set` for recurrent speculators."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     inner: int = Field(default=1024, ge=1, le=MAX_WIDTH)
     """Width of the state."""

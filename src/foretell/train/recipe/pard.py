@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Self
 
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
 from foretell.catalogue.one_pass import pard_method
@@ -15,17 +15,14 @@ from foretell.speculator.network.draft_model import draft_config
 from foretell.speculator.network.pard import PardConfig, PardNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.objective.block import sample_blocks
-from foretell.train.objective.distillation import Objective
 from foretell.train.objective.unrolled import target_labels, top1_agreement, unrolled_loss
-from foretell.train.recipe.base import MEASURE_TREE_NODES, Loss, Recipe, RecipeSetup
+from foretell.train.recipe.base import MEASURE_TREE_NODES, LabelOptions, Loss, Recipe, RecipeSetup
 from foretell.train.recipe.draft_model import init_draft, select_blocks
 from foretell.utils.validation import validate
 
 
-class PardTraining(BaseModel):
+class PardTraining(LabelOptions):
     """Options of `--set`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int = Field(3, ge=1)
     """Number of the target's blocks that the draft model keeps."""
@@ -39,12 +36,6 @@ class PardTraining(BaseModel):
     """Maximum number of random positions per text of a batch after which masks are learned."""
     decay: float = Field(0.8, gt=0, le=1)
     """Weight of a depth's loss relative to that of the previous depth."""
-    hard: float = Field(0.0, ge=0, le=1)
-    """Share of the target's most probable token in the label; the rest is its distribution."""
-    objective: Objective = "cross_entropy"
-    """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`."""
-    candidates: int = Field(2048, ge=0)
-    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
 
 class PardRecipe(Recipe):

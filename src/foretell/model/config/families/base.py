@@ -243,6 +243,8 @@ class Family:
     expert_storage: ExpertStorage = "each"
     stacked_names: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     """Names of the tensors of all experts of a layer."""
+    unread: tuple[str, ...] = ()
+    """What names of tensors of a block begin with that the decoder can do without, in safetensors and in GGUF."""
     final_norm: str = "model.norm"
     prediction: Callable[[str, int], PredictionNames | None] = lambda kind, layers: None
     """The layer of multi-token prediction of a `model_type` with so many layers; None: it has none."""

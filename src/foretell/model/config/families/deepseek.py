@@ -1,5 +1,6 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437) and GLM-4.5: experts in groups beside shared ones, and latent
-attention in all but GLM-4.5.
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), GLM-4.5 and GLM-5: experts in groups beside shared ones, and
+latent attention in all but GLM-4.5. GLM-5 attends to the `index_topk` tokens that an indexer chooses: to all, as the
+decoder here does, in texts that are no longer.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,6 +20,7 @@ from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
+_SPARSE = "glm_moe_dsa"
 _HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
@@ -54,7 +56,7 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig:
 
 
 def _sparse_layers(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
-    types = read.texts("mlp_layer_types") if kind == "glm4_moe_lite" else ()
+    types = read.texts("mlp_layer_types") if kind in ("glm4_moe_lite", _SPARSE) else ()
     if types:
         if len(types) != layers or not set(types) <= {"dense", "sparse"}:
             raise read.wrong("mlp_layer_types", f"{layers} of dense or sparse", list(types))
@@ -90,7 +92,13 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
         raise read.wrong("partial_rotary_factor", "1 for latent attention", rope.fraction)
     rope = replace(rope, fraction=latent.rope_dim / (latent.nope_dim + latent.rope_dim))
     scale = _attention_scale(read, rope, values["head_dim"])
-    return {"latent": latent, "kv_heads": values["heads"], "rope": rope, "attention_scale": scale}
+    dense = _dense_context(values, read.integer("index_topk", default=2048, least=1)) if kind == _SPARSE else {}
+    return {"latent": latent, "kv_heads": values["heads"], "rope": rope, "attention_scale": scale, **dense}
+
+
+def _dense_context(values: Mapping[str, Any], chosen: int) -> Mapping[str, int]:
+    """The context of a model whose layers attend to so many tokens."""
+    return {"context": min(values["context"], chosen), "longest_context": 0, "dense_context": chosen}
 
 
 def _attention_scale(read: Fields, rope: RopeConfig, head_dim: int) -> float:
@@ -125,6 +133,11 @@ _GLM4_MOE_LITE: Mapping[str, Any] = {
     "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
     "num_experts_per_tok": 4, "norm_topk_prob": True, "q_lora_rank": 768, **_HEADS, "qk_nope_head_dim": 192,
     "v_head_dim": 256,
+}  # fmt: skip
+_GLM_MOE_DSA: Mapping[str, Any] = {
+    "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "q_lora_rank": 2048, "first_k_dense_replace": 3, **_HEADS,
+    "qk_nope_head_dim": 192, "v_head_dim": 256,
 }  # fmt: skip
 GGUF_EXPERTS = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -176,9 +189,10 @@ def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Coll
         "kv_heads": values["heads"],
         "rope": rope,
         "attention_scale": scale,
-        "experts": _gguf_experts(read, values, tensors, GGUF_SOFTMAX)
+        "experts": _gguf_experts(read, values, tensors, GGUF_SIGMOID if kind == _SPARSE else GGUF_SOFTMAX)
         if read.integer("expert_count", default=0)
         else None,
+        **(_dense_context(values, read.integer("attention.indexer.top_k", least=1)) if kind == _SPARSE else {}),
     }
 
 
@@ -189,9 +203,11 @@ DEEPSEEK = Family(
         ),
         "deepseek_v3": Kind(defaults=_DEEPSEEK_V3),
         "glm4_moe_lite": Kind(defaults=_GLM4_MOE_LITE),
+        _SPARSE: Kind(defaults=_GLM_MOE_DSA),
     },
     prediction=_prediction,
-    gguf_kinds={"deepseek2": "deepseek_v3"},
+    unread=("self_attn.indexer.", "indexer."),
+    gguf_kinds={"deepseek2": "deepseek_v3", "glm-dsa": _SPARSE},
     gguf_names={
         **GGUF_EXPERTS,
         "self_attn.q_a_proj": "attn_q_a",

@@ -151,7 +151,7 @@ class Attention {
         words_(model.head_dim / C::kDepth),
         row_size_(row_place(model.head_dim)),
         group_(model.heads / model.kv_heads),
-        tile_tokens_(kMaxQueries / group_),
+        tile_tokens_(tokens_of_tile(visibility.layout(), team)),
         tile_queries_(tile_tokens_ * group_),
         step_words_(words_ % kTileWords ? kTileWords / 2 : kTileWords),
         tiles_(visibility, tile_tokens_, [this](int t) { return packed_for(t); }),
@@ -266,6 +266,23 @@ class Attention {
   static constexpr int kMaxQueries = 48;    // queries of a tile of tokens: their scores stay in the first-level cache
   static_assert(kMaxGroup <= kMaxQueries && kChunk % kCacheBlock == 0 && kCacheBlock % kAligned == 0);
   static constexpr int kUnitsPerThread = 3; // tiles and heads that keep the threads equally busy
+
+  // Tokens of a tile: as many as it has room for, or fewer where the threads would be unequally busy.
+  int tokens_of_tile(const Layout& layout, const Team& team) const {
+    int longest = 1;
+    std::vector<int> runs;  // tokens of every row
+    for (int t = 0; t < layout.count; ++t) {
+      if (!t || layout.row[t] != layout.row[t - 1]) runs.push_back(0);
+      longest = std::max(longest, ++runs.back());
+    }
+    int tokens = std::min(longest, kMaxQueries / group_);
+    for (; tokens > 2; tokens = (tokens + 1) / 2) {
+      int units = 0;
+      for (int run : runs) units += (run + tokens - 1) / tokens * m_.kv_heads;
+      if (units % team.threads == 0 || units >= kUnitsPerThread * team.threads) break;
+    }
+    return tokens;
+  }
 
   int packed_for(int token) const {
     return cache_.packed().slots_for(visibility_.layout().position[token], visibility_[token].prefix);

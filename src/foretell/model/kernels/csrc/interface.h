@@ -53,13 +53,6 @@ struct NeuronPlaces {
   int64_t* counts;  // receive, added up: neurons that were read from the file, requests for them, bytes of these
 };
 
-// Rows of the layer that a layer of low rank stands for. Its `count` best outputs, or a few more, are scored again with
-// these, where the outputs are scores of tokens.
-struct ExactRows {
-  const uint32_t* rows;  // [out, row_words], float32 or bfloat16, padded with zeros to whole vectors
-  int32_t row_words, operand, count;
-};
-
 struct Weight {           // one packed linear layer
   const uint32_t* words;  // panels of 32 outputs
   const float* bias;      // padded to whole panels, or null
@@ -70,7 +63,6 @@ struct Weight {           // one packed linear layer
   int32_t stored_inputs;  // inputs of the panels, of which the first `inputs` are read; 0: all
   const NeuronPlaces* places;  // stored by input, with rows that are the second ones of records; or null: all in words
   const Weight* factor;  // a layer of low rank: gives the inputs of this weight from those of the layer; or null
-  const ExactRows* exact;  // of an output head in two stages; or null
   // What is added to the outputs of the layer, from the same inputs: a matrix of low rank with a factor of its own, its
   // outputs padded to whole panels (LoRA, arXiv 2106.09685). Of qkv, output, gate_up, down and attention_gate; or null.
   const Weight* update;

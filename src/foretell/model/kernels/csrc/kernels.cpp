@@ -88,7 +88,6 @@ int32_t foretell_tree_pass(const Model* m, const Layer* layers, int32_t layer_co
 
 // y [tokens, width] = x [tokens, in] W^T + bias.
 void foretell_linear(const Weight* w, const float* x, float* y, int32_t tokens, int32_t width, int32_t threads) {
-  if (w->exact) return score_outputs(*w, x, nullptr, 0, y, tokens, threads, [](int) {});
   linear(*w, x, y, tokens, width, threads);
 }
 
@@ -328,7 +327,7 @@ const char* foretell_abi() {
     describe(out, "int8_block", Int8::kBlock);
     describe(out, "int8_group", Int8::kGroup);
 #define S(Struct) describe(out, #Struct, sizeof(Struct))
-    S(NeuronPlaces), S(ExactRows), S(Weight), S(SparseMlp), S(UnitChoice), S(Experts), S(StateLayer), S(States);
+    S(NeuronPlaces), S(Weight), S(SparseMlp), S(UnitChoice), S(Experts), S(StateLayer), S(States);
     S(Latent), S(Layer), S(Model), S(Stage), S(Embedding), S(Fusion), S(EagleInput), S(BlockInput), S(Sampling);
     S(DynamicTree), S(StatesRead), S(Layout), S(TreePass), S(Cache);
 #undef S

@@ -67,7 +67,11 @@ inline float sum(Float v) {
 }
 
 inline float largest(Float v) {
+#if FORETELL_AVX512
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   return reduce(v, [](auto a, auto b) { return a < b ? b : a; });
+#endif
 }
 
 inline int32_t sum(Int v) {

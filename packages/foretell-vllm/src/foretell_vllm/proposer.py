@@ -1,0 +1,179 @@
+"""The proposer that vLLM calls after every pass."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from foretell.catalogue.other_engines import retrieval_method
+from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.tree import TokenTree
+from foretell.engine.budget import Budget, StepLoad
+from foretell.engine.draft_account import DraftAccount
+from foretell.engine.groups import MethodGroups
+from foretell.engine.method import BoundMethod
+from foretell.engine.statistics import StepTime
+from foretell_vllm.chains import BestChain
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request of vLLM's batch, known by its tokens."""
+
+    row: int
+    text: TokenBuffer
+    account: DraftAccount = field(default_factory=DraftAccount)
+    draft: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Drafts that vLLM verifies now."""
+
+    requests: list[_Request]
+    groups: MethodGroups
+    context: Context
+    tree: TokenTree
+    drafting: float
+    ended: float
+
+
+class ForetellProposer:
+    """Drafts chains by a retrieval method of the catalogue; Foretell's budget chooses how long they are.
+
+    Reads `additional_config["foretell"]`: `method` (default: suffix matches and recycled tokens), `references` (text
+    files), and the options of the method.
+
+    Raises:
+        ValueError: the method needs parts of the target or is unknown, or an option is.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        model, drafts = vllm_config.model_config, vllm_config.speculative_config
+        options = dict((vllm_config.additional_config or {}).get("foretell") or {})
+        self.length, self._vocab, self._longest = (
+            drafts.num_speculative_tokens, model.get_vocab_size(), model.max_model_len,
+        )  # fmt: skip
+        method = retrieval_method(options, self._vocab, model.tokenizer)
+        self._bound, self._budget = BoundMethod(replace(method, tree=BestChain(self.length))), Budget()
+        self._bound.bind()
+        self._requests = list[_Request]()
+        self._logits: torch.Tensor | None = None
+        self._step: _Step | None = None
+
+    def load_model(self, target: torch.nn.Module) -> None:
+        """Keep the logits of every pass, which recycling reads."""
+        processor = getattr(target, "logits_processor", None)
+        if isinstance(processor, torch.nn.Module):
+            processor.register_forward_hook(self._keep)
+
+    def _keep(self, module: torch.nn.Module, inputs: object, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Drafts for every request of the batch, after its new tokens `sampled_token_ids` (none: its prompt is being
+        read); `token_ids_cpu[i, : num_tokens_no_spec[i]]` are all its tokens.
+        """
+        begun, drafts = perf_counter(), [list[int]() for _ in sampled_token_ids]
+        known, batch = list(self._requests), dict[int, _Request]()
+        for i, new in enumerate(sampled_token_ids):
+            if len(new):
+                tokens = token_ids_cpu[i, : int(num_tokens_no_spec[i])]
+                batch[i] = self._continued(known, i, tokens, len(new)) or self._begun(tokens, batch.values())
+        self._learn(batch, sampled_token_ids, begun, whole=not known and len(batch) == len(drafts))
+        for gone in known:
+            self._bound.release(gone.row)
+        self._requests, self._logits, self._step = list(batch.values()), None, None
+        if batch:
+            self._draft(begun)
+        for i, request in batch.items():
+            drafts[i] = list(request.draft)
+        return drafts
+
+    def _continued(self, known: list[_Request], i: int, tokens: np.ndarray, new: int) -> _Request | None:
+        """The request whose text these tokens continue, first the one that had this place; it leaves `known`."""
+        before = tokens[: len(tokens) - new]
+        for place in sorted(range(len(known)), key=lambda n: n != i):
+            text = known[place].text
+            if text.length == len(before) and np.array_equal(text.tokens, before):
+                text.append(tokens[len(before) :].tolist())
+                return known.pop(place)
+        return None
+
+    def _begun(self, tokens: np.ndarray, others: Iterable[_Request]) -> _Request:
+        """A new request, in a row that is free."""
+        used = {request.row for request in (*self._requests, *others)}
+        return _Request(next(row for row in range(len(used) + 1) if row not in used), TokenBuffer(tokens.tolist()))
+
+    def _learn(
+        self, batch: Mapping[int, _Request], sampled: Sequence[Sequence[int]], begun: float, whole: bool
+    ) -> None:
+        """Learn from the last step; `whole`: the pass read its requests and nothing else."""
+        step, new, first, rows = self._step, dict[_Request, tuple[int, ...]](), dict[_Request, int](), 0
+        if step is None:
+            return
+        for i, decided in enumerate(sampled):
+            drafted = 0
+            if (request := batch.get(i)) in step.requests and request is not None:
+                new[request], first[request], drafted = tuple(map(int, decided)), rows, len(request.draft)
+            rows += 1 + drafted
+        if not new:
+            return
+        # vLLM's scheduler may have cut drafts; then the rows of logits are not where they are expected.
+        logits = self._logits if self._logits is not None and len(self._logits) == rows else None
+        index, tokens = np.full(step.tree.token.shape, -1, np.int64), [new.get(r, ()) for r in step.requests]
+        for n, request in enumerate(step.requests):
+            if logits is not None and request in first:
+                index[n, : 1 + len(request.draft)] = first[request] + np.arange(1 + len(request.draft))
+        result = StepResult(
+            step.context,
+            step.tree,
+            ModelOutput(torch.empty(0, self._vocab) if logits is None else logits, index),
+            paths=tuple(tuple(range(max(1, len(decided)))) for decided in tokens),
+            new_tokens=tuple(tokens),
+            start_positions=tuple(r.text.length - len(t) - 1 for r, t in zip(step.requests, tokens, strict=True)),
+        )
+        (group,) = step.groups.groups
+        stay = [n for n, request in enumerate(step.requests) if request in new]
+        self._bound.method.observe(step.groups.result_of(group, result.select(stay)))
+        if whole and len(stay) == len(step.requests):
+            self._budget.observe(result, StepTime(step.drafting, 0.0, begun - step.ended + step.drafting), False)
+
+    def _draft(self, begun: float) -> None:
+        """Draft for all requests."""
+        requests, count = self._requests, len(self._requests)
+        depth = [max(0, min(self.length, self._longest - r.text.length - 1)) for r in requests]
+        context = Context(
+            rows=tuple(r.row for r in requests),
+            sequences=tuple(r.text for r in requests),
+            sampling_params=(SamplingParams(),) * count,
+            rngs=(CounterRNG(0),) * count,
+            max_depth=np.array(depth, np.int64),
+        )
+        self._budget.begin(
+            StepLoad(
+                tokens=count,
+                is_decode=True,
+                weights=[1.0] * count,
+                room=depth,
+                sampled=[False] * count,
+                accounts=[r.account for r in requests],
+                context=sum(r.text.length for r in requests) / count,
+            )
+        )
+        groups = MethodGroups([self._bound] * count, self._vocab, self._budget)
+        tree = groups.propose(context, [[token] for token in context.last_tokens], [True] * count)
+        for request, tokens, valid in zip(requests, tree.token.tolist(), tree.valid.tolist(), strict=True):
+            request.draft = tuple(token for token, drafted in zip(tokens[1:], valid[1:], strict=True) if drafted)
+        ended = perf_counter()
+        self._step = _Step(requests, groups, context, tree, ended - begun, ended)
