@@ -19,7 +19,7 @@ released=$(sed -n 's/^## \[\([0-9][^]]*\)\].*/\1/p' CHANGELOG.md | head -1)
   || fail "pyproject.toml has version $version, CHANGELOG.md's latest release is ${released:-none}: make them agree"
 
 picture=$(git log -1 --format=%ct -- docs/img/demo.png)
-speculators=$(git log -1 --format=%ct -- packages/foretell-smollm2-135m)
+speculators=$(git log -1 --format=%ct -- packages/foretell-smollm2-135m/src)
 [ "$picture" -ge "$speculators" ] \
   || fail "docs/img/demo.png is older than the speculators: .venv/bin/foretell demo --picture docs/img/demo.png"
 .venv/bin/python tools/documents.py

@@ -88,6 +88,6 @@ def test_a_full_disk_leaves_a_folder_that_a_later_run_continues(tmp_path: Path) 
         assert again.records == [FIRST]
     other = tmp_path / "other"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Path, "write_text", lambda path, text: Path("/dev/full").write_bytes(text.encode()))
+        patch.setattr(Path, "write_bytes", lambda path, data: Path("/dev/full").write_text(data.decode()))
         RunStore(other, SETTINGS, Record)
     fill(other)

@@ -45,9 +45,8 @@ def render_page(
     tables: Mapping[str, TextTable],
     definitions: Mapping[str, str],
     machine: Mapping[str, str],
-    links: Mapping[str, str] | None = None,
 ) -> str:
-    """One self-contained page; `pictures`: PNG files by caption, `links`: addresses by text."""
+    """One self-contained page; `pictures`: PNG files by caption."""
     figures = "".join(
         f'<figure><img alt="{escape(caption)}" src="data:image/png;base64,{b64encode(png).decode()}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -56,11 +55,10 @@ def render_page(
     parts = "".join(f"<h2>{escape(name)}</h2>{table.html()}" for name, table in tables.items())
     terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(t)}</dd>" for n, t in definitions.items())
     machine_text = ", ".join(f"{k} {v}" for k, v in machine.items())
-    further = " · ".join(f'<a href="{escape(a)}">{escape(t)}</a>' for t, a in (links or {}).items())
     return html_document(
         title,
         f"<p>{escape(conditions)}</p>{figures}{parts}<h2>Definitions</h2><dl>{terms}</dl>"
-        f"<p><small>{escape(machine_text)}</small></p>" + (f"<p>{further}</p>" if further else ""),
+        f"<p><small>{escape(machine_text)}</small></p>",
     )
 
 

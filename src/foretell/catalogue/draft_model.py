@@ -1,6 +1,7 @@
 """Methods that draft with a draft model."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain as concatenated
 from itertools import repeat
 
@@ -174,10 +175,12 @@ def online(context: BuildContext, options: OnlineOptions) -> AnyMethod:
     return Method(draft, shape, Match())
 
 
+_entry = partial(Entry, family="draft model", drafter=DraftModel, reads=("drafts", "speculators"), needs="draft model")
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="draft_model",
-        family="draft model",
         description=(
             "Speculative sampling: a draft model with the target's tokenizer samples a chain, and rejection sampling "
             "accepts or rejects its tokens."
@@ -187,35 +190,27 @@ ENTRIES = (
             Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),
             Paper("Accelerating Large Language Model Decoding with Speculative Sampling", "2302.01318"),
         ),
-        drafter=DraftModel,
         shape=Chain,
         acceptor=Rejection,
         builder=draft_model,
-        reads=("drafts", "speculators"),
         options=DraftModelOptions,
-        needs="draft model",
         aliases=("speculative_sampling",),
     ),
-    Entry(
+    _entry(
         name="block_verification",
-        family="draft model",
         description="As `draft_model`, but the tokens of a chain are accepted jointly, not one by one.",
         when_to_use=(
             "in place of `draft_model` when sampling: it accepts at least as many draft tokens, at no cost; at "
             "temperature 0 the two are equal."
         ),
         papers=(Paper("Block Verification Accelerates Speculative Decoding", "2403.10444"),),
-        drafter=DraftModel,
         shape=Chain,
         acceptor=BlockVerification,
         builder=block_verification,
-        reads=("drafts", "speculators"),
         options=ChainOptions,
-        needs="draft model",
     ),
-    Entry(
+    _entry(
         name="universal_draft",
-        family="draft model",
         description=(
             "Universal assisted generation: a draft model with another tokenizer continues the text, and its "
             "continuation is encoded with the target's tokenizer."
@@ -236,12 +231,10 @@ ENTRIES = (
         builder=universal_draft,
         reads=("drafts",),
         options=UniversalDraftOptions,
-        needs="draft model",
         aliases=("universal_assisted_generation", "uag"),
     ),
-    Entry(
+    _entry(
         name="llmcad",
-        family="draft model",
         description=(
             "A draft model that stays in memory grows a tree until its confidence is low, and the target is read into "
             "memory only to verify."
@@ -251,18 +244,14 @@ ENTRIES = (
             "phone; otherwise `dynamic_tree` needs fewer passes of the draft model."
         ),
         papers=(Paper("LLMCad: Fast and Scalable On-device Large Language Model Inference", "2309.04255"),),
-        drafter=DraftModel,
         shape=LLMCadTree,
         acceptor=Match,
         builder=llmcad,
-        reads=("drafts", "speculators"),
         options=LLMCadOptions,
-        needs="draft model",
         aliases=("edgellm",),
     ),
-    Entry(
+    _entry(
         name="specinfer",
-        family="draft model",
         description=(
             "One or several draft models, their distributions averaged, sample a tree with fixed branching; siblings "
             "are sampled without replacement."
@@ -281,48 +270,37 @@ ENTRIES = (
         shape=BranchingTree,
         acceptor=Rejection,
         builder=specinfer,
-        reads=("drafts", "speculators"),
         options=SpecInferOptions,
-        needs="draft model",
         drafts_with="one or several draft models, averaged",
     ),
-    Entry(
+    _entry(
         name="spectr",
-        family="draft model",
         description=(
             "A draft model samples independent chains, and optimal transport between their tokens and the target's "
             "distribution decides which tokens are accepted."
         ),
         when_to_use="when sampling at high temperature with a draft model close to the target.",
         papers=(Paper("SpecTr: Fast Speculative Decoding via Optimal Transport", "2310.15141"),),
-        drafter=DraftModel,
         shape=BranchingTree,
         acceptor=KSequentialSelection,
         builder=spectr,
-        reads=("drafts", "speculators"),
         options=SpecTrOptions,
-        needs="draft model",
     ),
-    Entry(
+    _entry(
         name="sequoia",
-        family="draft model",
         description=(
             "A draft model fills the fixed tree with the most expected accepted tokens for its number of nodes, given "
             "measured acceptance rates by rank."
         ),
         when_to_use="where verifying tens of nodes costs about as much as one, and acceptance rates are known.",
         papers=(Paper("Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", "2402.12374"),),
-        drafter=DraftModel,
         shape=FixedTree,
         acceptor=Match,
         builder=sequoia,
-        reads=("drafts", "speculators"),
         options=SequoiaOptions,
-        needs="draft model",
     ),
-    Entry(
+    _entry(
         name="dynamic_tree",
-        family="draft model",
         description=(
             "A draft model grows EAGLE-2's tree: the most probable nodes of every level are expanded, and the most "
             "probable nodes of all levels are verified."
@@ -335,18 +313,14 @@ ENTRIES = (
                 "2406.02532",
             ),
         ),
-        drafter=DraftModel,
         shape=DynamicTree,
         acceptor=Match,
         builder=dynamic_draft_tree,
-        reads=("drafts", "speculators"),
         options=DynamicTreeOptions,
-        needs="draft model",
         aliases=("specexec",),
     ),
-    Entry(
+    _entry(
         name="cascade",
-        family="draft model",
         description=(
             "Speculative decoding of the draft model itself: prompt lookup or smaller models draft for it, so that it "
             "needs fewer passes for the same chain."
@@ -362,12 +336,10 @@ ENTRIES = (
         builder=cascade,
         reads=("drafts", "speculators", "references"),
         options=DraftModelOptions,
-        needs="draft model",
         aliases=("hierarchical",),
     ),
-    Entry(
+    _entry(
         name="online",
-        family="draft model",
         description=(
             "Online speculative decoding: a trained draft model keeps learning from the tokens that the target "
             "corrects while it serves."
@@ -379,6 +351,7 @@ ENTRIES = (
         acceptor=Match,
         builder=online,
         reads=("speculators",),
+        needs="",
         options=OnlineOptions,
         speculator="draft_model",
         aliases=("online_speculative_decoding", "osd"),

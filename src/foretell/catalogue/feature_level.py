@@ -1,5 +1,7 @@
 """Methods that draft autoregressively on the target's hidden states: EAGLE, and the multi-stage MLP speculator."""
 
+from functools import partial
+
 from foretell.accept import Acceptor, Match
 from foretell.catalogue.build_context import BuildContext, elastic_tree, rejection, require_network, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
@@ -203,10 +205,12 @@ def _eagle_network(context: BuildContext, kind: str) -> EagleNetwork:
     return pack_network(network)
 
 
+_entry = partial(Entry, family="feature level", shape=DynamicTree, acceptor=Match, reads=("speculators",))
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="eagle",
-        family="feature level",
         description=(
             "One decoder layer predicts the target's next hidden state, and the target's head predicts the token from "
             "it; a fixed tree is verified."
@@ -218,16 +222,13 @@ ENTRIES = (
         papers=(Paper("EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", "2401.15077"),),
         drafter=EagleDrafter,
         shape=FixedTree,
-        acceptor=Match,
         builder=eagle,
-        reads=("speculators",),
         options=EagleOptions,
         speculator="eagle",
         aliases=("eagle1",),
     ),
-    Entry(
+    _entry(
         name="eagle2",
-        family="feature level",
         description=(
             "EAGLE's layer with a dynamic tree: the most probable nodes of every level are expanded, and the most "
             "probable nodes of all levels are verified."
@@ -235,16 +236,12 @@ ENTRIES = (
         when_to_use="where an EAGLE speculator exists for the target.",
         papers=(Paper("EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", "2406.16858"),),
         drafter=EagleDrafter,
-        shape=DynamicTree,
-        acceptor=Match,
         builder=eagle2,
-        reads=("speculators",),
         options=EagleTreeOptions,
         speculator="eagle",
     ),
-    Entry(
+    _entry(
         name="eagle3",
-        family="feature level",
         description=(
             "One decoder layer reads the hidden states of several target layers, fused, and is trained on its own "
             "outputs; a dynamic tree is verified."
@@ -260,17 +257,13 @@ ENTRIES = (
             ),
         ),
         drafter=EagleDrafter,
-        shape=DynamicTree,
-        acceptor=Match,
         builder=eagle3,
-        reads=("speculators",),
         options=EagleTreeOptions,
         speculator="eagle3",
         drafts_with="one decoder layer on hidden states of several target layers",
     ),
-    Entry(
+    _entry(
         name="mtp",
-        family="feature level",
         description=(
             "The multi-token prediction layer of the target's own checkpoint (Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4 "
             "MoE) drafts from its last hidden state; a dynamic tree is verified."
@@ -278,17 +271,13 @@ ENTRIES = (
         when_to_use="where the checkpoint has such a layer: it was trained with the model.",
         papers=(Paper("DeepSeek-V3 Technical Report", "2412.19437"),),
         drafter=MTPDrafter,
-        shape=DynamicTree,
-        acceptor=Match,
         builder=mtp,
-        reads=("speculators",),
         options=EagleTreeOptions,
         needs="a checkpoint with such a layer",
         aliases=("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),
     ),
-    Entry(
+    _entry(
         name="mlp_speculator",
-        family="feature level",
         description=(
             "The multi-stage MLP speculator: a state that starts as the target's last hidden state is updated with "
             "every draft token and gives the logits of the next one."
@@ -299,17 +288,13 @@ ENTRIES = (
         ),
         papers=(Paper("Accelerating Production LLMs with Combined Token/Embedding Speculators", "2404.19124"),),
         drafter=MLPSpeculatorDrafter,
-        shape=DynamicTree,
-        acceptor=Match,
         builder=mlp_speculator,
-        reads=("speculators",),
         options=MLPSpeculatorOptions,
         speculator="mlp_speculator",
         aliases=("multi_stage_mlp",),
     ),
-    Entry(
+    _entry(
         name="redrafter",
-        family="feature level",
         description=(
             "A small recurrent network reads the drafted tokens beside the target's last hidden state; the best "
             "sequences of a beam search are verified, their common beginnings once."
@@ -318,9 +303,7 @@ ENTRIES = (
         papers=(Paper("Recurrent Drafter for Fast Speculative Decoding in Large Language Models", "2403.09919"),),
         drafter=ReDrafterDrafter,
         shape=BeamSearch,
-        acceptor=Match,
         builder=redrafter,
-        reads=("speculators",),
         options=BeamSearchOptions,
         speculator="redrafter",
         aliases=("recurrent_drafter",),

@@ -1,5 +1,7 @@
 """Methods that draft with heads on the target's last hidden state."""
 
+from functools import partial
+
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, sorted_paths
 from foretell.catalogue.entry import Entry, Paper
@@ -50,10 +52,12 @@ def heads_tree(network: HeadsNetwork, options: MedusaOptions) -> FixedTree:
     return FixedTree(sorted_paths(network.paths[: options.num_draft_tokens]))
 
 
+_entry = partial(Entry, family="heads", drafter=HeadsDrafter, acceptor=Match, reads=("speculators",))
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="medusa",
-        family="heads",
         description=(
             "Heads on the target's last hidden state each predict one of the next tokens, and a fixed tree of their "
             "predictions is verified."
@@ -65,28 +69,21 @@ ENTRIES = (
         papers=(
             Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),
         ),
-        drafter=HeadsDrafter,
         shape=FixedTree,
-        acceptor=Match,
         builder=medusa,
-        reads=("speculators",),
         options=MedusaOptions,
         speculator="medusa",
     ),
-    Entry(
+    _entry(
         name="blockwise",
-        family="heads",
         description=(
             "Blockwise parallel decoding, the predecessor of Medusa: one feed-forward layer gives a hidden state per "
             "head, the target's own head gives the logits, and the most probable tokens form a chain."
         ),
         when_to_use="as `medusa`, whose tree is usually better than the chain.",
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
-        drafter=HeadsDrafter,
         shape=Chain,
-        acceptor=Match,
         builder=blockwise,
-        reads=("speculators",),
         options=BlockwiseOptions,
         speculator="blockwise",
         aliases=("blockwise_parallel_decoding",),

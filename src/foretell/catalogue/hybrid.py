@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from foretell.accept import Match
@@ -144,10 +145,20 @@ def _find_speculator(context: BuildContext) -> Speculator | None:
     return None if folder is None else read_speculator(context, folder)
 
 
+_entry = partial(
+    Entry,
+    family="hybrid",
+    drafter=HybridDrafter,
+    shape=HybridTree,
+    acceptor=Match,
+    reads=("drafts", "speculators", "references"),
+    needs="speculator or draft model (optional)",
+)
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="hybrid_model",
-        family="hybrid",
         description=(
             "As `hybrid`, but where a model is expected to give more tokens per second than retrieval, the model "
             "drafts: a trained speculator, a draft model, or the target's first blocks."
@@ -160,17 +171,11 @@ ENTRIES = (
             Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666"),
             Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),
         ),
-        drafter=HybridDrafter,
-        shape=HybridTree,
-        acceptor=Match,
         builder=hybrid_model,
-        reads=("drafts", "speculators", "references"),
         options=HybridModelOptions,
-        needs="speculator or draft model (optional)",
     ),
-    Entry(
+    _entry(
         name="auto",
-        family="hybrid",
         description=(
             "The default of the command line and the server: `hybrid_model` where a trained speculator or a draft "
             "model was named or is installed for the target, and else `hybrid`. Predicted outputs and tokens that a "
@@ -178,13 +183,8 @@ ENTRIES = (
         ),
         when_to_use="when you do not want to choose.",
         papers=(Paper("SAM Decoding: Speculative Decoding via Suffix Automaton", "2411.10666"),),
-        drafter=HybridDrafter,
-        shape=HybridTree,
-        acceptor=Match,
         builder=auto,
-        reads=("drafts", "speculators", "references"),
         options=HybridOptions,
-        needs="speculator or draft model (optional)",
         drafts_with="retrieval, and beside it a speculator or a draft model if there is one",
     ),
 )

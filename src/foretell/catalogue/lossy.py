@@ -1,5 +1,7 @@
 """Lossy methods: their output does not follow the target's distribution."""
 
+from functools import partial
+
 from foretell.accept import (
     AcceptExits,
     AcceptReduced,
@@ -97,45 +99,39 @@ def typical(context: BuildContext, options: TypicalOptions) -> AnyMethod:
 
 _MEDUSA = Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774")
 
+_entry = partial(Entry, family="lossy", drafter=DraftModel, shape=Chain, reads=("drafts", "speculators"))
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="lenience_lossy",
-        family="lossy",
         description=(
             "Changes the distribution: rejection sampling with the draft's probability scaled down by `lenience`, so "
             "that no token becomes more than 1 / lenience times as likely as under the target."
         ),
         when_to_use="where a bounded distortion per token is acceptable and the draft model is close to the target.",
         papers=(Paper("Fast Inference from Transformers via Speculative Decoding", "2211.17192"),),
-        drafter=DraftModel,
-        shape=Chain,
         acceptor=LenientRejection,
         builder=lenience,
-        reads=("drafts", "speculators"),
         options=LenienceOptions,
         needs="draft model",
     ),
-    Entry(
+    _entry(
         name="blockwise_lossy",
-        family="lossy",
         description=(
             "Changes the output: a draft token is accepted if it is among the target's most probable tokens, or if its "
             "token id is close to that of the most probable one."
         ),
         when_to_use="for images and audio; text deviates within a sentence.",
         papers=(Paper("Blockwise Parallel Decoding for Deep Autoregressive Models", "1811.03115"),),
-        drafter=DraftModel,
-        shape=Chain,
         acceptor=TopKAcceptor,
         builder=blockwise_lossy,
-        reads=("drafts", "speculators"),
         options=BlockwiseLossyOptions,
         needs="draft model",
         drafts_with="draft model, or trained heads",
     ),
-    Entry(
+    _entry(
         name="bild_lossy",
-        family="lossy",
         description=(
             "Changes the output: Big Little Decoder, in which a draft model generates until it is unsure, and the "
             "target rolls back to the first token whose probability it finds too low."
@@ -145,17 +141,13 @@ ENTRIES = (
             "the target's own."
         ),
         papers=(Paper("Speculative Decoding with Big Little Decoder", "2302.07863"),),
-        drafter=DraftModel,
-        shape=Chain,
         acceptor=BiLDRollback,
         builder=bild,
-        reads=("drafts", "speculators"),
         options=BiLDOptions,
         needs="draft model",
     ),
-    Entry(
+    _entry(
         name="early_exit_lossy",
-        family="lossy",
         description=(
             "Changes the output: tokens leave at the first exit that is sure of them, and are not verified; how much "
             "changes is bounded by a calibration."
@@ -170,7 +162,6 @@ ENTRIES = (
             Paper("EE-LLM: Large-Scale Training and Inference of Early-Exit Large Language Models", "2312.04916"),
         ),
         drafter=EarlyExitDrafter,
-        shape=Chain,
         acceptor=AcceptExits,
         builder=early_exit,
         reads=("speculators",),
@@ -178,9 +169,8 @@ ENTRIES = (
         speculator="exits",
         drafts_with="exits of the target",
     ),
-    Entry(
+    _entry(
         name="skip_decode_lossy",
-        family="lossy",
         description=(
             "Changes the output: the later a token is in its answer, the fewer layers it runs, the same number for all "
             "requests of a batch at this position; lower and middle layers are left out."
@@ -199,12 +189,12 @@ ENTRIES = (
         shape=RootOnly,
         acceptor=AcceptReduced,
         builder=skip_decode,
+        reads=(),
         options=SkipDecodeOptions,
         drafts_with="fewer layers",
     ),
-    Entry(
+    _entry(
         name="medusa_lossy",
-        family="lossy",
         description=(
             "Changes the distribution when sampling: `medusa` with typical acceptance, which accepts a draft token if "
             "the target gives it enough probability for the entropy of its distribution."
@@ -219,17 +209,13 @@ ENTRIES = (
         options=MedusaTypicalOptions,
         speculator="medusa",
     ),
-    Entry(
+    _entry(
         name="typical_lossy",
-        family="lossy",
         description="Changes the distribution when sampling: a chain of a draft model with typical acceptance.",
         when_to_use="when sampling with a good draft model of which the exact test accepts few tokens.",
         papers=(_MEDUSA,),
-        drafter=DraftModel,
-        shape=Chain,
         acceptor=TypicalAcceptance,
         builder=typical,
-        reads=("drafts", "speculators"),
         options=TypicalOptions,
         needs="draft model",
     ),

@@ -1,5 +1,7 @@
 """Methods whose drafter predicts all tokens of a draft in one pass: DFlash, P-EAGLE, PARD."""
 
+from functools import partial
+
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.entry import Entry, Paper
@@ -93,10 +95,12 @@ def pard_method(network: PardNetwork, options: DFlashOptions) -> AnyMethod:
     return method_of_levels(drafter, network.depth, _LEVELS, options)
 
 
+_entry = partial(Entry, family="feature level", shape=DynamicTree, acceptor=Match, reads=("speculators",))
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="dflash",
-        family="feature level",
         description=(
             "A few layers over the target's hidden states fill a block of masks in one pass; the most probable tree of "
             "its distributions is verified."
@@ -110,17 +114,13 @@ ENTRIES = (
             Paper("Accelerating Speculative Decoding with Block Diffusion Draft Trees", "2604.12989"),
         ),
         drafter=DFlashDrafter,
-        shape=DynamicTree,
-        acceptor=Match,
         builder=dflash,
-        reads=("speculators",),
         options=DFlashOptions,
         speculator="dflash",
         aliases=("block_diffusion",),
     ),
-    Entry(
+    _entry(
         name="p_eagle",
-        family="feature level",
         description=(
             "EAGLE-3's layers with masks in place of the tokens and states that do not exist yet, so that one pass "
             "gives the distributions of all depths; their most probable tree is verified."
@@ -128,15 +128,12 @@ ENTRIES = (
         when_to_use="where EAGLE's passes, one per level, are what limits the depth of its drafts.",
         papers=(Paper("P-EAGLE: Parallel-Drafting EAGLE with Scalable Training", "2602.01469"),),
         drafter=PEagleDrafter,
-        shape=DynamicTree,
-        acceptor=Match,
         builder=p_eagle,
-        reads=("speculators",),
         options=DFlashOptions,
         speculator="p_eagle",
         aliases=("parallel_eagle",),
     ),
-    Entry(
+    _entry(
         name="pard",
         family="draft model",
         description=(
@@ -146,8 +143,6 @@ ENTRIES = (
         when_to_use="in place of `draft_model`, where its passes, one per token, are what limits the length of drafts.",
         papers=(Paper("PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation", "2504.18583"),),
         drafter=PardDrafter,
-        shape=DynamicTree,
-        acceptor=Match,
         builder=pard,
         reads=("drafts", "speculators"),
         options=DFlashOptions,

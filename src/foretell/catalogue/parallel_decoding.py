@@ -1,5 +1,7 @@
 """Methods in which the target itself predicts several positions in one pass: Jacobi, lookahead decoding, PaSS."""
 
+from functools import partial
+
 from foretell.accept import Match, Rejection
 from foretell.catalogue.build_context import BuildContext, chain, rejection
 from foretell.catalogue.entry import Entry, Paper
@@ -53,10 +55,12 @@ def parallel_method(network: LookAheadEmbeddings, options: LookAheadEmbeddingsOp
     return Method(ParallelDrafter(network, options.look_ahead_groups), chain(options), accept)
 
 
+_entry = partial(Entry, family="parallel decoding", shape=Trie, acceptor=Match)
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="lookahead",
-        family="parallel decoding",
         description=(
             "Jacobi iteration on a window of future positions runs in the same pass as verification; the n-grams that "
             "it produces are pooled, and those that begin with the last token are verified."
@@ -67,14 +71,11 @@ ENTRIES = (
         ),
         papers=(Paper("Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", "2402.02057"),),
         drafter=LookaheadDrafter,
-        shape=Trie,
-        acceptor=Match,
         builder=lookahead,
         options=LookaheadOptions,
     ),
-    Entry(
+    _entry(
         name="jacobi",
-        family="parallel decoding",
         description=(
             "Jacobi decoding: every pass reads a sliding window of draft tokens, and the target's predictions there "
             "are the drafts of the next pass."
@@ -88,28 +89,22 @@ ENTRIES = (
             Paper("Predictive Sampling with Forecasting Autoregressive Models", "2002.09928"),
         ),
         drafter=JacobiDrafter,
-        shape=Trie,
-        acceptor=Match,
         builder=jacobi,
         options=JacobiOptions,
     ),
-    Entry(
+    _entry(
         name="gauss_seidel_jacobi",
-        family="parallel decoding",
         description="Jacobi decoding in blocks, one after another, instead of a sliding window.",
         when_to_use="as `jacobi`, where wide passes are expensive; it never takes fewer passes than `jacobi`.",
         papers=(Paper("Accelerating Transformer Inference for Translation via Parallel Decoding", "2305.10427"),),
         drafter=JacobiDrafter,
-        shape=Trie,
-        acceptor=Match,
         builder=gauss_seidel_jacobi,
         options=GaussSeidelJacobiOptions,
         drafts_with="its own previous iterate, block by block",
         aliases=("gs_jacobi",),
     ),
-    Entry(
+    _entry(
         name="pass",
-        family="parallel decoding",
         description=(
             "Parallel speculative sampling: the target reads learned embeddings at the next positions, and its hidden "
             "states there give the drafts."

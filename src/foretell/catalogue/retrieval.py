@@ -1,5 +1,6 @@
 """Methods that draft by retrieval: from prompt and answer, references, a datastore, or earlier passes."""
 
+from functools import partial
 from pathlib import Path
 
 from foretell.accept import Match
@@ -114,10 +115,12 @@ _TOKEN_RECYCLING = Paper(
 )
 RETRIEVAL_LABEL = "longest suffix match, and successors from earlier passes"
 
+_entry = partial(Entry, family="retrieval", shape=Trie, acceptor=Match, reads=("references",))
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="ngram",
-        family="retrieval",
         description=(
             "Prompt lookup: the last tokens are searched in prompt, answer and `--reference` files, and the tokens "
             "after the latest match are drafted."
@@ -128,16 +131,12 @@ ENTRIES = (
         ),
         papers=(Paper("Prompt Lookup Decoding (Saxena 2023)"),),
         drafter=PromptLookup,
-        shape=Trie,
-        acceptor=Match,
         builder=ngram,
-        reads=("references",),
         options=NgramOptions,
         aliases=("prompt_lookup", "pld"),
     ),
-    Entry(
+    _entry(
         name="llma",
-        family="retrieval",
         description=(
             "Inference with reference: as `ngram`, but only `--reference` documents are searched, and the first match "
             "is used."
@@ -145,17 +144,13 @@ ENTRIES = (
         when_to_use="for answers that quote documents which are known in advance and are not in the prompt.",
         papers=(Paper("Inference with Reference: Lossless Acceleration of Large Language Models", "2304.04487"),),
         drafter=PromptLookup,
-        shape=Trie,
-        acceptor=Match,
         builder=llma,
-        reads=("references",),
         options=LlmaOptions,
         needs="references",
         drafts_with="n-gram match in references",
     ),
-    Entry(
+    _entry(
         name="suffix",
-        family="retrieval",
         description=(
             "Suffix automata over prompt, answer and references find the longest repeated suffix of any length, and "
             "the tokens after it are drafted."
@@ -166,16 +161,12 @@ ENTRIES = (
             Paper("SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model Inference", "2411.04975"),
         ),
         drafter=SuffixRetriever,
-        shape=Trie,
-        acceptor=Match,
         builder=suffix,
-        reads=("references",),
         options=SuffixOptions,
         aliases=("sam",),
     ),
-    Entry(
+    _entry(
         name="recycling",
-        family="retrieval",
         description=(
             "Token recycling: for every token the eight most probable next tokens of the target's earlier passes are "
             "kept, and the most probable nodes of the tree that they form are drafted."
@@ -186,31 +177,25 @@ ENTRIES = (
         ),
         papers=(_TOKEN_RECYCLING,),
         drafter=TokenRecycling,
-        shape=Trie,
-        acceptor=Match,
         builder=recycling,
+        reads=(),
         options=RecyclingOptions,
         aliases=("token_recycling",),
     ),
-    Entry(
+    _entry(
         name="sam_recycling",
-        family="retrieval",
         description=(
             "`suffix` and `recycling` together: both propose continuations, and the most probable nodes form the trie."
         ),
         when_to_use="almost always: it is the best default of the methods that need no model and no training.",
         papers=(_SAM_DECODING, _TOKEN_RECYCLING),
         drafter=CombinedRetriever,
-        shape=Trie,
-        acceptor=Match,
         builder=sam_recycling,
-        reads=("references",),
         options=SamRecyclingOptions,
         drafts_with=RETRIEVAL_LABEL,
     ),
-    Entry(
+    _entry(
         name="rest",
-        family="retrieval",
         description=(
             "The longest suffix of prompt and answer is looked up in a datastore, and the most frequent continuations "
             "are drafted."
@@ -218,16 +203,12 @@ ENTRIES = (
         when_to_use="with a corpus that resembles the answers, above all code, where there is no draft model.",
         papers=(Paper("REST: Retrieval-Based Speculative Decoding", "2311.08252"),),
         drafter=DatastoreRetriever,
-        shape=Trie,
-        acceptor=Match,
         builder=rest,
-        reads=("references",),
         options=RestOptions,
         needs="datastore or references",
     ),
-    Entry(
+    _entry(
         name="phrases",
-        family="retrieval",
         description=(
             "Phrases are retrieved by hidden state: the tokens after the most similar earlier hidden states of the "
             "target, in prompt, answer and references, are drafted."
@@ -238,16 +219,12 @@ ENTRIES = (
         ),
         papers=(Paper("Copy Is All You Need", "2307.06962"),),
         drafter=PhraseRetriever,
-        shape=Trie,
-        acceptor=Match,
         builder=phrases,
-        reads=("references",),
         options=PhraseOptions,
         aliases=("copy_is_all_you_need",),
     ),
-    Entry(
+    _entry(
         name="hybrid",
-        family="retrieval",
         description=(
             "As `sam_recycling`, with the number of nodes that maximizes the expected tokens per second, estimated "
             "from observed acceptance rates and pass times; none where plain decoding is faster."
@@ -255,10 +232,7 @@ ENTRIES = (
         when_to_use="when you do not want to choose: it nearly always gains a little and hardly ever loses.",
         papers=(_SAM_DECODING, _TOKEN_RECYCLING),
         drafter=CombinedRetriever,
-        shape=Trie,
-        acceptor=Match,
         builder=hybrid,
-        reads=("references",),
         options=HybridOptions,
         drafts_with=RETRIEVAL_LABEL,
     ),

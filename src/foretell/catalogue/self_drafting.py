@@ -143,10 +143,12 @@ def _sample_text(context: BuildContext) -> list[int]:
     return list(range(min(context.vocab, 64)))
 
 
+_entry = partial(Entry, family="self-drafting", drafter=DraftModel, shape=Chain, acceptor=Rejection)
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="layer_skip",
-        family="self-drafting",
         description="The target's first blocks and its head draft a chain that ends where they are unsure.",
         when_to_use=(
             "with checkpoints that were trained for early exit, or with exits of `foretell train exits`; of other "
@@ -154,17 +156,14 @@ ENTRIES = (
         ),
         papers=(Paper("LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", "2404.16710"),),
         drafter=EarlyExitDrafter,
-        shape=Chain,
-        acceptor=Rejection,
         builder=layer_skip,
         reads=("speculators",),
         options=LayerSkipOptions,
         drafts_with="first blocks of the target",
         aliases=("early_exit",),
     ),
-    Entry(
+    _entry(
         name="self_speculative",
-        family="self-drafting",
         description=(
             "Draft & Verify: the target without some of its attention and feed-forward sub-layers drafts for the whole "
             "target."
@@ -178,43 +177,32 @@ ENTRIES = (
                 "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding", "2309.08168"
             ),
         ),
-        drafter=DraftModel,
-        shape=Chain,
-        acceptor=Rejection,
         builder=self_speculative,
         options=SelfSpeculativeOptions,
         drafts_with="target without some sub-layers",
         aliases=("draft_and_verify",),
     ),
-    Entry(
+    _entry(
         name="quantised_draft",
-        family="self-drafting",
         description="The target with quantised weights drafts for the target.",
         when_to_use=(
             "where the time of a pass is proportional to the bytes of the weights: at 8 bits nearly every draft token "
             "is accepted, so the time of the quantised pass limits the gain."
         ),
         papers=(Paper("QSPEC: Speculative Decoding with Complementary Quantization Schemes", "2410.11305"),),
-        drafter=DraftModel,
-        shape=Chain,
-        acceptor=Rejection,
         builder=quantised_draft,
         options=QuantisedDraftOptions,
         drafts_with="target in fewer bits",
         aliases=("quantized_draft",),
     ),
-    Entry(
+    _entry(
         name="pruned_draft",
-        family="self-drafting",
         description="The target without its least influential blocks drafts for the target.",
         when_to_use=(
             "with deep models whose middle blocks change little, best after distillation; with small models the "
             "acceptance rate falls faster than the time of a pass."
         ),
         papers=(Paper("ShortGPT: Layers in Large Language Models are More Redundant Than You Expect", "2403.03853"),),
-        drafter=DraftModel,
-        shape=Chain,
-        acceptor=Rejection,
         builder=pruned_draft,
         reads=("references",),
         options=PrunedDraftOptions,

@@ -1,5 +1,7 @@
 """Methods that draft with the target over a part of its cache; all of it verifies."""
 
+from functools import partial
+
 from foretell.accept import Match
 from foretell.catalogue.build_context import BuildContext, require_network
 from foretell.catalogue.entry import Entry, Paper
@@ -55,10 +57,12 @@ def _runner(
     return SparseCacheRunner(network, cache_policy(options.cache_policy, options.cache_budget), options.cache_refresh)
 
 
+_entry = partial(Entry, family="self-drafting", drafter=SparseCacheDrafter, shape=Chain, acceptor=Match)
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="sparse_kv_draft",
-        family="self-drafting",
         description="The target drafts for itself, attending to selected keys and values of its cache.",
         when_to_use=(
             "with texts so long that a pass reads more keys and values than weights, on hardware where a pass over "
@@ -75,16 +79,12 @@ ENTRIES = (
                 "2502.10424",
             ),
         ),
-        drafter=SparseCacheDrafter,
-        shape=Chain,
-        acceptor=Match,
         builder=sparse_kv_draft,
         options=SparseKVDraftOptions,
         aliases=("magicdec",),
     ),
-    Entry(
+    _entry(
         name="triforce",
-        family="self-drafting",
         description=(
             "A small model, or copied text, drafts for the target over a part of its cache, which drafts for the whole "
             "target."
@@ -99,9 +99,6 @@ ENTRIES = (
                 "2404.11912",
             ),
         ),
-        drafter=SparseCacheDrafter,
-        shape=Chain,
-        acceptor=Match,
         builder=triforce,
         reads=("drafts", "speculators", "references"),
         options=TriForceOptions,

@@ -1,5 +1,6 @@
 """Methods that draft with the target, of whose neurons a part is read; all of them verify."""
 
+from functools import partial
 from pathlib import Path
 
 from foretell.accept import Rejection
@@ -47,10 +48,12 @@ def matformer_draft(context: BuildContext, options: MatFormerDraftOptions) -> An
     )
 
 
+_entry = partial(Entry, family="self-drafting", drafter=SparseTargetDrafter, shape=Chain, acceptor=Rejection)
+"""With what most methods of this file share."""
+
 ENTRIES = (
-    Entry(
+    _entry(
         name="sparse_mlp_draft",
-        family="self-drafting",
         description=(
             "The target drafts for itself, reading a part of the neurons of its feed-forward networks, which each "
             "token chooses."
@@ -64,25 +67,18 @@ ENTRIES = (
             Paper("Training-Free Activation Sparsity in Large Language Models", "2408.14690"),
             Paper("Deja Vu: Contextual Sparsity for Efficient LLMs at Inference Time", "2310.17157"),
         ),
-        drafter=SparseTargetDrafter,
-        shape=Chain,
-        acceptor=Rejection,
         builder=sparse_mlp_draft,
         options=SparseMlpDraftOptions,
         needs="directory of `foretell calibrate sparsity` or `foretell train sparsity`",
     ),
-    Entry(
+    _entry(
         name="matformer_draft",
-        family="self-drafting",
         description="The target drafts for itself with the first neurons of its feed-forward networks (MatFormer).",
         when_to_use=(
             "with models whose neurons were trained to be nested, or ordered by `foretell train matformer`; the draft "
             "takes no memory of its own."
         ),
         papers=(Paper("MatFormer: Nested Transformer for Elastic Inference", "2310.07707"),),
-        drafter=SparseTargetDrafter,
-        shape=Chain,
-        acceptor=Rejection,
         builder=matformer_draft,
         options=MatFormerDraftOptions,
         drafts_with="target with its first neurons",

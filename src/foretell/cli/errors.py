@@ -5,8 +5,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 TRACEBACK = "FORETELL_TRACEBACK"
 """Environment variable that shows the traceback of an error instead of its sentence."""
@@ -29,6 +31,15 @@ def report_errors() -> Iterator[None]:
         if os.environ.get(TRACEBACK):
             raise
         raise _exit(error_message(error), 1) from None
+
+
+class ErrorReportingGroup(TyperGroup):
+    """A command group that reports errors in one sentence and exits non-zero, also when run as a module."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with report_errors():
+            return super().invoke(ctx)
 
 
 def error_message(error: ValueError | OSError) -> str:

@@ -1,28 +1,16 @@
 """`foretell roofline`: predicted cost of forward passes and speed-up of decoding methods."""
 
 from collections.abc import Callable
-from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-from foretell.cli.errors import report_errors
+from foretell.cli.errors import ErrorReportingGroup
 from foretell.cli.roofline_calibration import calibrate_command
 from foretell.cli.roofline_comparison import compare_command, published_command
 from foretell.cli.roofline_load import load_command
 from foretell.cli.roofline_page import export, view
 from foretell.cli.roofline_plan import analyze_command, plan_command
 from foretell.cli.roofline_tables import figure_command, hardware_command, models_command, table1_command
-
-
-class ErrorReportingGroup(TyperGroup):
-    """A command group that reports errors in one sentence and exits non-zero, also when run as a module."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with report_errors():
-            return super().invoke(ctx)
-
 
 app = typer.Typer(
     cls=ErrorReportingGroup,

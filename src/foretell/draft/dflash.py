@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from foretell.core.context import TokenBuffer
 from foretell.draft.cached_states import layout_of
-from foretell.draft.parallel_block import BlockPredictor
+from foretell.draft.parallel_block import BlockPredictor, Roots, Tokens
 from foretell.draft.target_states import TargetStates
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import DynamicTrees
@@ -32,12 +32,7 @@ class DFlashDrafter(BlockPredictor):
     network: DFlash
 
     def _grow_native(
-        self,
-        token: Int[np.ndarray, " t"],
-        root: Int[np.ndarray, " b"],
-        states: TargetStates,
-        counts: Sequence[int],
-        trees: DynamicTrees,
+        self, token: Tokens, root: Roots, states: TargetStates, counts: Sequence[int], trees: DynamicTrees
     ) -> None:
         assert self.network.native is not None
         self.network.native.grow_dynamic_trees(root, *states, counts, trees, self._cache)

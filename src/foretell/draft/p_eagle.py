@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from jaxtyping import Int
 
 from foretell.core.context import TokenBuffer
 from foretell.draft.eagle import store_states
-from foretell.draft.parallel_block import BlockPredictor
+from foretell.draft.parallel_block import BlockPredictor, Roots, Tokens
 from foretell.draft.target_states import TargetStates
 from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.corrections import Blocks
@@ -27,12 +26,7 @@ class PEagleDrafter(BlockPredictor):
     network: PEagle
 
     def _grow_native(
-        self,
-        token: Int[np.ndarray, " t"],
-        root: Int[np.ndarray, " b"],
-        states: TargetStates,
-        counts: Sequence[int],
-        trees: DynamicTrees,
+        self, token: Tokens, root: Roots, states: TargetStates, counts: Sequence[int], trees: DynamicTrees
     ) -> None:
         assert self.network.native is not None
         self.network.native.grow_dynamic_trees(token, *states, counts, trees, self._cache, self.network.slots)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from foretell.model.kernels import DynamicTrees
 from foretell.speculator.network.corrections import Blocks, Nodes
 from foretell.speculator.network.dflash import DFlash
 from foretell.speculator.network.p_eagle import PEagle
+
+Tokens: TypeAlias = Int[np.ndarray, " t"]
+Roots: TypeAlias = Int[np.ndarray, " b"]
 
 
 class BlockPredictor(CachedStatesPredictor):
@@ -63,12 +67,7 @@ class BlockPredictor(CachedStatesPredictor):
 
     @abstractmethod
     def _grow_native(
-        self,
-        token: Int[np.ndarray, " t"],
-        root: Int[np.ndarray, " b"],
-        states: TargetStates,
-        counts: Sequence[int],
-        trees: DynamicTrees,
+        self, token: Tokens, root: Roots, states: TargetStates, counts: Sequence[int], trees: DynamicTrees
     ) -> None:
         """Read the pending positions of some requests, `counts` of them, whose tokens are these, and grow trees below
         the roots.

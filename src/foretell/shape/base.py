@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -193,9 +194,10 @@ def expand_level(
         first = 0
         for node, node_ranks in zip(builder.frontier[row].tolist(), ranks, strict=True):
             if node_ranks and builder.can_expand(row, node):
-                children = _child_tokens(builder, distributions, row, node, node_ranks, draw, first)
-                for i, (t, q) in enumerate(children, first):
-                    token[row, i], valid[row, i], q_index[row, i] = t, True, q
+                with suppress(NoTokenError):
+                    children = _child_tokens(builder, distributions, row, node, node_ranks, draw, first)
+                    for i, (t, q) in enumerate(children, first):
+                        token[row, i], valid[row, i], q_index[row, i] = t, True, q
             first += len(node_ranks)
     builder.add(parent, token, valid, q_index)
 
@@ -212,24 +214,11 @@ def _child_tokens(
     """Children of a node as (token, index of the distribution that it was sampled from; -1: not sampled).
 
     The `i`-th sample uses random number `first + i`: no two samples of a level share one, so that parallel chains are
-    independent. At temperature 0 children are the most probable tokens. There are none where the distribution is empty.
+    independent. At temperature 0 children are the most probable tokens.
+
+    Raises:
+        NoTokenError: the distribution is empty.
     """
-    try:
-        return _chosen_tokens(builder, distributions, row, node, ranks, draw, first)
-    except NoTokenError:
-        return []
-
-
-def _chosen_tokens(
-    builder: TreeBuilder,
-    distributions: ProcessedDistributions,
-    row: int,
-    node: int,
-    ranks: Sequence[int],
-    draw: bool,
-    first: int,
-) -> list[tuple[int, int]]:
-    """The same; raises where the distribution is empty."""
     if not draw or distributions.sampling_params(row).temperature == 0:
         if tuple(ranks) == (0,):
             coupled = builder.context.coupled and not draw

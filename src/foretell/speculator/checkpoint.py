@@ -14,6 +14,7 @@ from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.load.safetensors_file import what_is_wrong
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
+from foretell.utils.paths import replace_file
 from foretell.utils.validation import read_json, validate
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -39,9 +40,7 @@ def save(folder: Path, network: Speculator, config: SpeculatorConfig, bits: Bits
     for name, tensor in network.state_dict().items():
         tensors.update(_quantize(name, tensor.detach().cpu(), bits))
     write_weights(folder, tensors)
-    temporary = folder / (CONFIG + ".part")
-    temporary.write_text(config.model_dump_json(indent=2) + "\n")
-    os.replace(temporary, folder / CONFIG)
+    replace_file(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
 
 
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

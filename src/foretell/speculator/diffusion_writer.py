@@ -1,14 +1,11 @@
 """Writes a masked diffusion model as a directory in the format of Dream."""
 
-import json
-import os
 from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
-from foretell.speculator.checkpoint import CONFIG, write_weights
-from foretell.speculator.hf_writer import llama_config, llama_tensors, write_codec
+from foretell.speculator.hf_writer import llama_config, llama_tensors, write_directory
 from foretell.speculator.network.masked_diffusion import MaskedDiffusion
 from foretell.tokenizer.codec import TextCodec
 
@@ -43,10 +40,4 @@ def write_dream(folder: Path, network: MaskedDiffusion, codec: TextCodec | None)
     for i in range(c.layers if not c.qkv_bias else 0):
         for letter, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
             tensors[f"model.layers.{i}.self_attn.{letter}_proj.bias"] = torch.zeros(heads * c.head_dim, dtype=dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder, tensors)
-    part = folder / (CONFIG + ".part")
-    part.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    os.replace(part, folder / CONFIG)
-    if codec is not None:
-        write_codec(folder, codec)
+    write_directory(folder, config, tensors, codec)

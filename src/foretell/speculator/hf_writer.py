@@ -1,7 +1,7 @@
 """Writes a decoder as a Hugging Face model directory: a fine-tuned target, or a draft model for other engines."""
 
 import json
-import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from foretell.model.block.spec import LinearWeights
 from foretell.model.block.weights import further_fields, map_linears, places_of, tensor_at
 from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import Activation, ModelConfig, RopeConfig
-from foretell.speculator.checkpoint import write_weights
+from foretell.speculator.checkpoint import CONFIG, write_weights
 from foretell.tokenizer.codec import TextCodec
+from foretell.utils.paths import replace_file
 
 _ACTIVATIONS: dict[Activation, str] = {
     "silu": "silu",
@@ -36,9 +37,16 @@ def write_hf(
     """
     config = llama_config(decoder.config, dtype)
     tensors = {name: t.detach().to("cpu", dtype).clone() for name, t in llama_tensors(decoder).items()}
+    write_directory(folder, config, tensors, codec)
+
+
+def write_directory(
+    folder: Path, config: Mapping[str, Any], tensors: dict[str, torch.Tensor], codec: TextCodec | None
+) -> None:
+    """Write a configuration, weights and, with a codec, the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, tensors)
-    _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    replace_file(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     if codec is not None:
         write_codec(folder, codec)
 
@@ -147,13 +155,7 @@ def _product(linear: LinearWeights) -> LinearWeights:
 
 def write_codec(folder: Path, codec: TextCodec) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`; files of these names are replaced."""
-    _write(folder / "tokenizer.json", codec.tokenizer.to_str())
+    replace_file(folder / "tokenizer.json", codec.tokenizer.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": codec.bos, "eos_token": codec.eos}
     config["chat_template"] = codec.chat_template
-    _write(folder / "tokenizer_config.json", json.dumps({k: v for k, v in config.items() if v}, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, "utf-8")
-    os.replace(part, path)
+    replace_file(folder / "tokenizer_config.json", json.dumps({k: v for k, v in config.items() if v}, indent=2) + "\n")

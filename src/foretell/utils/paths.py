@@ -1,4 +1,4 @@
-"""Checks of paths that are written to."""
+"""Checks of paths that are written to, and files that are replaced at once."""
 
 import os
 from pathlib import Path
@@ -43,3 +43,10 @@ def require_folder_place(out: Path) -> None:
 def _require_permission(place: Path) -> None:
     if not os.access(place, os.W_OK):
         raise ValueError(f"{place}: this may not be written to; name another place")
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write or replace a file atomically: whoever reads it finds all of the old contents or of the new ones."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(part, path)

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
+from foretell.utils.paths import replace_file
 from foretell.utils.validation import read_json, validate, validate_json
 
 SETTINGS_FILE, RECORDS_FILE, LOCK_FILE = "settings.json", "records.jsonl", ".lock"
@@ -53,9 +54,7 @@ class RunStore(Generic[R]):
         """Write the settings, or check that they are those of the folder."""
         path, wanted = self.folder / SETTINGS_FILE, settings.model_dump(mode="json")
         if not path.is_file():
-            part = path.with_name(path.name + ".part")
-            part.write_text(json.dumps(wanted, indent=1))
-            os.replace(part, path)
+            replace_file(path, json.dumps(wanted, indent=1))
             return
         saved = read_json(path, _DAMAGED)
         for key in {**wanted, **saved}:

@@ -1,10 +1,8 @@
 """The table of the commands of `foretell bench`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from foretell.cli.bench.peers import install
 from foretell.cli.bench.recording import record_, replay_
@@ -14,20 +12,10 @@ from foretell.cli.bench.serve import serve_
 from foretell.cli.bench.soak import soak
 from foretell.cli.bench.step import step
 from foretell.cli.commands import add_group_commands
-from foretell.cli.errors import report_errors
-
-
-class Group(TyperGroup):
-    """The commands of `foretell bench`; errors become one sentence also when this module is run on its own."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        with report_errors():
-            return super().invoke(ctx)
-
+from foretell.cli.errors import ErrorReportingGroup
 
 app = typer.Typer(
-    cls=Group,
+    cls=ErrorReportingGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

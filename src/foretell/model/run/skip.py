@@ -8,6 +8,7 @@ from typing import Any
 from foretell.model.block.decoder import SkipSet
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.read_weights import attention_weights, mlp_weights
+from foretell.utils.paths import replace_file
 from foretell.utils.validation import Fields, read_json
 
 _KIND = "foretell skip set"
@@ -76,9 +77,7 @@ class SkipFile:
     def save(self, path: Path) -> None:
         """Write the file atomically, so that an interrupted search loses nothing."""
         values = {"kind": _KIND, **asdict(self), "best": asdict(self.best) if self.trials else None}
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(values, indent=1) + "\n")
-        part.replace(path)
+        replace_file(path, json.dumps(values, indent=1) + "\n")
 
     @staticmethod
     def read(path: Path, model: str, layers: int) -> "SkipFile":

@@ -1,5 +1,6 @@
 """Speculators made of decoder layers with a key-value cache of their own: their configuration and what they share."""
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Self
 
@@ -54,6 +55,11 @@ class CachedLayersConfig(SpeculatorConfig):
             if not set(getattr(self, name)) <= set(range(self.layers)):
                 raise ValueError(f"{name} names layers beyond the {self.layers} that there are")
         return self
+
+    @property
+    @abstractmethod
+    def recorded_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it reads."""
 
     def window_of(self, layer: int) -> int:
         """Sliding window of one layer in tokens; 0: it has none."""
@@ -119,6 +125,11 @@ class CachedLayersNetwork(Speculator):
         self.register_buffer("_sin", sin[:, None], persistent=False)
         self.native_stack: NativeStack | None = None
         """The layers on the CPU kernels, set by `pack_network`."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it reads."""
+        return self.config.recorded_layers
 
     @property
     def device(self) -> torch.device:

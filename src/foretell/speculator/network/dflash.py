@@ -150,11 +150,6 @@ class DFlash(CachedLayersNetwork):
         """The whole network on the CPU kernels, set by `pack_network`."""
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states it reads."""
-        return self.config.recorded_layers
-
-    @property
     def slots(self) -> int:
         """Slots of a block."""
         return self.config.block_size

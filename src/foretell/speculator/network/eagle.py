@@ -97,11 +97,6 @@ class EagleNetwork(CachedLayersNetwork):
         self.native: NativeEagle | None = None
         """The whole network on the CPU kernels, set by `pack_network` where they support it."""
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states it reads."""
-        return self.config.recorded_layers
-
     def adapt_state_dict(self, smaller: Speculator) -> dict[str, torch.Tensor]:
         """Layers that the smaller network lacks get output matrices of zero, so that they add nothing to the residual
         stream.

@@ -1,7 +1,6 @@
 """The training curve: metrics of every step, as CSV and as a plot."""
 
 import csv
-import os
 from collections.abc import Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from foretell.train.loop.settings import rename_key
+from foretell.utils.paths import replace_file
 
 _AXES_COLOR, _GRID_COLOR, _LOSS_COLOR, _TOKENS_COLOR = "#333333", "#dddddd", "#0b6e99", "#d9730d"
 
@@ -41,11 +41,11 @@ class StepMetrics(BaseModel):
 
 def write_curve(out: Path, rows: Sequence[StepMetrics], with_plot: bool) -> None:
     """Write `curve.csv` and, if matplotlib is installed, `curve.png`."""
-    _replace(out / "curve.csv", to_csv(rows).encode())
+    replace_file(out / "curve.csv", to_csv(rows))
     if with_plot:
         png = plot(rows)
         if png is not None:
-            _replace(out / "curve.png", png)
+            replace_file(out / "curve.png", png)
 
 
 def to_csv(rows: Sequence[StepMetrics]) -> str:
@@ -97,9 +97,3 @@ def _style_axes(axes: Any) -> None:
     axes.tick_params(colors=_AXES_COLOR)
     axes.grid(axis="y", color=_GRID_COLOR, linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path)

@@ -1,21 +1,21 @@
 """The interface of recipes: the network of a speculator, its loss, and the method that measures it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from foretell.engine.method import AnyMethod
 from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-from foretell.model.config.model import ModelConfig
+from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.load.checkpoint import Checkpoint
 from foretell.model.run.cuda_graph import GraphedDecoder
 from foretell.model.run.network import Network
@@ -26,10 +26,13 @@ from foretell.speculator.network.base import Speculator, SpeculatorConfig, Targe
 from foretell.tokenizer.codec import TextCodec
 from foretell.train.data.batch import Batch
 from foretell.train.objective.distillation import Objective
+from foretell.train.objective.unrolled import TargetLabels, target_labels
 from foretell.utils.names import unknown
 from foretell.utils.validation import validate
 
 Options = TypeVar("Options", bound=BaseModel)
+Config = TypeVar("Config", bound=SpeculatorConfig)
+NewNetwork = TypeVar("NewNetwork", bound=Speculator)
 MAX_WIDTH = 1 << 20
 """Largest width of a layer that `--set` accepts."""
 MAX_COUNT = 256
@@ -51,6 +54,16 @@ class LabelOptions(RecipeOptions):
     """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `hard=0`."""
     candidates: int = Field(2048, ge=0)
     """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
+
+
+class LayerOptions(LabelOptions):
+    """Options of layers like the target's blocks; sizes default to the target's."""
+
+    layers: int = Field(1, ge=1, le=MAX_COUNT)
+    ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
+    own_head: bool = False
+    window: int = Field(0, ge=0)
+    """Sliding attention window of all layers in tokens; 0: none."""
 
 
 TensorDict = dict[str, Shaped[torch.Tensor, "*shape"]]
@@ -109,6 +122,38 @@ class RecipeSetup:
         """Set the draft vocabulary of a new network."""
         if self.draft_tokens is not None:
             network.set_draft_vocab(self.draft_tokens)
+
+    def create_network(self, kind: Callable[[Config, EmbeddingAndHead], NewNetwork], config: Config) -> NewNetwork:
+        """A new network with weights drawn from the seed, and the draft vocabulary."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            network = kind(config, self.embedding_and_head)
+        self.set_draft_tokens(network)
+        return network
+
+    def last_blocks(self, count: int) -> Decoder | None:
+        """The target with its last blocks alone, float32; None: there is no checkpoint."""
+        layers, checkpoint = self.config.layers, self.checkpoint
+        return checkpoint.decoder(torch.float32, range(max(layers - count, 0), layers)) if checkpoint else None
+
+    def layer_values(self, options: LayerOptions) -> dict[str, Any]:
+        """The configuration of layers of the size of the target's blocks."""
+        c = self.config
+        return {
+            "target": self.card,
+            "draft_vocab": self.draft_vocab,
+            "own_head": options.own_head,
+            "heads": c.heads,
+            "kv_heads": c.kv_heads,
+            "head_dim": c.head_dim,
+            "ffn": options.ffn or c.ffn,
+            "context": c.context,
+            "layers": options.layers,
+            "window": options.window,
+            "window_layers": tuple(range(options.layers if options.window else 0)),
+            "norm_eps": c.norm_eps,
+            "rope": c.rope or RopeConfig(),
+        }
 
     def draft_index(self) -> Int[torch.Tensor, " v"] | None:
         """Index of every token of the target in the draft vocabulary, -1 for tokens not in it; None: all tokens are."""
@@ -222,3 +267,26 @@ class Recipe(ABC):
     def set_progress(self, progress: float) -> None:
         """Called before every step with the finished share of the training (0 to 1), for recipes in several phases."""
         return
+
+
+class LabelledRecipe(Recipe):
+    """Learns the target's distributions, from hidden states that include the input of the target's head."""
+
+    _embedding_and_head: EmbeddingAndHead
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The network's hidden layers, and the input of the target's head, for labels."""
+        head, own = self.network.target_info.layers + 1, self.network.hidden_layers
+        return own if head in own else (*own, head)
+
+    def head_states(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
+        """The input of the target's head."""
+        return batch.features[self.hidden_layers.index(self.network.target_info.layers + 1)]
+
+    def target_labels(self, batch: Batch, loss_mask: Bool[torch.Tensor, "b s"]) -> TargetLabels:
+        """The target's distributions at the tokens of `loss_mask`."""
+        target = self._embedding_and_head
+        if target.head.device != batch.token.device:
+            target = self._embedding_and_head = replace(target, head=target.head.to(batch.token.device))
+        return target_labels(self.head_states(batch), batch.token, loss_mask, target, self.network.token_of)

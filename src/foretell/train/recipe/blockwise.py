@@ -41,11 +41,7 @@ class BlockwiseRecipe(HeadsRecipe):
             heads=o.heads,
             inner=4 * setup.card.hidden if o.inner is None else o.inner,
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(setup.seed)
-            network = Blockwise(config, setup.embedding_and_head)
-        setup.set_draft_tokens(network)
-        return cls(setup, network, o)
+        return cls(setup, setup.create_network(Blockwise, config), o)
 
     def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """The mean of the losses, or a random one."""

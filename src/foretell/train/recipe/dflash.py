@@ -1,6 +1,5 @@
 """DFlash: blocks at random anchors of the target's own answers, in one pass without unrolling."""
 
-from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from foretell.catalogue.one_pass import dflash_method
 from foretell.catalogue.options.feature_level import DFlashOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.config.model import RopeConfig
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.cached_layers import EXTRA_POSITIONS
 from foretell.speculator.network.corrections import DominoConfig, RefinerConfig, SelectorConfig
@@ -19,8 +17,16 @@ from foretell.speculator.network.dflash import BlockPredictions, DFlash, DFlashC
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
 from foretell.train.objective.block import Weighting, block_loss, confidence_loss, place_losses, sample_blocks
-from foretell.train.objective.unrolled import target_labels, top1_agreement
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, LabelOptions, Loss, Recipe, RecipeSetup
+from foretell.train.objective.unrolled import top1_agreement
+from foretell.train.recipe.base import (
+    MAX_COUNT,
+    MAX_WIDTH,
+    MEASURE_TREE_NODES,
+    LabelledRecipe,
+    LayerOptions,
+    Loss,
+    RecipeSetup,
+)
 from foretell.train.recipe.init_from_target import init_dflash_from_target
 from foretell.utils.validation import validate
 
@@ -33,11 +39,10 @@ CORRECTIONS = {
 """Heads by name; the published sizes are for targets ten times as wide."""
 
 
-class DFlashTraining(LabelOptions):
+class DFlashTraining(LayerOptions):
     """Options of `--set`; sizes default to the target's."""
 
     layers: int = Field(2, ge=1, le=MAX_COUNT)
-    ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
     block_size: int = Field(8, ge=2, le=EXTRA_POSITIONS)
     """Slots of a block: the anchor and masks."""
     predicts_from_anchor: bool = False
@@ -60,7 +65,6 @@ class DFlashTraining(LabelOptions):
     """Weight of the loss before that correction beside the loss after it (XPress)."""
     qk_norm: bool = False
     """Normalise queries and keys per head, as published formats of DFlash do."""
-    own_head: bool = False
     window: int = Field(0, ge=0)
     """Sliding attention window of all layers in tokens, counted back from every slot; 0: none."""
     anchors: int = Field(64, ge=1)
@@ -70,7 +74,7 @@ class DFlashTraining(LabelOptions):
     hard: float = Field(0.3, ge=0, le=1)
 
 
-class DFlashRecipe(Recipe):
+class DFlashRecipe(LabelledRecipe):
     """Cross-entropy at all places of random blocks with D-PACE's weights (arXiv 2602.06036, 2605.18810)."""
 
     name = "dflash"
@@ -81,9 +85,7 @@ class DFlashRecipe(Recipe):
         self.network, self.config, self.options = network, network.config, options
         self._embedding_and_head = setup.embedding_and_head
         setup.set_draft_tokens(network)
-        blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
-        decoder = setup.checkpoint.decoder(torch.float32, blocks) if setup.checkpoint else None
-        init_dflash_from_target(network, decoder, setup.seed)
+        init_dflash_from_target(network, setup.last_blocks(len(network.layers)), setup.seed)
 
     @classmethod
     def build(cls, setup: RecipeSetup) -> Self:
@@ -93,23 +95,14 @@ class DFlashRecipe(Recipe):
         return cls(setup, DFlash(config, setup.embedding_and_head), o)
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The network's hidden layers, and the input of the target's head, for labels."""
-        head, own = self.network.target_info.layers + 1, self.network.hidden_layers
-        return own if head in own else (*own, head)
-
-    @property
     def draft_length(self) -> int:
         """Tokens that it learns to draft in one pass."""
         return self.network.depth
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The loss of blocks at random anchors."""
-        o, target, depth = self.options, self._embedding_and_head, self.network.depth
-        if target.head.device != batch.token.device:
-            target = self._embedding_and_head = replace(target, head=target.head.to(batch.token.device))
-        states = batch.features[self.hidden_layers.index(self.network.target_info.layers + 1)]
-        labels = target_labels(states, batch.token, batch.loss_mask, target, self.network.token_of)
+        o, depth = self.options, self.network.depth
+        labels = self.target_labels(batch, batch.loss_mask)
         anchor, row = sample_blocks(labels, o.anchors, depth)
         labels, wanted = labels.with_candidates(o.candidates), row >= 0
         features = batch.features[: len(self.network.hidden_layers)]
@@ -151,22 +144,10 @@ class DFlashRecipe(Recipe):
 
 
 def _config_values(setup: RecipeSetup, o: DFlashTraining) -> dict[str, Any]:
-    c = setup.config
-    shared = {"layers", "block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "convolution"}
+    shared = {"block_size", "predicts_from_anchor", "fc_norm", "markov_rank", "confidence", "convolution"}
     return {
-        "target": setup.card,
-        "draft_vocab": setup.draft_vocab,
-        "heads": c.heads,
-        "kv_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "ffn": o.ffn or c.ffn,
-        "context": c.context,
-        "norm_eps": c.norm_eps,
-        "window": o.window,
-        "window_layers": tuple(range(o.layers if o.window else 0)),
-        "rope": c.rope or RopeConfig(),
-        "mask_token": o.mask_token,
+        **setup.layer_values(o),
         "hidden_layers": parse_hidden_layers(o.hidden_layers, setup.card.layers + 1, "--set hidden_layers"),
         "correction": CORRECTIONS[o.correction],
-        **o.model_dump(include=shared | {"qk_norm", "own_head"}),
+        **o.model_dump(include=shared | {"mask_token", "qk_norm"}),
     }

@@ -6,7 +6,6 @@ EAGLE-1's regression onto the target's next feature (arXiv 2401.15077).
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -18,13 +17,12 @@ from torch import nn
 from foretell.catalogue.feature_level import eagle_method
 from foretell.catalogue.options.feature_level import EagleTreeOptions
 from foretell.engine.method import AnyMethod
-from foretell.model.config.model import RopeConfig
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleConfig, EagleNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.data.features import parse_hidden_layers
-from foretell.train.objective.unrolled import TargetLabels, mean_loss, target_labels, top1_agreement
-from foretell.train.recipe.base import MAX_COUNT, MAX_WIDTH, MEASURE_TREE_NODES, LabelOptions, Loss, Recipe, RecipeSetup
+from foretell.train.objective.unrolled import TargetLabels, mean_loss, top1_agreement
+from foretell.train.recipe.base import MAX_COUNT, MEASURE_TREE_NODES, LabelledRecipe, LayerOptions, Loss, RecipeSetup
 from foretell.train.recipe.init_from_target import init_from_target
 from foretell.utils.validation import validate
 
@@ -40,14 +38,9 @@ def add_uniform_noise(features: Float[torch.Tensor, "*t d"], half_width: float) 
     return features + (torch.rand_like(features) * 2 - 1) * half_width if half_width else features
 
 
-class EagleTraining(LabelOptions):
+class EagleTraining(LayerOptions):
     """Options of `--set` for all kinds; sizes default to the target's."""
 
-    layers: int = Field(1, ge=1, le=MAX_COUNT)
-    ffn: int | None = Field(None, ge=1, le=MAX_WIDTH)
-    own_head: bool = False
-    window: int = Field(0, ge=0)
-    """Sliding attention window of all layers in tokens; 0: none."""
     positions: int = Field(4096, ge=1)
     """Maximum number of random positions of a batch at which the loss is computed."""
     decay: float = Field(0.8, gt=0, le=1)
@@ -88,7 +81,7 @@ class Eagle3Training(UnrolledTraining, Eagle3LayerTraining):
     """Options of EAGLE-3's training-time test."""
 
 
-class EagleRecipe(Recipe):
+class EagleRecipe(LabelledRecipe):
     """Trains EAGLE's layers at random positions on the target's distributions."""
 
     network: EagleNetwork
@@ -99,15 +92,7 @@ class EagleRecipe(Recipe):
         self._decay, self._hard, self._positions = options.decay, options.hard, options.positions
         self._candidates, self._objective = options.candidates, options.objective
         setup.set_draft_tokens(network)
-        blocks = range(max(setup.config.layers - len(network.layers), 0), setup.config.layers)
-        decoder = setup.checkpoint.decoder(torch.float32, blocks) if setup.checkpoint else None
-        init_from_target(network, decoder, setup.seed)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The network's hidden layers, and the input of the target's head, for labels."""
-        head, own = self.network.target_info.layers + 1, self.network.hidden_layers
-        return own if head in own else (*own, head)
+        init_from_target(network, setup.last_blocks(len(network.layers)), setup.seed)
 
     @abstractmethod
     def prediction_loss(
@@ -117,17 +102,9 @@ class EagleRecipe(Recipe):
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The loss of a batch."""
-        device = batch.token.device
-        target = self._embedding_and_head
-        if target.head.device != device:
-            target = self._embedding_and_head = replace(target, head=target.head.to(device))
         loss_mask = sample_positions(batch.loss_mask, self._positions)
-        labels = target_labels(self.head_states(batch), batch.token, loss_mask, target, self.network.token_of)
+        labels = self.target_labels(batch, loss_mask)
         return self.prediction_loss(network, batch, loss_mask, labels.with_candidates(self._candidates))
-
-    def head_states(self, batch: Batch) -> Float[torch.Tensor, "b s d"]:
-        """The input of the target's head."""
-        return batch.features[self.hidden_layers.index(self.network.target_info.layers + 1)]
 
     def method(self, network: Speculator) -> AnyMethod:
         """A dynamic tree, verified greedily."""
@@ -207,7 +184,7 @@ class Eagle1Recipe(Eagle3Recipe):
     def build(cls, setup: RecipeSetup) -> Self:
         """Build a layer of the size of the target's blocks."""
         o = setup.parse_options(Eagle1Training)
-        config = validate(EagleConfig, eagle_values(setup, "eagle", o), "--set")
+        config = validate(EagleConfig, setup.layer_values(o) | {"kind": "eagle"}, "--set")
         return cls(setup, Eagle1(config, setup.embedding_and_head), o)
 
     def inputs(self, batch: Batch) -> Sequence[Float[torch.Tensor, "b s d"]]:
@@ -232,33 +209,12 @@ class Eagle1Recipe(Eagle3Recipe):
         return regression + self._classify * token_loss, {"distance": float(regression.detach())}
 
 
-def eagle_values(setup: RecipeSetup, kind: str, options: EagleTraining) -> dict[str, Any]:
-    """The configuration of layers of the size of the target's blocks."""
-    c = setup.config
-    return {
-        "kind": kind,
-        "target": setup.card,
-        "draft_vocab": setup.draft_vocab,
-        "own_head": options.own_head,
-        "heads": c.heads,
-        "kv_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "ffn": options.ffn or c.ffn,
-        "context": c.context,
-        "layers": options.layers,
-        "window": options.window,
-        "window_layers": tuple(range(options.layers if options.window else 0)),
-        "norm_eps": c.norm_eps,
-        "rope": c.rope or RopeConfig(),
-    }
-
-
 def eagle3_values(setup: RecipeSetup, kind: str, options: Eagle3LayerTraining) -> dict[str, Any]:
-    """The configuration of such layers on fused hidden states."""
+    """The configuration of layers on fused hidden states."""
     n = setup.card.layers
     given = parse_hidden_layers(options.hidden_layers, n + 1, "--set hidden_layers")
     flags = {name: getattr(options, name) for name in ("fc_norm", "norm_before_residual", "norm_output")}
-    return eagle_values(setup, kind, options) | flags | {"hidden_layers": given or fused_layers(n)}
+    return setup.layer_values(options) | flags | {"kind": kind, "hidden_layers": given or fused_layers(n)}
 
 
 def fused_layers(layers: int) -> tuple[int, ...]:

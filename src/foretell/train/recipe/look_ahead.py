@@ -94,9 +94,7 @@ class LookAheadRecipe(Recipe):
         """Build the embeddings."""
         options = setup.parse_options(LookAheadTraining)
         config = LookAheadConfig(target=setup.card, draft_vocab=setup.draft_vocab, ahead=options.ahead)
-        network = LookAheadEmbeddings(config, setup.embedding_and_head)
-        setup.set_draft_tokens(network)
-        return cls(network, config, setup, options)
+        return cls(setup.create_network(LookAheadEmbeddings, config), config, setup, options)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

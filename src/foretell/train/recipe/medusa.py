@@ -46,9 +46,7 @@ class MedusaRecipe(HeadsRecipe):
             heads=o.heads,
             blocks=o.blocks,
         )
-        network = Medusa(config, setup.embedding_and_head)
-        setup.set_draft_tokens(network)
-        return cls(setup, network, o)
+        return cls(setup, setup.create_network(Medusa, config), o)
 
     def combine(self, losses: Float[torch.Tensor, " k"]) -> Float[torch.Tensor, ""]:
         """The weighted sum."""

@@ -132,10 +132,7 @@ class MLPSpeculatorRecipe(RecurrentRecipe):
             scale_input=o.scale_input,
             more_hidden_layers=parse_hidden_layers(o.more_hidden_layers, setup.card.layers, "--set more_hidden_layers"),
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(setup.seed)
-            network = MLPSpeculator(config, setup.embedding_and_head)
-        setup.set_draft_tokens(network)
+        network = setup.create_network(MLPSpeculator, config)
         return cls(setup, network, o, network.head is None and not config.own_embedding)
 
     def method(self, network: Speculator) -> AnyMethod:
@@ -156,10 +153,7 @@ class ReDrafterRecipe(RecurrentRecipe):
         o = setup.parse_options(ReDrafterTraining)
         sizes = {"stages": o.stages, "inner": o.inner, "layers": o.layers, "own_head": o.own_head}
         config = ReDrafterConfig.model_validate({"target": setup.card, "draft_vocab": setup.draft_vocab, **sizes})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(setup.seed)
-            network = ReDrafter(config, setup.embedding_and_head)
-        setup.set_draft_tokens(network)
+        network = setup.create_network(ReDrafter, config)
         return cls(setup, network, o, network.head is None)
 
     def method(self, network: Speculator) -> AnyMethod:

@@ -1,6 +1,5 @@
 """PARD: a draft model cut from the target, trained with mask tokens at random positions."""
 
-from dataclasses import replace
 from typing import Self
 
 import torch.nn.functional as F
@@ -15,8 +14,8 @@ from foretell.speculator.network.draft_model import draft_config
 from foretell.speculator.network.pard import PardConfig, PardNetwork
 from foretell.train.data.batch import Batch
 from foretell.train.objective.block import sample_blocks
-from foretell.train.objective.unrolled import target_labels, top1_agreement, unrolled_loss
-from foretell.train.recipe.base import MEASURE_TREE_NODES, LabelOptions, Loss, Recipe, RecipeSetup
+from foretell.train.objective.unrolled import top1_agreement, unrolled_loss
+from foretell.train.recipe.base import MEASURE_TREE_NODES, LabelledRecipe, LabelOptions, Loss, RecipeSetup
 from foretell.train.recipe.draft_model import init_draft, select_blocks
 from foretell.utils.validation import validate
 
@@ -38,7 +37,7 @@ class PardTraining(LabelOptions):
     """Weight of a depth's loss relative to that of the previous depth."""
 
 
-class PardRecipe(Recipe):
+class PardRecipe(LabelledRecipe):
     """The target's distributions at all depths of a draft in one pass (arXiv 2504.18583).
 
     The paper drops more positions at every depth; here the masks of all depths are learned at the same random
@@ -81,9 +80,8 @@ class PardRecipe(Recipe):
 
     def loss(self, network: nn.Module, batch: Batch) -> Loss:
         """The weighted sum over the depths."""
-        o, depth, target = self.options, self.network.depth, self._embedding_and_head
-        target = replace(target, head=target.head.to(batch.token.device))
-        labels = target_labels(batch.features[0], batch.token, batch.loss_mask, target, self.network.token_of)
+        o, depth = self.options, self.network.depth
+        labels = self.target_labels(batch, batch.loss_mask)
         anchor, row = sample_blocks(labels, o.anchors, depth)
         labels = labels.with_candidates(o.candidates)
         first = F.pad(labels.row >= 0, (0, 1))
