@@ -51,7 +51,15 @@ def _sent(recipient: str, more: str = " <|constrain|>json", text: str = PARIS, e
     return f" to={recipient}<|channel|>commentary{more}<|message|>{text}{end}"
 
 
+HARMONY_OURS = [
+    ("<|channel|>commentary<|constrain|>json to=functions.weather<|message|>" + PARIS, ("", "", [PARIS_CALL])),
+    ("<|channel|>analysis<|channel|>final<|message|>z", ("", "z", [])),
+    (THOUGHT + START + "<|channel|>fin", ("a", "", [])),
+    (THOUGHT + START + '<|channel|>final {"a": 1}<|return|>', ("a", START + '<|channel|>final {"a": 1}', [])),
+]
+"""Where vLLM drops a call or a text, or shows the half of a header."""
 HARMONY = [
+    *HARMONY_OURS,
     (THOUGHT + START + _sent("functions.weather"), ("a", "", [PARIS_CALL])),
     ("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + PARIS, ("", "", [PARIS_CALL])),
     ("<|channel|>commentary to=functions.weather json<|message|>" + PARIS, ("", "", [PARIS_CALL])),
@@ -72,10 +80,8 @@ HARMONY = [
     ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|end|>', ("", '{"a": 1}', [])),
     ("<|channel|>final<|message|>in the mid", ("", "in the mid", [])),
     ("<|channel|>analysis<|message|>in the mid", ("in the mid", "", [])),
-    (THOUGHT + START + "<|channel|>fin", ("a", "", [])),
     (_sent("functions.weather", text='{"ci', end=""), ("", "", [("weather", '{"ci')])),
     ("no channel at all", ("", "no channel at all", [])),
-    (THOUGHT + START + '<|channel|>final {"a": 1}<|return|>', ("a", START + '<|channel|>final {"a": 1}', [])),
 ]
 
 

@@ -73,6 +73,7 @@ def test_the_same_reasoning_wherever_the_text_is_cut(
         ("<|channel>thought", "gemma4"),
         ("<|channel|><|message|>", "openai_gptoss"),
         ("<think><response>", "granite_response"),
+        ("<think><response><minimax:tool_call>", "minimax_m2"),  # Results of tools stand in <response>.
     ],
 )
 def test_the_marks_are_found_by_the_template(template: str | None, name: str | None) -> None:

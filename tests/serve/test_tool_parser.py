@@ -6,7 +6,7 @@ import pytest
 
 from foretell.serve.tools.parser import ToolParser
 from foretell.serve.tools.parts import CallPart, TextPart
-from foretell.serve.tools.syntax import HERMES, JSON, LLAMA, MISTRAL, MISTRAL_ARGS, ToolSyntax, syntax_of
+from foretell.serve.tools.syntax import HERMES, JSON, LLAMA, MISTRAL, MISTRAL_ARGS, TOOL_SYNTAXES, ToolSyntax, syntax_of
 
 F = '{"name": "f", "arguments": {"a": "}\\"]", "b": [1, {}]}}'
 F_CALL = ("f", '{"a": "}\\"]", "b": [1, {}]}')
@@ -23,7 +23,7 @@ CASES: list[tuple[ToolSyntax, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"name": "g", "arguments": {"x": [1', "", [("g", '{"x": [1')]),
     (HERMES, "x <tool_call> y <tool_call>{} z", "x <tool_call> y <tool_call>{} z", []),
     (HERMES, '<tool_call>{"name": 3}', '<tool_call>{"name": 3}', []),
-    (HERMES, '<tool_call>{"name": "g", "argu', "", []),
+    (HERMES, '<tool_call>{"name": "g", "argu', "", [("g", "{}")]),
     (HERMES, f" {F}", "", [F_CALL]),
     (HERMES, '{"name": "Ann", "arguments": {}}', '{"name": "Ann", "arguments": {}}', []),
     (HERMES, '[{"a": 1}] ', '[{"a": 1}] ', []),
@@ -94,6 +94,9 @@ def test_further_calls_are_left_out() -> None:
         ("{{ tools }}[TOOL_CALLS][ARGS]", MISTRAL_ARGS),
         ("{{ tools }}<|python_tag|>", LLAMA),
         ("{{ tools }}", JSON),
+        ("{{ tools }}List of tools: [", TOOL_SYNTAXES["lfm2"]),
+        ("{{ tools }}<function=f>\n<parameter=a>", TOOL_SYNTAXES["qwen3_coder"]),
+        ('{{ tools }}<function=f>{"a": 1}</function>', TOOL_SYNTAXES["functionary"]),
     ],
 )
 def test_the_syntax_is_found_by_the_template(template: Any, syntax: ToolSyntax) -> None:

@@ -115,6 +115,7 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "cohere_action": _around("Action:\n```json\n[\n    ", ",\n    ", "\n]```", lambda c: (
         f'{{\n        "tool_name": "{c[0]}",\n        "parameters": {_json(c[1])}\n    }}')),
     "xlam": _around("[", ", ", "]", _object()),
+    "functionary": _around("", "", "", lambda c: f"<function={c[0]}>{_json(c[1])}</function>"),
     "nemotron_json": _around("<TOOLCALL>[", ", ", "]</TOOLCALL>", _object()),
 }  # fmt: skip
 ONLY_AT_START = {"llama3_json", "llama4_pythonic", "pythonic", "xlam"}

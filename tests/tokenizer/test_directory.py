@@ -162,10 +162,13 @@ def varint(value: int) -> list[int]:
 
 
 def sentencepiece_model(kind: int, prefix: bool, extra: bool) -> bytes:
-    """A model of three control tokens, all bytes, and pieces of "the cat sat" by a chain of merges."""
+    """A model of three control tokens, all bytes, pieces of "the cat sat" by a chain of merges, and as in Mistral's
+    runs of blanks of one score.
+    """
     single = [(f"<0x{i:02X}>", 0.0, 6) for i in range(256)]
-    words = ["th", "the", "▁the", "at", "cat", "▁cat", "sat", "▁sat", "▁▁", *"▁thecas"]
-    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("<u>", 0.0, 4), *single]
+    words = ["th", "the", "▁the", "at", "cat", "▁cat", "sat", "▁sat", *"▁thecas"]
+    runs = [("▁" * n, -9.0 if n + kind == 3 else -1e9, 1) for n in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11)]
+    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("<u>", 0.0, 4), *single, *runs]
     pieces += [(word, -float(i + 1), 1) for i, word in enumerate(words)]
     written = [(1, message((1, text.encode()), (2, score), (3, number))) for text, score, number in pieces]
     return message(
@@ -198,6 +201,7 @@ def test_a_model_of_sentencepiece_gives_its_own_ids(kind: int, prefix: bool, ext
     for text in (
         "the cat",
         " the  cat   sat ",
+        *(f"the{' ' * n}cat" for n in range(3, 40)),
         "thecat",
         "",
         " ",

@@ -11,8 +11,8 @@ from foretell.serve.tools.syntax import overlap
 _START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 _ENDS = ("<|end|>", _CALL, "<|return|>", _START)
 _HEADER = re.compile(
-    r"\s*(?:<\|start\|>assistant)?\s*(?:to=([^\s<]+))?\s*(?:<\|channel\|>(\w+))?\s*(?:to=([^\s<]+))?"
-    r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+    r"\s*(?:<\|start\|>assistant)?(?:\s*(?:to=(?P<to>[^\s<]++)|<\|channel\|>(?P<channel>\w++)|<\|constrain\|>|\w++))*+"
+    r"\s*<\|message\|>"
 )
 _BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=", "<|constrain|>", *_ENDS)
 _MOST_HEADER = 512
@@ -56,8 +56,8 @@ class ChannelParser:
         header = _HEADER.match(self._rest[:_MOST_HEADER]) if begun else None
         if header is not None:
             self._rest = self._rest[header.end() :]
-            self._open_message(header[1] or header[3], header[2])
-        elif begun and self._end(_ENDS[:-1]) < 0 and len(self._rest) < _MOST_HEADER:
+            self._open_message(header["to"], header["channel"])
+        elif begun and self._end((*_ENDS[:-1], _MESSAGE)) < 0 and len(self._rest) < _MOST_HEADER:
             self._rest = "" if self._last else self._rest
             return False
         else:  # This is no message.

@@ -193,6 +193,14 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 def split_by(rule: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     """Cuts a text as the rule says, into words in the alphabet of bytes unless the rule is `raw`."""
-    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
-    letters = [] if rule.raw else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    built_in = (
+        rule.patterns[-1:] == (_GPT2,) and not rule.raw
+    )  # Faster than the same pattern in `Split`; so are digits.
+    cuts = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if pattern == _DIGIT
+        else pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for pattern in rule.patterns[: -1 if built_in else None]
+    ]
+    letters = [] if rule.raw else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=built_in)]
     return pre_tokenizers.Sequence([*cuts, *letters])

@@ -203,13 +203,17 @@ def _sentencepiece_decoder() -> decoders.Decoder:
 
 
 def sentencepiece_merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of a BPE of SentencePiece: all pairs whose text is a token, those of high scores first."""
-    vocab = {text: i for i, text in enumerate(tokens)}
+    """The merges of a BPE of SentencePiece: all pairs whose text is a token, those of high scores first.
+
+    Of the pairs of one token the one with the longest left part comes first, as in transformers: SentencePiece merges
+    such pairs from left to right.
+    """
+    vocab = frozenset(tokens)
     merges = [
-        (-score, vocab[left], left, right)
+        (-score, -cut, piece[:cut], piece[cut:])
         for piece, score in zip(tokens, scores, strict=True)
         for cut in range(1, len(piece))
-        if (left := piece[:cut]) in vocab and (right := piece[cut:]) in vocab
+        if piece[:cut] in vocab and piece[cut:] in vocab
     ]
-    merges.sort(key=lambda merge: merge[:2])
+    merges.sort(key=lambda merge: (*merge[:2], -len(merge[3])))
     return [(left, right) for _, _, left, right in merges]

@@ -17,7 +17,9 @@ _NAME_KEYS = {"tool_name": "name"}
 
 
 class IncompleteError(Exception):
-    """More text is needed."""
+    """More text is needed. `name`: that of the call, if it is complete."""
+
+    name = ""
 
 
 class MalformedError(Exception):
@@ -64,7 +66,14 @@ def read_head(text: str, at: int, known: Container[str] | None) -> Head:
         MalformedError: this is no call.
     """
     members = dict[str, str]()
-    at = _expect(text, at, "{")
+    try:
+        return _read_members(text, _expect(text, at, "{"), known, members)
+    except IncompleteError as error:
+        error.name = members.get("name", "")
+        raise
+
+
+def _read_members(text: str, at: int, known: Container[str] | None, members: dict[str, str]) -> Head:
     while True:
         key, at = _string(text, at)
         key = _NAME_KEYS.get(key, key)

@@ -32,7 +32,7 @@ class PairReader:
 
     def read(self, text: str, last: bool) -> tuple[str, int, bool]:
         """JSON, the number of characters that were read, and whether the arguments are complete. `last`: no further
-        text follows.
+        text follows, so that an object that ends between pairs is closed.
         """
         out, at = "" if self._begun else "{", 0
         self._begun = True
@@ -40,6 +40,8 @@ class PairReader:
             if self._in_value:
                 more, used = self._value(text[at:], last)
                 out, at = out + more, at + used
+                if self._in_value and last and self._pairs.quote:
+                    return f"{out}{self._closed(text[at:])}}}", len(text), True
                 if self._in_value:
                     return out, len(text) if last else at, False
             key, close = self._next(text, at)
@@ -48,7 +50,7 @@ class PairReader:
             if key is None:
                 skipped = self._skip(text, at)
                 if skipped == at:
-                    return out, len(text) if last else at, False
+                    return (f"{out}}}", len(text), True) if last else (out, at, False)
                 at = skipped
                 continue
             if key.end() == len(text) and not last and not self._pairs.ends:
@@ -90,6 +92,14 @@ class PairReader:
                 more, used = self._raw(text[len(quote) :])
                 return f'"{more}', len(quote) + used
         return self._raw(text) if self._ends else self._literal(text, last)
+
+    def _closed(self, text: str) -> str:
+        """The end of a value that the end of the answer cuts, where quotes have marks of their own; as in vLLM."""
+        if self._is_streamed:
+            return '"'
+        quote = self._pairs.quote
+        text = text[: len(text) - overlap(text, quote)].strip()
+        return _json(self._parsed(text + quote * (text.count(quote) % 2)))
 
     def _raw(self, text: str) -> tuple[str, int]:
         """A value up to its end mark."""

@@ -15,9 +15,6 @@ _HEAD_CHARS = 256
 _BEGINNING = re.compile(r"\s*\[?\s*([\w.:/-]*)(\(?)")
 """Of an answer that may begin with a call in Python."""
 
-_CUT_HEAD = re.compile(r"(?:\[?\s*\{.*|[\"']?(?:\w[\w.:/-]*)?[\"'>]*\s*(?:<[^\s<>]*)?)", re.DOTALL)
-"""What may stand after a mark where an answer ends: JSON, or a name."""
-
 
 class ToolParser:
     """Splits the text of an answer into text and calls; where the text is cut makes no difference.
@@ -121,25 +118,31 @@ class ToolParser:
         """The name of a call."""
         try:
             head = self._read_head()
-        except IncompleteError:
+        except IncompleteError as error:
             if not self._last:
                 return False
-            if self._is_cut_call():
-                self._rest, self._step = "", self._after
-            else:
-                self._refuse()
+            self._end_in_head(error.name)
         except MalformedError:
             self._refuse()
         else:
             self._begin_call(head)
         return True
 
-    def _is_cut_call(self) -> bool:
-        """Whether the answer ends within the head of a call, which vLLM leaves out, too; prose on marks stays text."""
-        lead, head = self._syntax.lead, self._rest[self._head_at :].lstrip()
-        if not self._marked or self._rest.lstrip()[:1] not in ("<", "["):
-            return False
-        return lead.startswith(head) or _CUT_HEAD.fullmatch(head.removeprefix(lead)) is not None
+    def _end_in_head(self, name: str) -> None:
+        """The answer ends within the head of a call: as in vLLM a call without arguments if the name is complete, and
+        nothing if it is not; without a mark, or where it is prose on marks, text. `name`: in JSON, if it is complete.
+        """
+        text = self._rest[self._head_at :].strip()
+        left_out = self._marked and self._rest.lstrip()[:1] in ("<", "[")
+        if left_out and text not in ("", "[") and not re.match(r"\[?\s*\{", text):
+            cut = self._syntax.cut_name(text, self._names)
+            name, left_out = cut or "", cut is not None
+        if name:
+            self._begin_call(Head(name, len(self._rest), "{}"))
+        elif left_out:
+            self._rest, self._step = "", self._after
+        else:
+            self._refuse()
 
     def _read_head(self) -> Head:
         at = skip_blanks(self._rest, self._head_at)
@@ -182,7 +185,7 @@ class ToolParser:
         self._put(CallPart(number, head.arguments or "", self._syntax.new_id(head.name, number), head.name))
         self._rest = self._rest[head.at :]
         self._end, self._pairs = ContainerEnd(), None
-        if self._syntax.pairs is not None and not is_object:
+        if self._syntax.pairs is not None and not is_object and head.arguments is None:
             self._pairs, self._step = PairReader(self._syntax.pairs, self._schemas.get(head.name)), self._read_pairs
         else:
             self._step = self._arguments if head.arguments is None else self._after
@@ -236,7 +239,7 @@ class ToolParser:
         self._rest = self._rest.lstrip()
         syntax, rest = self._syntax, self._rest
         begun = [m for m in (*syntax.after, *syntax.marks, syntax.lead) if m.startswith(rest) and m != rest]
-        if not rest or (begun and (not self._last or rest[0] == "<")):
+        if not rest or (begun and (not self._last or rest[0] in "<`")):
             return False
         ended = next((mark for mark in syntax.after if rest.startswith(mark)), None)
         if ended == "]" and not self._in_array:

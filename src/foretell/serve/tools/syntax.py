@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,6 +79,22 @@ class ToolSyntax:
     def new_id(self, name: str = "", index: int = 0) -> str:
         """A new id of a call."""
         return self.id_prefix + (secrets.token_hex(self.id_length)[: self.id_length] or f"{name}:{index}")
+
+    def cut_name(self, text: str, known: Container[str]) -> str | None:
+        """The name in a text that ends within the head of a call; empty: it is not complete; None: this is no head.
+
+        A name that ends with the text is complete if it is `known`.
+        """
+        form, lead = self.written, self.lead
+        if lead.startswith(text) or form.before_name.startswith(text):
+            return ""
+        ends = (form.after_name + ("{" if self.pairs is None else self.pairs.write_key[0]), form.after_arguments)
+        rests = [more + end[at:] for end in ends for at in range(len(end)) for more in ("", "x")]
+        heads = [head for rest in rests if (head := re.match(re.escape(lead) + self.head, text + rest))]
+        names = [
+            head[1] for head in heads if head.end(1) < len(text) or (head.end(1) == len(text) and head[1] in known)
+        ]
+        return names[0] if names else "" if heads else None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -319,15 +335,20 @@ TOOL_SYNTAXES: dict[str, ToolSyntax] = {
     "nemotron_json": ToolSyntax(
         ("<TOOLCALL>",), Written(first="<TOOLCALL>[", between=", ", last="]</TOOLCALL>"), after=("</TOOLCALL>",)
     ),
+    "functionary": ToolSyntax(
+        ("<function=",), Written("<function=", ">", "</function>"), "<function=", rf"{NAME}>\s*(?=\{{)",
+        after=("</function>",),
+    ),
     "json": JSON,
 }  # fmt: skip
-"""By vLLM's names; `mistral_args`, `cohere_action`, `nemotron_json` and `json` are ours."""
+"""By vLLM's names; `mistral_args`, `cohere_action`, `nemotron_json`, `functionary` and `json` are ours."""
 _IN_TEMPLATES = (
     (("<|channel|>", "<|message|>"), "openai"),
     (("<|tool_call>",), "gemma4"),
     (("<start_function_call>",), "functiongemma"),
     (("<|tool_call_start|>",), "lfm2"),
     (("<|tool_list_start|>",), "lfm2"),
+    (("List of tools: [",), "lfm2"),
     ((_DSML, "function_calls"), "deepseek_v32"),
     ((_DSML,), "deepseek_v4"),
     ((_CALL, "```json"), "deepseek_v3"),
@@ -335,7 +356,8 @@ _IN_TEMPLATES = (
     (("<|tool_call_begin|>",), "kimi_k2"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<arg_key>",), "glm45"),
-    (("<function=",), "qwen3_coder"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<function=",), "functionary"),
     (("<|START_ACTION|>",), "cohere_command3"),
     (("Action:", "```json", '"tool_name"'), "cohere_action"),
     (("<TOOLCALL>",), "nemotron_json"),
