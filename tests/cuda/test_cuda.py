@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from command import run_foretell, tiny_target
-from foretell.bench.step import OwnForwardBackend
+from foretell.bench.own_backend import OwnForwardBackend
 from foretell.catalogue import BUILT_IN, Entry
 from foretell.core.context import ModelOutput
 from foretell.core.sampling import SamplingParams

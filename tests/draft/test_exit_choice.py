@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretell.catalogue.exits import ExitCosts, best_exit, exit_costs, expected_gain, least_probability
+from foretell.catalogue.exit_choice import ExitCosts, best_exit, exit_costs, expected_gain, least_probability
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.config.model import ModelConfig
 from foretell.speculator.network.base import TargetInfo

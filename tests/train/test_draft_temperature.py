@@ -13,15 +13,8 @@ from foretell.speculator.checkpoint import load_own
 from foretell.speculator.network.draft_model import DraftNetwork
 from foretell.speculator.network.eagle import EagleNetwork
 from foretell.train.data.dataset import Document
-from foretell.train.draft_temperature import (
-    STEPS,
-    DraftStates,
-    best_temperature,
-    calibration,
-    draft_states,
-    fit_temperature,
-    temperature_network,
-)
+from foretell.train.draft_states import STEPS, DraftStates, draft_states
+from foretell.train.draft_temperature import best_temperature, calibration, fit_temperature, temperature_network
 from helpers import random_tokens, speculator, target
 
 DOCUMENTS = [Document(np.array(random_tokens(30, seed=i)), start=4 + i) for i in range(12)]

@@ -10,7 +10,8 @@ from training_helpers import answers, shared, target
 
 from command import expect_error, run_foretell, tiny_target
 from foretell.speculator.exit_calibration import ExitCalibration
-from foretell.train.exits.calibrate import CalibrationSettings, betting_p_value, count_accepted, smallest_bound
+from foretell.train.exits.calibrate import CalibrationSettings
+from foretell.train.exits.risk import betting_p_value, count_accepted, smallest_bound
 
 
 def bernoulli(rate: float, count: int, seed: int) -> np.ndarray:

@@ -17,8 +17,9 @@ from foretell.speculator.network.exits import Exits, ExitsConfig, block_config
 from foretell.train.data.dataset import Document
 from foretell.train.exits.blocks import block_outputs, train_blocks
 from foretell.train.exits.classifiers import HaltingSettings, fit_classifiers
-from foretell.train.exits.fit import LeastSquares, evaluate, exit_loss, fit_linear, refine, set_shared, target_tokens
+from foretell.train.exits.fit import evaluate, exit_loss, fit_linear, refine, set_shared, target_tokens
 from foretell.train.exits.job import default_layers, final_norm_weight
+from foretell.train.exits.least_squares import LeastSquares
 from foretell.train.exits.states import LayerStates, collect_sequences
 from helpers import random_tokens, target
 

@@ -25,7 +25,8 @@ from foretell.train.data.batch import Batch
 from foretell.train.data.features import compute_hidden_states
 from foretell.train.recipe import RECIPES
 from foretell.train.recipe.base import RecipeSetup
-from foretell.train.recipe.heads import HeadsRecipe, HeadsWithLoRA
+from foretell.train.recipe.heads import HeadsRecipe
+from foretell.train.recipe.lora import HeadsWithLoRA
 from helpers import all_logits, random_tokens
 
 WIDE = replace(TINY, vocab=23, hidden=32, head_dim=8, tied=True)

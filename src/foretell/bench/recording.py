@@ -1,7 +1,4 @@
-"""Recordings: the target's greedy answers to a workload, with its best tokens at every position.
-
-Record the target's greedy answers to a workload, with its best tokens at every position.
-"""
+"""Recordings: the target's greedy answers to a workload, with its best tokens at every position."""
 
 import base64
 from collections.abc import Callable, Sequence

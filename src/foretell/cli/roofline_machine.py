@@ -1,6 +1,5 @@
-"""Measurements of this machine for `foretell roofline calibrate`: timed passes of the library's own runner.
-
-Times of engine steps outside the target's pass, for `foretell roofline calibrate --methods`.
+"""Measurements of this machine for `foretell roofline calibrate`: timed passes of the library's own runner, and with
+`--methods` times of engine steps outside the target's pass.
 """
 
 import os

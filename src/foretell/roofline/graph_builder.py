@@ -1,112 +1,15 @@
-"""The operation graph of a model configuration: embedding, layers of each kind, final norm and LM head.
+"""The operation graph of a model configuration: embedding, layers of each kind, final norm and LM head."""
 
-Operations of compressed models: matrices as two factors of low rank, and shortcuts of a sliced residual stream.
-
-The operations of layers with a recurrent state instead of attention: gated delta nets.
-"""
-
-from collections.abc import Mapping
 from dataclasses import replace
 
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.attention import RMS_NORM_OPS, Fusion, grouped_query_attention, latent_attention
-from foretell.roofline.feedforward import ACTIVATION_OPS, dense_feed_forward, mixture_of_experts
+from foretell.roofline.compressed import compressed_layer
+from foretell.roofline.feedforward import dense_feed_forward, mixture_of_experts
 from foretell.roofline.linear_cost import LinearCost
 from foretell.roofline.op_graph import LayerGroup, Op, OpGraph, elementwise, linear, with_live_activations
-
-DELTA_RULE_OPS = 7.0
-"""OPs per element of the state and token: decay 1, two products with a vector 2 each, update 2."""
-
-
-def state_elements(state: DeltaNetConfig) -> float:
-    """Elements that a layer keeps for a sequence: the matrices, and the last inputs of the convolution."""
-    shape = state.shape
-    return float(shape.heads * shape.key_dim * shape.value_dim + shape.channels * (shape.taps - 1))
-
-
-def gated_delta_net(config: ModelConfig, state: DeltaNetConfig) -> tuple[Op, ...]:
-    """Projections, convolution, delta rule and gated norm (Yang et al., arXiv 2412.06464); reads `attn_norm`.
-
-    The state is read and written once per pass and sequence, in the format of the KV cache. Copies of it that a server
-    keeps for every drafted token, to go back to, are not counted.
-    """
-    h, shape = config.hidden, state.shape
-    values = state.value_heads * state.value_dim
-    matrices = float(shape.heads * shape.key_dim * shape.value_dim)
-    kept = float(shape.channels * (shape.taps - 1))
-    convolved, out = LinearCost(rows=float(shape.channels)), LinearCost(rows=float(values))
-    ops = [
-        linear("in_proj", h, shape.channels + values, "attn_norm", "column"),
-        linear("gates_proj", h, 2 * state.value_heads, "attn_norm", "column"),
-        Op("conv", "elementwise", f"{shape.taps} × {shape.channels}", ("in_proj",), "heads",
-           work=convolved.scaled(2.0 * shape.taps + ACTIVATION_OPS["silu"]),
-           weights=LinearCost(constant=float(shape.channels * shape.taps)), read=convolved, write=convolved,
-           kv_read=LinearCost(sequences=kept), kv_write=LinearCost(sequences=kept),
-           stored=float(shape.channels * shape.taps), output=convolved),
-        Op("delta_rule", "attention", f"{shape.heads} heads × {shape.key_dim} × {shape.value_dim}",
-           ("conv", "gates_proj"), "heads", work=LinearCost(rows=DELTA_RULE_OPS * matrices),
-           weights=LinearCost(constant=2.0 * state.value_heads),
-           read=LinearCost(rows=float(shape.channels + 2 * state.value_heads)), write=out,
-           kv_read=LinearCost(sequences=matrices), kv_write=LinearCost(sequences=matrices),
-           stored=2.0 * state.value_heads, output=out),
-    ]  # fmt: skip
-    gate_ops = RMS_NORM_OPS + ACTIVATION_OPS["silu"] + 1
-    ops.append(elementwise("gated_norm", values, ("delta_rule", "in_proj"), gate_ops, 2.0, "heads", state.value_dim))
-    return tuple(ops)
-
-
-_MATRICES: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "output": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-"""Products that share a factor, by its name in `LowRank`."""
-_SHORTCUTS = {"attn_add": "attention_shortcut", "mlp_add": "mlp_shortcut"}
-"""What multiplies the stream before an addition to it."""
-
-
-def compressed_layer(config: ModelConfig, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """The operations of a layer with those of its compression; of other models as they are."""
-    for role, names in _MATRICES.items():
-        rank = getattr(config.low_rank, role)
-        if rank:
-            ops = _factored(ops, names, rank, _inputs(config)[role], f"{role}_factor")
-    return _with_shortcuts(config, ops) if config.shortcuts else ops
-
-
-def _inputs(config: ModelConfig) -> Mapping[str, int]:
-    h = config.hidden
-    return {"qkv": h, "output": config.heads * config.head_dim, "gate_up": h, "down": config.ffn}
-
-
-def _factored(ops: tuple[Op, ...], names: tuple[str, ...], rank: int, inputs: int, factor: str) -> tuple[Op, ...]:
-    """The products of these names after a shared factor."""
-    factored, share = list[Op](), rank / inputs
-    for op in ops:
-        if op.name not in names:
-            factored.append(op)
-            continue
-        if not any(other.name == factor for other in factored):
-            factored.append(linear(factor, inputs, rank, op.inputs[0], "replicated"))
-        shape = op.shape.replace(f"{inputs} ×", f"{rank} ×", 1)
-        cost = {name: getattr(op, name).scaled(share) for name in ("work", "weights", "read")}
-        factored.append(replace(op, shape=shape, inputs=(factor,), stored=op.stored * share, **cost))
-    return tuple(factored)
-
-
-def _with_shortcuts(config: ModelConfig, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    extended, stream = list[Op](), "x"
-    for op in ops:
-        if op.name in _SHORTCUTS:
-            name = _SHORTCUTS[op.name]
-            extended.append(linear(name, config.hidden, config.hidden, stream, "replicated"))
-            op = replace(op, inputs=tuple(name if source == stream else source for source in op.inputs))
-            stream = op.name
-        extended.append(op)
-    return tuple(extended)
-
+from foretell.roofline.state_layers import gated_delta_net, state_elements
 
 LAYER_NORM_OPS = 7.0
 """OPs per element."""

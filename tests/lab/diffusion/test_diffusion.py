@@ -10,14 +10,8 @@ import torch
 from diffusion_helpers import DREAM, FAST_DLLM, LLADA, SDAR, Reference, load_double, save
 
 from command import expect_error, run_foretell, save_tiny_model, tiny_target
-from foretell.lab.diffusion.generate import (
-    DiffusionSettings,
-    Revealed,
-    choose_to_reveal,
-    choose_tokens,
-    generate,
-    split_evenly,
-)
+from foretell.lab.diffusion.generate import DiffusionSettings, generate
+from foretell.lab.diffusion.reveal import Revealed, choose_to_reveal, choose_tokens, split_evenly
 from foretell.model.diffusion.config import read_diffusion
 
 FAMILIES = pytest.mark.parametrize("base", [LLADA, DREAM, SDAR, FAST_DLLM], ids=lambda base: base["model_type"])

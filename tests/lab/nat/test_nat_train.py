@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from foretell.cli.app import app
+from foretell.lab.nat.align import fertilities
 from foretell.lab.nat.checkpoint import load_model, save_model
 from foretell.lab.nat.evaluate import edit_distance
 from foretell.lab.nat.network import Decoded, Kind, NatModel
 from foretell.lab.nat.number_words import STYLES, Style, generate_pairs, spell
 from foretell.lab.nat.objective import KINDS, PairBatch, corrupt, glance, loss_of
 from foretell.lab.nat.pairs import PAD, Pair, read_pairs, write_pairs
-from foretell.lab.nat.train import NatSettings, NatTrainer, fertilities
+from foretell.lab.nat.train import NatSettings, NatTrainer
 
 
 def batch(kind: Kind) -> PairBatch:

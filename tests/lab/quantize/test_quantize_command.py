@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from command import expect_error, run_foretell, save_tiny_model
 from foretell.lab.quantize.calibration import split_text, text_documents
 from foretell.lab.quantize.evaluate import compare
-from foretell.lab.quantize.gguf_file import pre_tokenizer_name
+from foretell.lab.quantize.gguf_metadata import pre_tokenizer_name
 from foretell.load import load, open_checkpoint
 from foretell.model.load.gguf import GGUF
 from foretell.tokenizer.pre_tokenizers import PRE_TOKENIZERS, split_by

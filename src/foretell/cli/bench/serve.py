@@ -8,17 +8,10 @@ from typing import Annotated
 
 import typer
 
-from foretell.bench.identity import (
-    IdentityResult,
-    check_identity,
-    expected_answers,
-    identity_requests,
-    identity_table,
-    read_answers,
-    save_answers,
-)
+from foretell.bench.identity import IdentityResult, check_identity, expected_answers, identity_requests, identity_table
 from foretell.bench.load_test import LoadResult, Server, Workload, load_table, run_all, with_own_salts
 from foretell.bench.questions import BUILT_IN
+from foretell.bench.saved_answers import read_answers, save_answers
 from foretell.cli.bench.inputs import load_selected_questions, parse_counts
 from foretell.cli.given import refuse_unused
 from foretell.utils.assignments import split_assignment

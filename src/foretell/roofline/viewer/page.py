@@ -1,6 +1,5 @@
-"""The page as one self-contained file: to be served, or saved with the figures of one setting.
-
-What the form of the page offers: models, devices, runtimes, formats, methods, and the settings it begins with.
+"""The page as one self-contained file: to be served, or saved with the figures of one setting;
+and what its form offers: models, devices, runtimes, formats, methods, and the settings it begins with.
 """
 
 import json

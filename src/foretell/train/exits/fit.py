@@ -1,7 +1,4 @@
-"""Fits the exits of a model: shortcuts in closed form, and then if asked by gradient.
-
-Linear maps by least squares from streamed moments: no state is kept (Jump to Conclusions, arXiv 2303.09435).
-"""
+"""Fits the exits of a model: shortcuts in closed form, and then if asked by gradient."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,46 +11,8 @@ from jaxtyping import Float, Int
 
 from foretell.speculator.network.exits import DRAFT_PROBABILITY, DraftQuality, Exits
 from foretell.train.exits.descent import Descent
+from foretell.train.exits.least_squares import LeastSquares
 from foretell.train.exits.states import LayerStates
-
-RIDGE = 1e-3
-"""Weight of the ridge, over the mean square of an input."""
-
-
-class LeastSquares:
-    """The linear map that gives targets from inputs with the least squared error, without intercept.
-
-    Sums are float64, so that the result does not depend on the order of the rows, nor on how they were added. With
-    fewer rows than inputs the ridge decides.
-
-    `inputs`, `outputs`: widths.
-    """
-
-    def __init__(self, inputs: int, outputs: int, ridge: float = RIDGE) -> None:
-        self._ridge, self.rows = ridge, 0
-        self._gram = torch.zeros(inputs, inputs, dtype=torch.float64)
-        self._cross = torch.zeros(inputs, outputs, dtype=torch.float64)
-
-    def add(self, x: Float[torch.Tensor, "t i"], y: Float[torch.Tensor, "t o"]) -> None:
-        """Add rows."""
-        x = x.double()
-        self._gram += x.T @ x
-        self._cross += x.T @ y.double()
-        self.rows += len(x)
-
-    def solve(self) -> Float[torch.Tensor, "o i"]:
-        """The map as the weight of a linear layer, float32.
-
-        Raises:
-            ValueError: no rows were added.
-        """
-        if not self.rows:
-            raise ValueError("a linear map cannot be fitted to no rows at all")
-        size = len(self._gram)
-        mu = self._ridge * float(self._gram.trace()) / size
-        factor = torch.linalg.cholesky(self._gram + mu * torch.eye(size, dtype=torch.float64))
-        return torch.cholesky_solve(self._cross, factor).T.float().contiguous()
-
 
 ExitKind = Literal["linear", "shared"]
 """`linear`: a least-squares map; `shared`: the target's own norm and head."""

@@ -1,7 +1,5 @@
 """EAGLE's layers: EAGLE-1's regression in feature space (EAGLE-2 uses the same weights), and EAGLE-3's training-time
 test.
-
-EAGLE-1's regression onto the target's next feature (arXiv 2401.15077).
 """
 
 from abc import abstractmethod

@@ -1,7 +1,4 @@
-"""Look-ahead embeddings on a frozen target (PaSS).
-
-Labels of look-ahead embeddings (PaSS, arXiv 2311.13581).
-"""
+"""Look-ahead embeddings on a frozen target, and their labels (PaSS, arXiv 2311.13581)."""
 
 from typing import Self
 
