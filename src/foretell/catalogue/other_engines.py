@@ -1,10 +1,16 @@
 """Methods that draft beside another engine's target, for plug-ins of that engine."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from foretell.catalogue.build_context import BuildContext
 from foretell.catalogue.registry import build, find
+from foretell.core.context import Context, ModelOutput, TokenBuffer
+from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.core.tree import TokenTree
 from foretell.draft.base import Retriever
 from foretell.engine.method import AnyMethod
 from foretell.model.load.reference import resolve_reference
@@ -30,6 +36,27 @@ def retrieval_method(options: Mapping[str, object], vocab: int, tokenizer: str) 
     codec = _codec(tokenizer) if files or "datastore" in own else None
     references = tuple(tuple(codec.encode(_text(file), False)) for file in files) if codec else ()
     return build(name, BuildContext(vocab, None, references=references, codec=codec), own or None)
+
+
+def free_row(used: Collection[int]) -> int:
+    """The lowest row that no request has."""
+    return next(row for row in range(len(used) + 1) if row not in used)
+
+
+def context_of_texts(rows: Sequence[int], texts: Sequence[TokenBuffer], max_depth: Sequence[int]) -> Context:
+    """The context of requests of which the texts are known, and not how they are sampled."""
+    return Context(
+        rows=tuple(rows),
+        sequences=tuple(texts),
+        sampling_params=(SamplingParams(),) * len(rows),
+        rngs=(CounterRNG(0),) * len(rows),
+        max_depth=np.array(max_depth, np.int64),
+    )
+
+
+def output_without_logits(tree: TokenTree, vocab: int) -> ModelOutput:
+    """The output of a pass over a tree of which no logits are known."""
+    return ModelOutput(torch.empty(0, vocab), np.full(tree.token.shape, -1, np.int64))
 
 
 def _text(file: object) -> str:

@@ -193,9 +193,8 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 def split_by(rule: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     """Cuts a text as the rule says, into words in the alphabet of bytes unless the rule is `raw`."""
-    built_in = (
-        rule.patterns[-1:] == (_GPT2,) and not rule.raw
-    )  # Faster than the same pattern in `Split`; so are digits.
+    # What is built in, GPT-2's rule and digits, is faster than the same patterns in `Split`.
+    built_in = rule.patterns[-1:] == (_GPT2,) and not rule.raw
     cuts = [
         pre_tokenizers.Digits(individual_digits=True)
         if pattern == _DIGIT

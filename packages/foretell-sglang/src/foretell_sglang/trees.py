@@ -5,12 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Int, UInt8
 
-from foretell.catalogue.other_engines import retrieval_method
-from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
-from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.catalogue.other_engines import context_of_texts, free_row, output_without_logits, retrieval_method
+from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.tree import TokenTree
 from foretell.shape.trie import Trie
 
@@ -57,14 +55,9 @@ class TreeDrafter:
         self._learn()
         for gone in set(self._requests) - set(names):
             self._method.release(self._requests.pop(gone).row)
-        count, running = len(names), [self._requests[name] for name in names]
-        context = Context(
-            rows=tuple(r.row for r in running),
-            sequences=tuple(r.text for r in running),
-            sampling_params=(SamplingParams(),) * count,
-            rngs=(CounterRNG(0),) * count,
-            max_depth=np.full(count, self.nodes - 1),
-        )
+        running = [self._requests[name] for name in names]
+        depth = [self.nodes - 1] * len(running)
+        context = context_of_texts([r.row for r in running], [r.text for r in running], depth)
         tree = self._method.grow(context)
         self._step = names, context, tree
         return self._filled(tree)
@@ -78,9 +71,7 @@ class TreeDrafter:
         if request is None or request.text.length + len(new) != length:
             if request is not None:
                 self._method.release(self._requests.pop(name).row)
-            used = {r.row for r in self._requests.values()}
-            row = next(n for n in range(len(used) + 1) if n not in used)
-            self._requests[name] = _Request(row, TokenBuffer(new))
+            self._requests[name] = _Request(free_row({r.row for r in self._requests.values()}), TokenBuffer(new))
         else:
             request.text.append(new)
             request.new = tuple(new)
@@ -92,7 +83,7 @@ class TreeDrafter:
         stay = [n for n, name in enumerate(names) if (r := self._requests.get(name)) and r.text is context.sequences[n]]
         if stay:
             new = tuple(self._requests[name].new if n in stay else () for n, name in enumerate(names))
-            nothing = ModelOutput(torch.empty(0, self._vocab), np.full(tree.token.shape, -1, np.int64))
+            nothing = output_without_logits(tree, self._vocab)
             step = StepResult(context, tree, nothing, ((0,),) * len(names), new, (0,) * len(names))
             self._method.observe(step.select(stay))
 

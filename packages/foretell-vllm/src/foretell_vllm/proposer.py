@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretell.catalogue.other_engines import retrieval_method
-from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
-from foretell.core.sampling import CounterRNG, SamplingParams
+from foretell.catalogue.other_engines import context_of_texts, free_row, output_without_logits, retrieval_method
+from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.tree import TokenTree
 from foretell.engine.budget import Budget, StepLoad
 from foretell.engine.draft_account import DraftAccount
@@ -112,8 +111,7 @@ class ForetellProposer:
 
     def _begun(self, tokens: np.ndarray, others: Iterable[_Request]) -> _Request:
         """A new request, in a row that is free."""
-        used = {request.row for request in (*self._requests, *others)}
-        return _Request(next(row for row in range(len(used) + 1) if row not in used), TokenBuffer(tokens.tolist()))
+        return _Request(free_row({r.row for r in (*self._requests, *others)}), TokenBuffer(tokens.tolist()))
 
     def _learn(
         self, batch: Mapping[int, _Request], sampled: Sequence[Sequence[int]], begun: float, whole: bool
@@ -130,15 +128,17 @@ class ForetellProposer:
         if not new:
             return
         # vLLM's scheduler may have cut drafts; then the rows of logits are not where they are expected.
-        logits = self._logits if self._logits is not None and len(self._logits) == rows else None
-        index, tokens = np.full(step.tree.token.shape, -1, np.int64), [new.get(r, ()) for r in step.requests]
-        for n, request in enumerate(step.requests):
-            if logits is not None and request in first:
-                index[n, : 1 + len(request.draft)] = first[request] + np.arange(1 + len(request.draft))
+        output, tokens = output_without_logits(step.tree, self._vocab), [new.get(r, ()) for r in step.requests]
+        if self._logits is not None and len(self._logits) == rows:
+            output = replace(output, logits=self._logits)
+            for n, request in enumerate(step.requests):
+                if request in first:
+                    nodes = np.arange(1 + len(request.draft))
+                    output.logit_index[n, nodes] = first[request] + nodes
         result = StepResult(
             step.context,
             step.tree,
-            ModelOutput(torch.empty(0, self._vocab) if logits is None else logits, index),
+            output,
             paths=tuple(tuple(range(max(1, len(decided)))) for decided in tokens),
             new_tokens=tuple(tokens),
             start_positions=tuple(r.text.length - len(t) - 1 for r, t in zip(step.requests, tokens, strict=True)),
@@ -153,13 +153,7 @@ class ForetellProposer:
         """Draft for all requests."""
         requests, count = self._requests, len(self._requests)
         depth = [max(0, min(self.length, self._longest - r.text.length - 1)) for r in requests]
-        context = Context(
-            rows=tuple(r.row for r in requests),
-            sequences=tuple(r.text for r in requests),
-            sampling_params=(SamplingParams(),) * count,
-            rngs=(CounterRNG(0),) * count,
-            max_depth=np.array(depth, np.int64),
-        )
+        context = context_of_texts([r.row for r in requests], [r.text for r in requests], depth)
         self._budget.begin(
             StepLoad(
                 tokens=count,
