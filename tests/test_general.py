@@ -187,6 +187,7 @@ GREEDY_RULES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "bild_lossy": lambda p: best(p) | (p >= np.exp(-_default("rollback_threshold"))),
     "early_exit_lossy": lambda p: p >= 0,
     "skip_decode_lossy": lambda p: p >= 0,
+    "synthetic_lossy": lambda p: p >= 0,
     "medusa_lossy": best,
     "typical_lossy": best,
     "typical_tree": best,

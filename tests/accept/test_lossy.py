@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
 from foretell.accept import (
     Acceptor,
@@ -14,10 +15,12 @@ from foretell.accept import (
     LenientRejection,
     Match,
     Rejection,
+    SyntheticAcceptance,
     TopKAcceptor,
     TypicalAcceptance,
 )
 from foretell.accept.fidelity import kl_divergence, total_variation
+from foretell.catalogue import BuildContext, find
 from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
 from foretell.engine.engine import Engine
@@ -29,11 +32,13 @@ from foretell.shape import BranchingTree, Chain, RootOnly
 from helpers import (
     VOCAB,
     chain_tree,
+    engine_for,
     exact_distribution,
     generate,
     good_model,
     p_value,
     random_tokens,
+    run,
     small_model,
     target,
     unchecked,
@@ -213,3 +218,37 @@ def test_an_impossible_token_has_a_finite_divergence() -> None:
 def test_bad_values_are_refused(make, words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=words):
         make()
+
+
+RATES = (0.9, 0.5, 0.4, 0.1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_lengths_match_the_rates_of_vllm(temperature: float) -> None:
+    """Position i is reached and accepted in a share `rates[i]` of the passes, in which no answer's end is near."""
+    requests = [Request(p, SamplingParams(temperature, seed=i), max_new_tokens=200) for i, p in enumerate(PROMPTS)]
+    method: AnyMethod = Method(small_model(VOCAB), Chain(5, draw=False), SyntheticAcceptance(RATES))
+    lengths: list[int] = []
+    for updates in run(engine_for(method), requests):
+        decoded = [len(u.tokens) for u in updates if u.tokens]
+        lengths += decoded[1 : -len(RATES) - 1]  # The first is of the prompt; towards the end chains are shorter.
+    passes = len(lengths)
+    assert passes > 150 and max(lengths) == len(RATES) + 1, "no draft beyond the rates is accepted"
+    for position, rate in enumerate(RATES):
+        accepted = sum(length > position + 1 for length in lengths)
+        assert binomtest(accepted, passes, rate).pvalue > 1e-3
+
+
+def test_synthetic_rates_of_a_mean_length_and_rates_that_cannot_be() -> None:
+    parts = BuildContext(VOCAB, target(), (DecoderRunner(target().first_layers(1)),))
+    values = {"num_speculative_tokens": 4, "synthetic_acceptance_length": 2.25}
+    assert find("synthetic_lossy").build(parts, values).accept == SyntheticAcceptance((1.0, 0.25, 0.0, 0.0))
+    for wrong, message in (
+        ({"synthetic_acceptance_rates": [0.5, 1.5]}, "less than or equal to 1"),
+        ({"synthetic_acceptance_rates": [0.5], "synthetic_acceptance_length": 2}, "give either"),
+        ({"synthetic_acceptance_rates": [0.5], "num_speculative_tokens": 2}, "give one for each"),
+        ({"synthetic_acceptance_length": 7}, "at most 6 tokens"),
+        ({"synthetic_acceptance_rates": [0.5, 0.6]}, "do not rise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find("synthetic_lossy").build(parts, wrong)

@@ -51,11 +51,12 @@ NEUTRAL: Mapping[str, Sequence[Mapping[str, object]]] = {
         {"exit_threshold": 0.0, "rollback_threshold": 0.0},
     ],
     "skip_decode_lossy": [ALL_LAYERS],
+    "synthetic_lossy": [{"synthetic_acceptance_rates": [0.0, 0.0]}, {"synthetic_acceptance_length": 1.0}],
     "medusa_lossy": [NEVER],
     "typical_lossy": [NEVER],
 }
 """Settings in which each method changes no token."""
-SAMPLES = ("early_exit_lossy", "skip_decode_lossy", "medusa_lossy", "typical_lossy")
+SAMPLES = ("early_exit_lossy", "skip_decode_lossy", "synthetic_lossy", "medusa_lossy", "typical_lossy")
 """Methods whose neutral setting gives the text of a seed, too; the others are neutral at temperature 0."""
 CASES = [(entry, options) for entry in LOSSY for options in NEUTRAL[entry.name]]
 PROMPTS = [random_tokens(n, seed=n) for n in (3, 17, 40, 9)]

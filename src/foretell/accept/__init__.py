@@ -12,6 +12,7 @@ from foretell.accept.lossy import LossyAcceptor
 from foretell.accept.match import Match
 from foretell.accept.rejection import Rejection
 from foretell.accept.spectr import KSequentialSelection
+from foretell.accept.synthetic import SyntheticAcceptance
 from foretell.accept.traversal import TraversalVerification
 from foretell.accept.typical import TypicalAcceptance
 
@@ -30,6 +31,7 @@ __all__ = [
     "LossyAcceptor",
     "Match",
     "Rejection",
+    "SyntheticAcceptance",
     "TokenFidelity",
     "TopKAcceptor",
     "TraversalVerification",

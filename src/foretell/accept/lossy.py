@@ -54,6 +54,10 @@ class LossyAcceptor(Acceptor):
         if self.minimum_block < 1:
             raise ValueError(f"every pass decides at least one token, found a minimum block of {self.minimum_block}")
 
+    def fixed_rate(self, depth: int) -> float | None:
+        """The chance of a draft after `depth` accepted ones, whatever the rule says; None: the rule decides."""
+        return 1.0 if depth + 1 < self.minimum_block else None
+
     @abstractmethod
     def acceptable(self, p: Float[torch.Tensor, " v"]) -> Bool[torch.Tensor, " v"]:
         """Tokens that are accepted where the target's distribution is p."""
@@ -79,8 +83,8 @@ class LossyAcceptor(Acceptor):
             node = path[-1] if path else root
             if not distributions.goes_on(row, node):
                 continue
-            accept_all = length + 1 < self.minimum_block
-            decision = self._decide_node(tree, row, node, children.get(node, []), accept_all, distributions)
+            rate = self.fixed_rate(length)
+            decision = self._decide_node(tree, row, node, children.get(node, []), rate, distributions)
             decisions[node] = decision
             for child in decision.accepted:
                 p = float(decision.p[int(tree.token[row, child])])
@@ -109,7 +113,7 @@ class LossyAcceptor(Acceptor):
         row: int,
         node: int,
         children: list[int],
-        accept_all: bool,
+        rate: float | None,
         distributions: ProcessedDistributions,
     ) -> "_NodeDecision":
         """Test the children of a node."""
@@ -118,7 +122,10 @@ class LossyAcceptor(Acceptor):
         residual, rejected, distribution, accepted = p, 1.0, torch.zeros_like(p), list[int]()
         for number, child in enumerate(children):
             token, q = int(tree.token[row, child]), draft_distributions.distribution(child, p)
-            mass = q if accept_all else q * self.acceptable(p) if greedy else self.accepted_mass(residual, q)
+            if rate is not None:
+                mass = q * rate
+            else:
+                mass = q * self.acceptable(p) if greedy else self.accepted_mass(residual, q)
             distribution = distribution + rejected * mass
             rejected *= max(0.0, 1 - float(mass.sum()))
             if not (self.first_only and accepted):

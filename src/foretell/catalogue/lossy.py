@@ -8,6 +8,7 @@ from foretell.accept import (
     BiLDRollback,
     DistanceAcceptor,
     LenientRejection,
+    SyntheticAcceptance,
     TopKAcceptor,
     TypicalAcceptance,
 )
@@ -22,6 +23,7 @@ from foretell.catalogue.options.lossy import (
     LenienceOptions,
     MedusaTypicalOptions,
     SkipDecodeOptions,
+    SyntheticOptions,
     TypicalOptions,
 )
 from foretell.catalogue.speculators import names_only_draft_models, require_draft_predictor
@@ -95,6 +97,14 @@ def typical(context: BuildContext, options: TypicalOptions) -> AnyMethod:
     """A chain with typical acceptance."""
     rule = TypicalAcceptance(options.posterior_threshold, options.posterior_alpha)
     return Method(require_draft_predictor(context), chain(options), rule)
+
+
+def synthetic(context: BuildContext, options: SyntheticOptions) -> AnyMethod:
+    """A chain that is accepted by chance; for a mean length with the least variance, as in vLLM."""
+    rates = options.synthetic_acceptance_rates
+    if (length := options.synthetic_acceptance_length) is not None:
+        rates = tuple(min(1.0, max(0.0, length - 1 - i)) for i in range(options.num_speculative_tokens))
+    return Method(require_draft_predictor(context), Chain(len(rates), draw=False), SyntheticAcceptance(rates))
 
 
 _MEDUSA = Paper("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774")
@@ -217,6 +227,18 @@ ENTRIES = (
         acceptor=TypicalAcceptance,
         builder=typical,
         options=TypicalOptions,
+        needs="draft model",
+    ),
+    _entry(
+        name="synthetic_lossy",
+        description=(
+            "Answers are worthless: drafts of a draft model are accepted by chance, at given rates by position, "
+            "whatever they are."
+        ),
+        when_to_use="for load tests, to see what a server gains with drafters of a given acceptance.",
+        acceptor=SyntheticAcceptance,
+        builder=synthetic,
+        options=SyntheticOptions,
         needs="draft model",
     ),
 )

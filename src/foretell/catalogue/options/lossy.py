@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from foretell.catalogue.options.base import MethodOptions
 from foretell.catalogue.options.fields import ChainLength, TypicalDelta, TypicalEpsilon, option
@@ -163,3 +163,32 @@ class BiLDOptions(MethodOptions):
         float,
         option("Drafts whose negative log-probability under the target is at most this (nats) are accepted.", ge=0),
     ] = 5.0
+
+
+class SyntheticOptions(MethodOptions):
+    """Synthetic acceptance."""
+
+    num_speculative_tokens: Annotated[
+        int, option("Tokens of a draft chain, where a mean length and no rates are given.", ge=1, le=256)
+    ] = 5
+    synthetic_acceptance_rates: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1)], ...],
+        option("By position: the chance that the drafts up to it are all accepted; does not rise.", min_length=1),
+    ] = (0.8, 0.6, 0.4, 0.3, 0.2)
+    synthetic_acceptance_length: Annotated[
+        float | None,
+        option("In place of the rates: mean number of tokens a pass, the target's own one counted.", ge=1),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        drafts, length = self.num_speculative_tokens, self.synthetic_acceptance_length
+        rates = len(self.synthetic_acceptance_rates)
+        if length is None:
+            if self.is_set("num_speculative_tokens") and drafts != rates:
+                raise ValueError(f"{rates} synthetic_acceptance_rates for {drafts} drafts; give one for each")
+        elif self.is_set("synthetic_acceptance_rates"):
+            raise ValueError("give either synthetic_acceptance_rates or synthetic_acceptance_length")
+        elif length > drafts + 1:
+            raise ValueError(f"{drafts} drafts give at most {drafts + 1} tokens, not a mean of {length}; draft more")
+        return self

@@ -136,7 +136,7 @@ def _sparsity(inputs: VariantInputs) -> Iterator[Variant]:
 
 def _lossy_methods(inputs: VariantInputs) -> Iterator[Variant]:
     for entry in catalogue().values():
-        if not entry.lossless and entry.name != "early_exit_lossy":
+        if not entry.lossless and entry.name not in ("early_exit_lossy", "synthetic_lossy"):
             yield _method(inputs, entry.name, "lossy-method")
 
 
