@@ -242,6 +242,16 @@ def test_a_translation_is_old_by_paragraphs_and_not_by_line_breaks(monkeypatch: 
         pages.check_translations()
 
 
+def test_a_translation_is_recorded_by_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pages = _tool("site_pages")
+    monkeypatch.setattr(pages, "RECORD", tmp_path)
+    pages.record_translations(["README.md", "docs/howto/verify.md"])
+    assert {name: set(hashes) for name, hashes in pages.translations().items()} == {
+        name: set(pages.paragraphs((ROOT / name).read_text("utf-8"))) for name in ("README.md", "docs/howto/verify.md")
+    }
+
+
 @pytest.mark.parametrize(
     ("translation", "wrong"), [("| `a` | 一 |\n| `b` | 二 |", []), ("| `a` | 一 |", ["rows of tables"])]
 )

@@ -4,7 +4,6 @@ translations.
 `README.md` is the start page, so that text stands once. Links between it and `docs/` are rewritten to pages.
 """
 
-import json
 import re
 import shutil
 import sys
@@ -33,9 +32,10 @@ PAGES = {
     "RELEASING.md": "releasing.md",
 }
 """Files of the repository's root, and the pages that they become."""
-RECORD = ROOT / "tools" / "translations.json"
-"""By file that has a Chinese translation with the same headings, code, links and figures: its paragraphs as they were
-translated. `python tools/site_pages.py FILE.md ...` writes them after a translation.
+RECORD = ROOT / "tools" / "translations"
+"""For each file that has a Chinese translation with the same headings, code, links and figures: its paragraphs as they
+were translated, one a line, so that changes of several branches merge. `python tools/site_pages.py FILE.md ...` writes
+them after a translation.
 """
 MOST_CHANGES = 8
 """Paragraphs that may have changed since."""
@@ -122,8 +122,8 @@ def check_translations() -> None:
 
 def translations() -> dict[str, list[str]]:
     """The record of translations."""
-    record: dict[str, list[str]] = json.loads(RECORD.read_text("utf-8"))
-    return record
+    record = {path.relative_to(RECORD): path.read_text("utf-8").split() for path in sorted(RECORD.rglob("*.txt"))}
+    return {name.with_suffix(".md").as_posix(): hashes for name, hashes in record.items()}
 
 
 def paragraphs(text: str) -> list[str]:
@@ -134,9 +134,11 @@ def paragraphs(text: str) -> list[str]:
 
 def record_translations(names: Sequence[str]) -> None:
     """Record that these files are translated as they are."""
-    record = translations() | {name: paragraphs((ROOT / name).read_text("utf-8")) for name in names}
-    lines = [f"{json.dumps(name)}: {json.dumps(record[name])}" for name in sorted(record)]
-    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    for name in names:
+        path = (RECORD / name).with_suffix(".txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hashes = sorted(set(paragraphs((ROOT / name).read_text("utf-8"))))
+        path.write_text("\n".join(hashes) + "\n", "utf-8")
 
 
 def differences(source: str, translation: str) -> Iterator[tuple[str, Any, Any]]:
