@@ -10,9 +10,9 @@ import torch
 from bench_helpers import bench, model, target
 
 from foretell.bench.competitor import GenerationSettings, MethodCompetitor, MethodSpec
-from foretell.bench.peers import isolated
-from foretell.bench.peers.export import export
-from foretell.bench.peers.registry import expand_names, require_installed
+from foretell.bench.peers import hf, isolated
+from foretell.bench.peers.export import as_directory, export
+from foretell.bench.peers.registry import PeerSettings, expand_names, load_peers, require_installed
 from foretell.bench.questions import Question
 from foretell.model.load.gguf import GGUF
 from foretell.model.load.reference import resolve_reference
@@ -67,6 +67,32 @@ def test_weights_are_exported_for_llama_cpp(tmp_path: Path, precision: str, kind
         assert np.abs(file.load_tensor(name).numpy() - values).max() <= np.abs(values).max() / 7
 
 
+def test_a_gguf_file_becomes_a_directory_that_transformers_reads(tmp_path: Path) -> None:
+    path = as_directory("smollm2-135m", tmp_path)
+    assert as_directory("smollm2-135m", tmp_path) == path == as_directory(str(path), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    prompt = torch.tensor([[504, 3575, 282, 4649, 314, 7042, 28, 284, 260, 3575, 282, 4649, 314]])
+    written = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        theirs = hf.load("smollm2-135m", torch.bfloat16).float()(prompt).logits
+        assert torch.allclose(written(prompt).logits, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime-plain/int4", "vllm-lookup/bfloat16"])
+def test_installed_peers_that_read_directories_say_what_transformers_says(name: str, tmp_path: Path) -> None:
+    """Their environments take gigabytes, so where they are not installed nothing is asked."""
+    try:
+        require_installed([name])
+    except ValueError as error:
+        pytest.skip(str(error))
+    counting = [33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28, 216, 37, 28, 216, 38, 28]
+    settings = PeerSettings("smollm2-135m", None, "auto", 256, 1, tmp_path)
+    answer = load_peers([name], settings)[name].generate(counting, 6)
+    theirs = hf.TransformersPeer(hf.load("smollm2-135m", torch.float32)).generate(counting, 6)
+    assert answer.tokens == theirs.tokens and sum(answer.counts) == 6
+    assert list(answer.seconds) == sorted(answer.seconds)
+
+
 def test_a_directory_cannot_be_exported() -> None:
     with pytest.raises(ValueError, match="reads GGUF files"):
         export(str(target()), "bf16", Path("nowhere"))
@@ -75,8 +101,6 @@ def test_a_directory_cannot_be_exported() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["plain", "lookup"])
 def test_transformers_answers_as_we_do(mode: str) -> None:
-    from foretell.bench.peers import hf
-
     peer = hf.TransformersPeer(hf.load(str(target()), torch.float32), mode)  # type: ignore[arg-type]
     (plain,) = MethodCompetitor(model(), MethodSpec.parse("autoregressive"), GenerationSettings(12)).answer(
         Question("q", "c", (PROMPT,)), None
@@ -117,6 +141,8 @@ def test_peers_of_environments_are_named_and_their_installation_asked_for(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert expand_names(["openvino"], "int8", True) == [f"openvino-{m}/file" for m in ("plain", "lookup", "draft")]
+    assert expand_names(["onnxruntime"], "int8", True) == ["onnxruntime-plain/int4"]
+    assert expand_names(["vllm"], "int8", False) == ["vllm-plain/bfloat16", "vllm-lookup/bfloat16"]
     with pytest.raises(ValueError, match="foretell bench peers install xllamacpp"):
         require_installed(["xllamacpp-ngram-mod/file"])
     with pytest.raises(ValueError, match="unknown peer 'openvin'"):
@@ -137,8 +163,6 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["plain", "lookup"])
 def test_llama_cpp_in_a_process_of_its_own_says_what_transformers_says(mode: str) -> None:
     pytest.importorskip("xllamacpp")
-    from foretell.bench.peers import hf
-
     model = resolve_reference("smollm2-135m")
     peer = isolated.IsolatedPeer(f"xllamacpp-{mode}/file", model, None, 256, 1)
     prompt = [504, 3575, 282, 4649, 314, 7042, 28, 284, 260, 3575, 282, 4649, 314]

@@ -33,7 +33,7 @@ CASES = {
     "assess --against-dtype int8": "--against-dtype would have no effect: no --against names a model",
     "diffusion generate hello --model x --threshold 0.9 --steps 2": "--steps would have no effect: --threshold",
     "diffusion evaluate --model x --data y --masks 2": "--masks would have no effect: they compare with a --sibling",
-    "bench run --out x --gguf-cache y": "--gguf-cache would have no effect: no --peers of llama.cpp",
+    "bench run --out x --gguf-cache y": "--gguf-cache would have no effect: no --peers of llama.cpp, onnxruntime",
     "bench step --shape llama-3-8b --model x": "--model would have no effect: --shape names random weights",
     "bench step --no-engine --rows 2": "--rows would have no effect: --no-engine times single passes only",
     "bench frontier --out x --families weights --exits y": "--exits would have no effect: --families leaves exits out",

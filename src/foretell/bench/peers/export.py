@@ -1,10 +1,16 @@
-"""Convert a GGUF file to other precisions, so that llama.cpp runs the weights that are measured."""
+"""Convert a GGUF file to other precisions, or to a directory, so that peers run the weights that are measured."""
 
 import os
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+
+from foretell.load import open_checkpoint
+from foretell.model.load.build import build_decoder
 from foretell.model.load.reference import resolve_reference
+from foretell.speculator.hf_writer import write_hf
 from foretell.utils.unfinished import part_of, put_in_place, remove
 
 PRECISIONS = ("bf16", "q8_0", "q4_0")
@@ -30,14 +36,42 @@ def export(reference: str, precision: str, folder: Path) -> Path:
             f"{reference}: the peer llama.cpp reads GGUF files; give one, or convert the directory with llama.cpp's "
             f"converter first"
         )
+    path = folder / f"{name_of(source)}-{precision}.gguf"
+    return _made_once(path, lambda part: _write(source, part, precision))
+
+
+def as_directory(reference: str, folder: Path) -> Path:
+    """The directory of this model; of a GGUF file one in bfloat16, written at the first call.
+
+    Raises:
+        ValueError: the GGUF file has another architecture than Llama's.
+    """
+    source = resolve_reference(reference)
+    if source.is_dir():
+        return source
+    opened = open_checkpoint(source)
+
+    def write(part: Path) -> None:
+        decoder = build_decoder(opened.config, opened.weights, torch.bfloat16, torch.device("cpu"))
+        write_hf(part, decoder, opened.read_codec())
+
+    return _made_once(folder / f"{name_of(source)}-hf", write)
+
+
+def name_of(source: Path) -> str:
+    """The name of a file, and that of its state."""
     state = source.stat()
     key = sha256(f"{source.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
-    path = folder / f"{source.stem}-{key}-{precision}.gguf"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+    return f"{source.stem}-{key}"
+
+
+def _made_once(path: Path, write: Callable[[Path], None]) -> Path:
+    """This file or directory, written where it is not there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         part = part_of(path)
         try:
-            _write(source, part, precision)
+            write(part)
             put_in_place(part, path)
         finally:
             remove(part)

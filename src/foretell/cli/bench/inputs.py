@@ -16,7 +16,7 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads of every runtime 
 Device = Annotated[str, typer.Option(help="cpu or cuda; other runtimes are measured on the CPU only.")]
 Folder = Annotated[
     Path | None,
-    typer.Option("--gguf-cache", help="Folder for GGUF files made for llama.cpp (default: ~/.cache/foretell/gguf)."),
+    typer.Option("--gguf-cache", help="Folder for files converted for peers (default: ~/.cache/foretell/gguf)."),
 ]
 
 

@@ -10,7 +10,8 @@ from foretell.cli.setup import spinner
 
 def install(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Runtimes: xllamacpp, openvino (default: all).")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Runtimes: xllamacpp, openvino, onnxruntime, vllm (default: all)."),
     ] = None,
 ) -> None:
     """Install other runtimes for `foretell bench run --peers`, each in a virtual environment of its own."""

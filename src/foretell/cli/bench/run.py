@@ -81,8 +81,9 @@ def run(
     peers: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: transformers, llama.cpp, xllamacpp, openvino, or one of their modes, e.g. "
-            "llama.cpp-plain/q8_0, xllamacpp-ngram-mod; `foretell bench peers install` installs the last two."
+            help="Comma-separated: transformers, llama.cpp, xllamacpp, openvino, onnxruntime, vllm, or one of their "
+            "modes, e.g. llama.cpp-plain/q8_0, xllamacpp-ngram-mod; `foretell bench peers install` installs the last "
+            "four."
         ),
     ] = "",
     draft_model: DraftModel = None,
@@ -124,7 +125,8 @@ def run(
         repeats = repeats if is_given(ctx, "repeats") else 1
         memory = memory and is_given(ctx, "memory")
     check_peer_device(split_commas(peers), device)
-    refuse_unused(ctx, ("gguf_cache",), "no --peers of llama.cpp reads GGUF files", "llama.cpp" not in peers)
+    converts = any(name in peers for name in ("llama.cpp", "onnxruntime", "vllm"))
+    refuse_unused(ctx, ("gguf_cache",), "no --peers of llama.cpp, onnxruntime or vllm is named", not converts)
     all_questions, selected = load_selected_questions(tasks, per_category, categories)
     settings = BenchSettings(
         model=model,
