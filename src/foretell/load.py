@@ -46,8 +46,8 @@ from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.offload.sparsity_file import directory_of, read_sparsity
 from foretell.model.run.compact_runner import check_compactible
 from foretell.model.run.network import Network
-from foretell.speculator import is_speculator
 from foretell.speculator.formats.files import missing_weights
+from foretell.speculator.load import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
 from foretell.tokenizer.directory import require_tokenizer
 from foretell.tokenizer.gguf import codec_from_gguf

@@ -196,3 +196,18 @@ def test_a_model_is_known_under_the_names_of_its_files(name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-80B", "Qwen3-8B-Base", "qwen3", "", "Qwen3-VL-8B-Instruct"])
 def test_another_model_has_no_speculator(name: str) -> None:
     assert pairs_for([name]) == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--speculators"]])
+def test_models_are_listed_without_torch(tmp_path: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys; from foretell.cli import main\n"
+        "sys.argv[0] = 'foretell'\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "models", *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"HOME": str(tmp_path)}
+    )
+    assert len(result.stdout.splitlines()) > 1 and result.stdout.splitlines()[-1] == "False"

@@ -28,8 +28,8 @@ from foretell.model.load.native import load_native
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.mtp import MTPLayer
 from foretell.model.run.network import Network
-from foretell.speculator import is_speculator
 from foretell.speculator.formats.gguf import open_gguf
+from foretell.speculator.load import is_speculator
 from helpers import chain_tree, context_of, random_tokens
 
 TEXT = random_tokens(20, 61, seed=3)

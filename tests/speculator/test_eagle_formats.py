@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from published import CARD, LAYER, D, Tensors, V, eagle1, eagle3, embedding_and_head, matrix, put, speculators_eagle3
 
-from foretell.speculator import is_speculator
-from foretell.speculator.load import load_speculator
+from foretell.speculator.load import is_speculator, load_speculator
 from foretell.speculator.network.eagle import Eagle1, Eagle3, EagleNetwork
 from foretell.speculator.network.layer import TrainingTimeTestAttention
 

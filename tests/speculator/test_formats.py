@@ -29,8 +29,7 @@ from safetensors.torch import load_file
 
 from foretell.load import load as load_model
 from foretell.load import load_draft
-from foretell.speculator import is_speculator
-from foretell.speculator.load import load_speculator
+from foretell.speculator.load import is_speculator, load_speculator
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.medusa import Medusa
 from foretell.speculator.network.mlp_speculator import MLPSpeculator

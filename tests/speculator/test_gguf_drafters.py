@@ -16,9 +16,8 @@ from test_dflash_formats import MASK, SIZE, dflash, load, predicted
 from test_export import KEPT, VERIFIER, eagle3, eagle_logits
 
 from foretell.load import load_draft
-from foretell.speculator import is_speculator
 from foretell.speculator.export import export
-from foretell.speculator.load import load_speculator
+from foretell.speculator.load import is_speculator, load_speculator
 from foretell.speculator.network.base import Speculator
 
 TOKENS = [f"t{i}" for i in range(V)]

@@ -18,7 +18,7 @@ from foretell.draft import NoDrafter
 from foretell.engine.method import AnyMethod, Method
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import RootOnly
-from foretell.speculator import is_speculator, network
+from foretell.speculator import network
 from foretell.speculator.checkpoint import save
 from foretell.speculator.installed import (
     PACKAGE,
@@ -28,6 +28,7 @@ from foretell.speculator.installed import (
     find_installed,
     install_hint,
 )
+from foretell.speculator.load import is_speculator
 from foretell.speculator.network.base import Speculator
 from foretell.testing import TINY
 

@@ -9,9 +9,19 @@ from foretell.speculator.checkpoint import CONFIG, load_own, read_config
 from foretell.speculator.formats import find_format
 from foretell.speculator.formats.base import ConvertedCheckpoint
 from foretell.speculator.formats.files import missing_weights
+from foretell.speculator.formats.gguf import is_drafter
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator, TargetInfo
 from foretell.utils.validation import explain, validate
+
+
+def is_speculator(folder: Path) -> bool:
+    """Whether a directory holds a trained speculator, in Foretell's or another known format, and not a language
+    model; or a GGUF file a drafter.
+    """
+    if folder.is_file():
+        return is_drafter(folder)
+    return (folder / CONFIG).is_file() and ("kind" in read_config(folder) or find_format(folder) is not None)
 
 
 def load_speculator(folder: Path, target: TargetInfo, embedding_and_head: EmbeddingAndHead) -> Speculator:
