@@ -104,14 +104,21 @@ def refuse_other_tensors(files: PublishedCheckpoint, known: Collection[str], is_
         raise ValueError(f"{files.folder}: it holds {other}, which a checkpoint of this configuration does not have")
 
 
-def refuse_softcap(network: Speculator, format_name: str) -> None:
-    """Refuse a soft cap on the logits, which no published format supports.
+def refuse_parts(network: Speculator, format_name: str, parts: Sequence[tuple[str, bool, str]] = ()) -> None:
+    """Refuse a part that a format does not support: what it is, whether it is there, and which options of a training
+    leave it out. No published format supports a soft cap on the logits.
 
     Raises:
-        ValueError: the target, and so the network, has one.
+        ValueError: the speculator has such a part.
     """
     if network.softcap:
         raise ValueError(f"the format {format_name} has no place for a bound on the logits, which this target has")
+    for what, present, how in parts:
+        if present:
+            raise ValueError(
+                f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} "
+                f"to export it"
+            )
 
 
 def rope_config(rope: RopeConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from foretell.speculator.formats.base import (
     ExportFormat,
     Verifier,
     dtype_name,
-    refuse_softcap,
+    refuse_parts,
     target_info,
     write_checkpoint,
 )
@@ -296,7 +296,6 @@ def check_exported(network: DFlash, format_name: str) -> None:
     Raises:
         ValueError: it has one.
     """
-    refuse_softcap(network, format_name)
     c, library = network.config, format_name == "speculators"
     kind = "" if c.correction is None else c.correction.kind
     known_heads = {"speculators": ("selector", "refiner"), "dflash": ("selector", "domino", "lattice")}
@@ -320,12 +319,7 @@ def check_exported(network: DFlash, format_name: str) -> None:
             from_anchor,
         ),
     )
-    for what, present, how in unsupported:
-        if present:
-            raise ValueError(
-                f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} "
-                "to export it"
-            )
+    refuse_parts(network, format_name, unsupported)
 
 
 def published_tensors(network: DFlash, mask_token: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from foretell.speculator.formats.base import (
     ExportFormat,
     Verifier,
     dtype_name,
-    refuse_softcap,
+    refuse_parts,
     rope_config,
     write_checkpoint,
 )
@@ -124,7 +124,6 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
     Raises:
         ValueError: it has one.
     """
-    refuse_softcap(network, format_name)
     c = network.config
     eagle3 = c.kind != "eagle"
     recorded, most = [t for t in c.recorded_layers if t <= c.target.layers], c.target.layers + 1
@@ -137,12 +136,7 @@ def check_exported(network: EagleNetwork, format_name: str) -> None:
         ("an output matrix of its own", not eagle3 and c.own_head, ""),
         ("attention sinks", bool(c.sink_layers), ""),
     )
-    for what, present, how in unsupported:
-        if present:
-            raise ValueError(
-                f"the format {format_name} has no place for {what}, which this speculator has; train one without{how} "
-                f"to export it"
-            )
+    refuse_parts(network, format_name, unsupported)
 
 
 def library_frame(verifier: Verifier, kind: str, architecture: str, proposed: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from foretell.speculator.formats.base import (
     Verifier,
     dtype_name,
     is_copy,
-    refuse_softcap,
+    refuse_parts,
     sort_draft_vocab,
     target_info,
     target_rows,
@@ -151,7 +151,7 @@ def _tensor(files: PublishedCheckpoint, ours: str, theirs: str, hidden: int, voc
 
 def _write_vllm(network: Speculator, verifier: Verifier, folder: Path) -> None:
     assert isinstance(network, Medusa)
-    refuse_softcap(network, "vllm-medusa")
+    refuse_parts(network, "vllm-medusa")
     config, state = network.config, network.state_dict()
     assert isinstance(config, MedusaConfig)
     own = bool(len(network.own_heads))

@@ -15,7 +15,7 @@ from foretell.speculator.formats.base import (
     dtype_name,
     is_copy,
     refuse_other_tensors,
-    refuse_softcap,
+    refuse_parts,
     target_info,
     write_checkpoint,
 )
@@ -105,7 +105,7 @@ def _published_names(c: ReDrafterConfig) -> dict[str, str]:
 def _write(network: Speculator, verifier: Verifier, folder: Path) -> None:
     """A recurrent state that is narrower than the target's is filled with zeros, which changes nothing."""
     assert isinstance(network, ReDrafter)
-    refuse_softcap(network, "redrafter")
+    refuse_parts(network, "redrafter")
     c, d = network.config, network.target_info.hidden
     if c.inner > d:
         raise ValueError(

@@ -53,7 +53,7 @@ def _loss(
 ) -> Float[torch.Tensor, ""]:
     with torch.no_grad():
         target = exits.compute_logits(final)
-        candidates = sample_candidates(target.softmax(-1), _CANDIDATES)
+        candidates = sample_candidates(target, _CANDIDATES)
         target = (target if candidates is None else candidates.select(target)).softmax(-1)
     logits = exits.compute_logits(exits(0, exits.run_blocks(x)[mask]), candidates)
     return -(target * logits.log_softmax(-1)).sum(-1).mean()

@@ -1,13 +1,10 @@
 """Labels and losses of Medusa's and blockwise heads."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-
-from foretell.train.objective.candidates import sample_candidates
 
 _NOT_DRAFTED_RANK = 1 << 30
 """Rank of a label that is not in the draft vocabulary."""
@@ -23,6 +20,11 @@ class HeadLabels:
     """Draft index; -1: not to be learned (outside the answer, past the end, or not in the draft vocabulary)."""
     known: Bool[torch.Tensor, "n k"]
     """The head is evaluated here: the token belongs to an answer, in the draft vocabulary or not."""
+
+    def cells(self, length: int) -> Int[torch.Tensor, "n k"]:
+        """Index in the flattened `b * length` grid of the state whose distribution is that of each head's token."""
+        ahead = self.position[:, None] + torch.arange(1, self.token.shape[1] + 1, device=self.position.device)
+        return self.row[:, None] * length + ahead.clamp_max(length - 1)
 
 
 def head_labels(
@@ -74,42 +76,6 @@ def soft_cross_entropies(
     """Mean cross-entropy of each head against the target's distributions, over the positions in `mask`."""
     losses = -(distribution * F.log_softmax(logits.float(), -1)).sum(-1)
     return (losses * mask).sum(0) / mask.sum(0).clamp_min(1)
-
-
-class TargetDistributions:
-    """The target's distributions of the tokens that heads predict; each is computed once for all heads.
-
-    `head`: scores the draft vocabulary. `count`: number of candidates, with all labels among them; 0: the whole draft
-    vocabulary.
-    """
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        labels: HeadLabels,
-        state: Float[torch.Tensor, "b s d"],
-        head: Callable[[Float[torch.Tensor, "u d"]], Float[torch.Tensor, "u w"]],
-        count: int = 0,
-    ) -> None:
-        s, heads = state.shape[1], labels.token.shape[1]
-        # The state one position before a token gives the target's distribution of that token.
-        ahead = labels.position[:, None] + torch.arange(1, heads + 1, device=state.device)
-        cell, self._cell_index = torch.unique(labels.row[:, None] * s + ahead.clamp_max(s - 1), return_inverse=True)
-        logits = head(state.flatten(0, 1)[cell])
-        required = torch.unique(labels.token.clamp_min(0))
-        self.candidates = sample_candidates(torch.softmax(logits, -1), count, required)
-        self._probabilities = torch.softmax(logits if self.candidates is None else self.candidates.select(logits), -1)
-
-    @property
-    def distributions(self) -> Float[torch.Tensor, "n k c"]:
-        """The distribution for every head at every position."""
-        return self._probabilities[self._cell_index]
-
-    def candidate_index(self, label: Int[torch.Tensor, "n k"]) -> Int[torch.Tensor, "n k"]:
-        """Index of labels among the candidates; -1 stays -1."""
-        if self.candidates is None:
-            return label
-        return torch.where(label >= 0, torch.searchsorted(self.candidates.columns, label.clamp_min(0)), -1)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch.utils.checkpoint import checkpoint
 
 from foretell.speculator.network.base import TokenSubset
-from foretell.train.objective.candidates import sample_candidates
+from foretell.train.objective.candidates import TargetDistributions
 from foretell.train.objective.distillation import Objective, label_losses
 
 _TINY = 1e-30
@@ -71,10 +71,17 @@ class SoftLabels:
     temperature: float = 1.0
     objective: Objective = "cross_entropy"
 
-    @torch.no_grad()
-    def distributions(self, cell: Int[torch.Tensor, " k"]) -> Float[torch.Tensor, "k w"]:
-        """Distributions of the tokens after these cells."""
-        return torch.softmax(self.target_head(self.states[cell]) / self.temperature, -1)
+    def distributions(
+        self, cell: Int[torch.Tensor, " k"], label: Int[torch.Tensor, "k n"], count: int
+    ) -> TargetDistributions:
+        """Those of the tokens that the stages predict after these cells, over `count` candidates."""
+        ahead = cell[:, None] + torch.arange(1, label.shape[1] + 1, device=cell.device)
+        return TargetDistributions(
+            ahead.clamp(max=len(self.states) - 1),
+            label,
+            lambda cell: self.target_head(self.states[cell]) / self.temperature,
+            count,
+        )
 
 
 @dataclass(frozen=True)
@@ -111,18 +118,17 @@ def stage_losses(
         part = slice(start, start + chunk)
         distributions = None
         if soft_labels:
-            distributions = _ChunkDistributions(soft_labels, labels.cell[part], labels.label[part], num_candidates)
-        candidates = distributions.candidates if distributions else None
+            distributions = soft_labels.distributions(labels.cell[part], labels.label[part], num_candidates)
         for stage in range(n):
             label = labels.label[part, stage]
             loss = partial(
                 _stage_loss,
                 scorer=scorer,
                 stage=stage,
-                candidates=candidates,
-                label=label if candidates is None else torch.searchsorted(candidates.columns, label.contiguous()),
+                candidates=distributions.candidates if distributions else None,
+                label=distributions.index(label) if distributions else label,
                 mask=labels.mask[part, stage],
-                distribution=distributions.of_stage(stage) if distributions else None,
+                distribution=distributions.of(stage) if distributions else None,
                 soft_weight=soft_labels.weight if soft_labels else 0.0,
                 objective=soft_labels.objective if soft_labels else "cross_entropy",
             )
@@ -168,30 +174,6 @@ def label_loss(
     if soft_weight == 1:
         return soft
     return soft_weight * soft + (1 - soft_weight) * F.cross_entropy(logits, label, reduction="none")
-
-
-class _ChunkDistributions:
-    """The target's distributions of a chunk, each computed once for all stages.
-
-    With `count` candidates, all labels are among them and the distributions are over the candidates; 0: over the draft
-    vocabulary.
-    """
-
-    def __init__(
-        self, soft_labels: SoftLabels, cell: Int[torch.Tensor, " k"], label: Int[torch.Tensor, "k n"], count: int
-    ) -> None:
-        last, stages = len(soft_labels.states) - 1, label.shape[1]
-        self._cell = (cell[:, None] + torch.arange(1, stages + 1, device=cell.device)).clamp(max=last)
-        self._unique_cell = torch.unique(self._cell)
-        self._probabilities = soft_labels.distributions(self._unique_cell)
-        self.candidates = sample_candidates(self._probabilities, count, torch.unique(label))
-        if self.candidates is not None:
-            kept = self._probabilities[:, self.candidates.columns] * self.candidates.logit_offset.exp()
-            self._probabilities = kept / kept.sum(-1, keepdim=True)
-
-    def of_stage(self, stage: int) -> Float[torch.Tensor, "k w"]:
-        """The target's distributions of the tokens that a stage predicts."""
-        return self._probabilities[torch.searchsorted(self._unique_cell, self._cell[:, stage].contiguous())]
 
 
 ChunkLoss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -45,15 +45,22 @@ class RecipeOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LabelOptions(RecipeOptions):
+class CandidateOptions(RecipeOptions):
+    """Options of recipes with a sampled softmax."""
+
+    candidates: int = Field(2048, ge=0)
+    """Size of the sampled softmax: labels, the target's likeliest tokens, and random ones; 0: the whole draft
+    vocabulary.
+    """
+
+
+class LabelOptions(CandidateOptions):
     """Options of recipes that learn the target's distributions."""
 
     hard: float = Field(0.0, ge=0, le=1)
     """Share of the target's most probable token in the label; the rest is its distribution."""
     objective: Objective = "cross_entropy"
     """How the distribution is learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `hard=0`."""
-    candidates: int = Field(2048, ge=0)
-    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
 
 
 class LayerOptions(LabelOptions):

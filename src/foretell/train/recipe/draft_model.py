@@ -25,7 +25,7 @@ from foretell.train.data.batch import Batch
 from foretell.train.data.regenerate import AnswerGenerator, BatchRegenerator
 from foretell.train.objective.candidates import sample_candidates
 from foretell.train.objective.distillation import DistillationLoss, distillation_loss
-from foretell.train.recipe.base import Loss, Recipe, RecipeOptions, RecipeSetup, TensorDict
+from foretell.train.recipe.base import CandidateOptions, Loss, Recipe, RecipeSetup, TensorDict
 
 _CHUNK = 1024
 """Positions scored at once, which bounds the memory of logits."""
@@ -33,7 +33,7 @@ _INFLUENCE_TOKENS = 256
 """Random tokens over which the influence of blocks is measured."""
 
 
-class DraftModelTraining(RecipeOptions):
+class DraftModelTraining(CandidateOptions):
     """Options of `--set`."""
 
     layers: int = Field(3, ge=1)
@@ -59,8 +59,6 @@ class DraftModelTraining(RecipeOptions):
     """Folders of earlier draft models, separated by commas: only tokens that all of them miss are learned (SpecInfer's
     boost-tuning, arXiv 2305.09781).
     """
-    candidates: int = Field(2048, ge=0)
-    """Size of the sampled softmax: the target's likeliest tokens, and random ones; 0: the whole draft vocabulary."""
     unit: Literal["position", "text"] = "position"
     """What boost-tuning leaves out: positions that an earlier draft model predicts, or (as published) sequences that
     they predict completely.
@@ -130,7 +128,7 @@ class DraftModelRecipe(Recipe):
     ) -> DistillationLoss:
         with torch.no_grad():
             temperature, target = self.options.temperature, self.network.teacher_logits(target_states)
-            candidates = sample_candidates(torch.softmax(target / temperature, -1), self.options.candidates)
+            candidates = sample_candidates(target / temperature, self.options.candidates)
             if candidates is not None:
                 # The correction is added to logits before they are divided by the temperature.
                 candidates = replace(candidates, logit_offset=candidates.logit_offset * temperature)

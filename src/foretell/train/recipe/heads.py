@@ -21,9 +21,9 @@ from foretell.speculator.hf_writer import llama_config, write_hf
 from foretell.speculator.network.base import Speculator
 from foretell.speculator.network.heads import HeadsConfig, HeadsNetwork
 from foretell.train.data.batch import Batch
+from foretell.train.objective.candidates import TargetDistributions
 from foretell.train.objective.heads import (
     HeadLabels,
-    TargetDistributions,
     cross_entropies,
     head_labels,
     label_ranks,
@@ -34,9 +34,9 @@ from foretell.train.recipe.base import (
     MAX_COUNT,
     MAX_WIDTH,
     MEASURE_TREE_NODES,
+    CandidateOptions,
     Loss,
     Recipe,
-    RecipeOptions,
     RecipeSetup,
     TensorDict,
 )
@@ -50,7 +50,7 @@ _TARGET_LR_SCALE = 0.25
 """Learning rate of the target's adapters relative to that of the heads (Medusa-2, arXiv 2401.10774)."""
 
 
-class HeadsTraining(RecipeOptions):
+class HeadsTraining(CandidateOptions):
     """Options of `--set` for both kinds of heads."""
 
     heads: int = Field(4, ge=1, le=MAX_COUNT)
@@ -58,10 +58,6 @@ class HeadsTraining(RecipeOptions):
     """Random positions of a batch at which the loss is computed."""
     learn: Literal["hard", "soft"] = "hard"
     """Labels: the tokens of the data, or the target's distributions (distillation)."""
-    candidates: int = Field(2048, ge=0)
-    """Size of the sampled softmax: labels, the target's likeliest tokens, and random ones; 0: the whole draft
-    vocabulary.
-    """
     tune: Literal["no", "text", "self"] = "no"
     """Train LoRA adapters of the target: on the tokens of the data, or on its own distributions (self-distillation)."""
     rank: int = Field(32, ge=1, le=MAX_WIDTH)
@@ -171,17 +167,20 @@ class HeadsRecipe(Recipe):
         o = self._options
         if o.learn == "hard" and not o.candidates:
             return None
-        return TargetDistributions(labels, h, self._draft_head, o.candidates)
+        states = h.flatten(0, 1)
+        return TargetDistributions(
+            labels.cells(h.shape[1]), labels.token, lambda cell: self._draft_head(states[cell]), o.candidates
+        )
 
     def heads_loss(
         self, logits: Float[torch.Tensor, "n k w"], labels: HeadLabels, target: TargetDistributions | None
     ) -> Loss:
         """The combined loss of all heads."""
-        label = labels.token if target is None else target.candidate_index(labels.token)
+        label = labels.token if target is None else target.index(labels.token)
         if target is None or self._options.learn == "hard":
             losses = cross_entropies(logits, label)
         else:
-            losses = soft_cross_entropies(logits, target.distributions, label >= 0)
+            losses = soft_cross_entropies(logits, target.of(), label >= 0)
         metrics = {f"head {i + 1} loss": x for i, x in enumerate(losses.detach().tolist())}
         ranks = label_ranks(logits.detach(), label)
         self._update_tree(ranks, labels)

@@ -25,14 +25,14 @@ from foretell.train.recipe.base import (
     MAX_COUNT,
     MAX_WIDTH,
     MEASURE_TREE_NODES,
+    CandidateOptions,
     Loss,
     Recipe,
-    RecipeOptions,
     RecipeSetup,
 )
 
 
-class RecurrentTraining(RecipeOptions):
+class RecurrentTraining(CandidateOptions):
     """Options of `--set` for recurrent speculators."""
 
     inner: int = Field(default=1024, ge=1, le=MAX_WIDTH)
@@ -47,10 +47,6 @@ class RecurrentTraining(RecipeOptions):
     """Temperature of the target's distributions."""
     objective: Objective = "cross_entropy"
     """How the distributions are learned; for decoding at temperature 1 `nla`, `lk_hybrid` or `tvd`, with `soft=1`."""
-    candidates: int = Field(2048, ge=0)
-    """Size of the sampled softmax: labels, the target's likeliest tokens, and random ones; 0: the whole draft
-    vocabulary.
-    """
 
 
 class MLPSpeculatorTraining(RecurrentTraining):
