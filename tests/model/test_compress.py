@@ -10,7 +10,7 @@ from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.model.block.decoder import Decoder, DecoderBlock
 from foretell.model.block.moe import ExpertFeedForward
-from foretell.model.load.transforms import fake_quantize, fake_quantize_weight, magnitude_prune, magnitude_prune_weight
+from foretell.model.load.transforms import fake_quantize, fake_quantize_weight
 from foretell.model.offload.influence import measure_influence
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_moe
@@ -53,12 +53,6 @@ def test_groups_lose_less_than_whole_rows() -> None:
     assert lost == sorted(lost)
 
 
-def test_pruning_zeroes_the_smallest_weights_of_every_output() -> None:
-    weight = torch.tensor([[1.0, -4.0, 2.0, 3.0], [8.0, 7.0, -5.0, 6.0]])
-    assert magnitude_prune_weight(weight, 0.5).tolist() == [[0, -4, 0, 3], [8, 7, 0, 0]]
-    assert torch.equal(magnitude_prune_weight(weight, 0.0), weight)
-
-
 def test_copies_leave_the_target_alone_and_share_what_they_do_not_change() -> None:
     target = tiny_decoder(DEEP)
     before = all_logits(target, [1, 2, 3])
@@ -68,11 +62,10 @@ def test_copies_leave_the_target_alone_and_share_what_they_do_not_change() -> No
     assert copy.embedding.data_ptr() == target.embedding.data_ptr()
 
 
-def test_sixteen_bits_and_no_sparsity_change_next_to_nothing() -> None:
+def test_sixteen_bits_change_next_to_nothing() -> None:
     target, text = tiny_decoder(DEEP), random_tokens(12)
     exact = all_logits(target, text)
     assert abs(all_logits(fake_quantize(target, 16), text) - exact).max() < 1e-2
-    assert (all_logits(magnitude_prune(target, 0.0), text) == exact).all()
 
 
 def test_experts_are_quantised_and_the_router_is_not() -> None:
@@ -84,11 +77,9 @@ def test_experts_are_quantised_and_the_router_is_not() -> None:
         assert not torch.equal(old.mlp.gate_up[0].get_parameter("weight"), new.mlp.gate_up[0].get_parameter("weight"))
 
 
-def test_acceptance_falls_with_fewer_bits_and_with_more_sparsity() -> None:
+def test_acceptance_falls_with_fewer_bits_and_blocks() -> None:
     bits = [acceptance("quantised_draft", {"quantization_bits": b}) for b in (8, 4, 2)]
     assert bits == sorted(bits, reverse=True) and bits[0] > 0.95 > bits[-1]
-    shares = [acceptance("pruned_draft", {"pruned_layers": 0, "sparsity": s}) for s in (0.0, 0.5, 0.95)]
-    assert shares == sorted(shares, reverse=True) and shares[0] == 1 > shares[-1]
     layers = [acceptance("pruned_draft", {"pruned_layers": n}) for n in (0, 1, 4)]
     assert layers == sorted(layers, reverse=True) and layers[0] == 1
 
@@ -97,8 +88,6 @@ def test_acceptance_falls_with_fewer_bits_and_with_more_sparsity() -> None:
 def test_impossible_widths_are_refused(bits: int) -> None:
     with pytest.raises(ValueError, match=f"2 to 16 bits.*found {bits}"):
         fake_quantize(tiny_decoder(DEEP), bits)
-    with pytest.raises(ValueError, match=r"0\.\.1, found 1\.5"):
-        magnitude_prune(tiny_decoder(DEEP), 1.5)
 
 
 def test_more_blocks_than_there_are_cannot_be_dropped() -> None:

@@ -26,7 +26,7 @@ from foretell.catalogue.options.self_drafting import (
 from foretell.draft import DraftModel, EarlyExitDrafter, Predictor
 from foretell.draft.exit_heads import ExitRule, TrainedExits
 from foretell.engine.method import AnyMethod, Method
-from foretell.model.load.transforms import fake_quantize, identity, magnitude_prune
+from foretell.model.load.transforms import fake_quantize, identity
 from foretell.model.offload.influence import measure_influence
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.partial_pass import supports_spans
@@ -116,11 +116,8 @@ def pruned_draft(context: BuildContext, options: PrunedDraftOptions) -> AnyMetho
     if dropped > layers:
         raise ValueError(f"a pruned draft cannot lack {dropped} blocks: the model has {layers}")
     skip = measure_influence(network, _sample_text(context)).least_influential_blocks(dropped)
-    weights = (
-        changed_copy(context, partial(magnitude_prune, sparsity=options.sparsity)) if options.sparsity else network
-    )
     return Method(
-        DraftModel(DecoderRunner(weights.without_sublayers(skip))),
+        DraftModel(DecoderRunner(network.without_sublayers(skip))),
         chain(options),
         rejection(options, options.draft_sample_method),
     )

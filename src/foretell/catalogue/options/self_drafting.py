@@ -113,7 +113,6 @@ class PrunedDraftOptions(SelfDraftOptions):
     pruned_layers: Annotated[
         int | None, option("Blocks to leave out, least influential first. Unset: a quarter of them.", ge=0)
     ] = None
-    sparsity: Annotated[float, option("Share of the drafter's weights that are set to zero.", ge=0, le=1)] = 0.0
 
 
 class SparseMlpDraftOptions(SelfDraftOptions):

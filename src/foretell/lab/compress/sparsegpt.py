@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float
 
 from foretell.lab.compress.pruning import Magnitude
+from foretell.lab.compress.sparsity import least_in_rows
 from foretell.lab.quantize.base import InputStatistics
 from foretell.lab.quantize.gptq import inverse_factor, round_column
 from foretell.lab.quantize.integer_grid import IntegerGrid
-from foretell.model.load.transforms import least_in_rows
 
 Tensor = torch.Tensor
 _LAZY = 128

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float
 
-from foretell.model.load.transforms import least_in_rows
-
 Tensor = torch.Tensor
 
 
@@ -75,3 +73,9 @@ class Sparsity:
             return least_in_rows(score, round(self.share * score.shape[-1]))
         groups = score.unflatten(-1, (-1, self.pattern.group))
         return least_in_rows(groups, self.pattern.group - self.pattern.kept).flatten(-2)
+
+
+def least_in_rows(score: Float[Tensor, "*o i"], count: int) -> Bool[Tensor, "*o i"]:
+    """True for the `count` smallest numbers of every row; of equal ones the first."""
+    smallest = score.argsort(dim=-1, stable=True)[..., :count]
+    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, smallest, True)

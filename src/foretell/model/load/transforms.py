@@ -1,4 +1,4 @@
-"""Quantised or pruned copies of a target that serve as its draft model.
+"""Quantised copies of a target that serve as its draft model.
 
 The target verifies their drafts, so any loss of quality is allowed.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import nn
 
 from foretell.model.block.decoder import Decoder, DecoderBlock
@@ -50,31 +50,6 @@ def fake_quantize_weight(
     levels = (groups / scale).round().clamp(-max_level, max_level) * scale
     out: torch.Tensor = levels.flatten(-2)[..., :inputs].to(weight.dtype)
     return out
-
-
-def magnitude_prune(decoder: Decoder, sparsity: float) -> Decoder:
-    """A copy in which the share `sparsity` of smallest weights of every output is zero (magnitude pruning, Han et al.,
-    arXiv 1506.02626).
-
-    Storage stays dense, so this shows the acceptance that sparsity costs; a gain in speed needs sparse kernels.
-
-    Raises:
-        ValueError: a sparsity outside 0..1.
-    """
-    if not 0 <= sparsity <= 1:
-        raise ValueError(f"the share of weights to prune lies in 0..1, found {sparsity}")
-    return _map_matrices(decoder, lambda weight: magnitude_prune_weight(weight, sparsity))
-
-
-def magnitude_prune_weight(weight: Float[torch.Tensor, "*e o i"], sparsity: float) -> Float[torch.Tensor, "*e o i"]:
-    """The weight with the smallest entries of every output set to zero."""
-    return weight.masked_fill(least_in_rows(weight.abs(), round(sparsity * weight.shape[-1])), 0)
-
-
-def least_in_rows(score: Float[torch.Tensor, "*o i"], count: int) -> Bool[torch.Tensor, "*o i"]:
-    """True for the `count` smallest numbers of every row; of equal ones the first."""
-    smallest = score.argsort(dim=-1, stable=True)[..., :count]
-    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, smallest, True)
 
 
 def _map_matrices(decoder: Decoder, change: Callable[[torch.Tensor], torch.Tensor]) -> Decoder:
