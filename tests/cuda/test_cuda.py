@@ -288,7 +288,7 @@ def trained_once(kind: str, place: str) -> tuple[float, list[float]]:
     torch.manual_seed(0)
     loss = recipe.loss(recipe.network, Batch(token, torch.ones_like(token, dtype=torch.bool), features)).total
     torch.autograd.backward(loss)
-    return float(loss), [float(p.grad.norm()) for p in recipe.network.parameters() if p.grad is not None]
+    return float(loss.detach()), [float(p.grad.norm()) for p in recipe.network.parameters() if p.grad is not None]
 
 
 @on_every_device
