@@ -136,14 +136,15 @@ def load_vllm(settings: dict[str, Any]) -> Generate:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(settings["threads"]), "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
-    drafts: dict[str, Any] = {
+    modes: dict[str, dict[str, Any] | None] = {
         "plain": None,
         "lookup": {"method": "ngram", "prompt_lookup_max": settings["ngram"]},
         "draft": {"method": "draft_model", "model": settings["draft_model"]},
-    }[settings["mode"]]
+    }
+    drafts = modes[settings["mode"]]
     engine = LLM(
         settings["model"], max_model_len=settings["context"], max_num_seqs=1, enable_prefix_caching=False,
         skip_tokenizer_init=True,
