@@ -61,12 +61,18 @@ def _weigh(x, largest, inverse, shift):
 
 
 @triton.jit
-def exponential_variates(key, token):
-    """-log(u) of the number u in (0, 1] that SplitMix64's stream of `key` has for a token; see `core.sampling`."""
+def _noise(key, token):
+    """53 bits that SplitMix64's stream of `key` has for a token; see `core.sampling`."""
     x = key.to(tl.uint64) + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    u = ((x ^ (x >> 31)) >> 11).to(tl.float64) * 1.1102230246251565e-16 + 5.551115123125783e-17
+    return ((x ^ (x >> 31)) >> 11).to(tl.int64)
+
+
+@triton.jit
+def exponential_variates(key, token):
+    """-log(u) of the number u in (0, 1] that these bits are."""
+    u = _noise(key, token).to(tl.float64) * 1.1102230246251565e-16 + 5.551115123125783e-17
     bits = _bits_of(u)
     exponent = (bits >> 52) - 1022
     m = _number((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000)
@@ -90,31 +96,30 @@ def _bin_of(w):
 @triton.jit
 def _row(fields, scratch, i, CHUNKS: tl.constexpr):
     """Key, top-p, the least weight of min-p and top-k of a row; and its scratch memory: of every chunk the largest
-    logit, the sum of the weights, the time and the token of the first in the race; the number of listed tokens; and the
-    histogram.
+    logit and the sum of the weights; the numbers of tokens at the front and at the back of the list; and the histogram.
     """
     fields += _FIELDS * i
     top_p = _number(tl.load(fields + 3))
-    return tl.load(fields + 1), top_p, tl.load(fields + 4), tl.load(fields + 5), scratch + i * (4 * CHUNKS + 1 + BINS)
+    return tl.load(fields + 1), top_p, tl.load(fields + 4), tl.load(fields + 5), scratch + i * (2 * CHUNKS + 2 + BINS)
 
 
 @triton.jit
-def _race(w, key, token, entry, CHUNKS: tl.constexpr):
-    """Store the time of the first of these tokens, and the token: of equals the lowest; -1: none weighs anything."""
+def _enter(w, key, token, count, listed, vocab):
+    """Put the tokens that may be the first of these in the race at the back of the list. Bounds of -log(u) tell them,
+    1 - u and (1 - u) / u, because its logarithm in float64 takes long.
+    """
     if tl.max(w) > 0:
-        time = exponential_variates(key, token) / tl.where(w > 0, w, 1).to(tl.float64)
-        time = tl.where(w > 0, time, float("inf"))
-        fastest = tl.min(time)
-        tl.store(entry + 2 * CHUNKS, _bits_of(fastest))
-        tl.store(entry + 3 * CHUNKS, tl.min(tl.where(time == fastest, token, 1 << 60)))
-    else:
-        tl.store(entry + 2 * CHUNKS, 0x7FF0000000000000)  # Infinity.
-        tl.store(entry + 3 * CHUNKS, -1)
+        rest = ((1 << 54) - 1 - 2 * _noise(key, token)).to(tl.float32) * 5.551115123125783e-17
+        lower = rest / tl.where(w > 0, w, 1).to(tl.float32)
+        upper = tl.where(w > 0, lower / tl.maximum(1 - rest - 1e-6, 1e-30), float("inf"))
+        enters = (w > 0) & (lower <= 1.001 * tl.min(upper))
+        start = tl.atomic_add(count, tl.sum(enters.to(tl.int64)), sem="relaxed")
+        tl.store(listed + vocab - start - tl.cumsum(enters.to(tl.int32)), token, mask=enters)
 
 
 @triton.jit
 def largest_kernel(logits, fields, scratch, vocab, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of a chunk that is not NaN; and an empty histogram and list."""
+    """The largest logit of a chunk that is not NaN; and an empty list and histogram."""
     i, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, _, scratch = _row(fields, scratch, i, CHUNKS)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -122,8 +127,9 @@ def largest_kernel(logits, fields, scratch, vocab, CHUNKS: tl.constexpr, BLOCK: 
     x = x.to(tl.float64)
     tl.store(scratch + chunk, _bits_of(tl.max(tl.where(x == x, x, float("-inf")))))
     if chunk == 0:
-        tl.store(scratch + 4 * CHUNKS, 0)
-        tl.store(scratch + 4 * CHUNKS + 1 + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
+        tl.store(scratch + 2 * CHUNKS, 0)
+        tl.store(scratch + 2 * CHUNKS + 1, 0)
+        tl.store(scratch + 2 * CHUNKS + 2 + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
 
 
 @triton.jit
@@ -146,9 +152,9 @@ def _lower_bound(most, largest, inverse, shift, scratch, top_p, top_k, vocab, ch
 
 
 @triton.jit
-def weigh_kernel(logits, fields, scratch, weights, vocab, shift, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+def weigh_kernel(logits, fields, scratch, weights, listed, vocab, shift, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """The weights of a chunk. Of a row that is truncated their sum and histogram (numbers of tokens if there is a
-    top-k); of another one the first in the race.
+    top-k); of another one the tokens that may be the first in the race.
     """
     i, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     key, top_p, least, top_k, scratch = _row(fields, scratch, i, CHUNKS)
@@ -162,11 +168,11 @@ def weigh_kernel(logits, fields, scratch, weights, vocab, shift, CHUNKS: tl.cons
     if (top_k < vocab) | (top_p < 1):
         tl.store(scratch + CHUNKS + chunk, tl.sum(w))
         bound = _lower_bound(most, largest, inverse, shift, scratch, top_p, top_k, vocab, chunks, CHUNKS)
-        histogram = scratch + 4 * CHUNKS + 1
+        histogram = scratch + 2 * CHUNKS + 2
         tl.atomic_add(histogram + _bin_of(w), tl.where(top_k < vocab, 1, w), mask=w >= bound, sem="relaxed")
     else:
         w = tl.where(w >= least, w, 0)
-        _race(w, key, at.to(tl.int64), scratch + chunk, CHUNKS)
+        _enter(w, key, at, scratch + 2 * CHUNKS + 1, listed + i * vocab, vocab)
     tl.store(weights + i * vocab + at, w, mask=at < vocab)
 
 
@@ -176,15 +182,15 @@ def _limiting_bin(scratch, top_p, top_k, vocab, chunks, CHUNKS: tl.constexpr):
     bins, number = tl.arange(0, BINS), tl.arange(0, CHUNKS)
     total = tl.sum(tl.load(scratch + CHUNKS + number, mask=number < chunks, other=0)).to(tl.float64)
     goal = tl.where(top_k < vocab, top_k, tl.ceil(top_p * total).to(tl.int64))
-    held = tl.load(scratch + 4 * CHUNKS + 1 + bins)
+    held = tl.load(scratch + 2 * CHUNKS + 2 + bins)
     reached = tl.sum(held) - tl.cumsum(held) + held
     return tl.max(tl.where(reached >= goal, bins, -1)), tl.max(tl.where(reached >= goal, 0, reached)), goal
 
 
 @triton.jit
 def select_kernel(fields, scratch, weights, listed, vocab, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a chunk of a row that is truncated, the tokens of the limiting bin are listed (if there are top-k and top-p,
-    those above it too), the lighter ones lose their weights, and the heavier ones race.
+    """Of a chunk of a row that is truncated, the tokens of the limiting bin (if there are top-k and top-p, those above
+    it too) come to the front of the list, the lighter ones lose their weights, and the heavier ones enter the race.
     """
     i, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key, top_p, least, top_k, scratch = _row(fields, scratch, i, CHUNKS)
@@ -198,9 +204,9 @@ def select_kernel(fields, scratch, weights, listed, vocab, CHUNKS: tl.constexpr,
         tl.store(weights + i * vocab + at, tl.full([BLOCK], 0, tl.int64), mask=(at < vocab) & ~(lists | stays))
         counts = lists.to(tl.int32)
         if tl.max(counts) > 0:
-            start = tl.atomic_add(scratch + 4 * CHUNKS, tl.sum(counts).to(tl.int64), sem="relaxed")
+            start = tl.atomic_add(scratch + 2 * CHUNKS, tl.sum(counts).to(tl.int64), sem="relaxed")
             tl.store(listed + i * vocab + start + tl.cumsum(counts) - 1, at, mask=lists)
-        _race(tl.where(stays, w, 0), key, at.to(tl.int64), scratch + chunk, CHUNKS)
+        _enter(tl.where(stays, w, 0), key, at, scratch + 2 * CHUNKS + 1, listed + i * vocab, vocab)
 
 
 @triton.jit
@@ -238,12 +244,14 @@ def _limit(weights, listed, n, vocab, least, goal, tied, COUNTS: tl.constexpr, B
 
 @triton.jit
 def finish_kernel(fields, scratch, weights, listed, tokens, vocab, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The limit among the listed tokens of a row, the weights that it leaves them, and the first of the race."""
-    i, offset, number = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, CHUNKS)
+    """The limit among the tokens at the front of the list, the weights that it leaves them, and the first in the race
+    of all listed ones.
+    """
+    i, offset = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     key, top_p, least, top_k, scratch = _row(fields, scratch, i, CHUNKS)
     weights += i * vocab
     listed += i * vocab
-    n = tl.load(scratch + 4 * CHUNKS)
+    n, entered = tl.load(scratch + 2 * CHUNKS), tl.load(scratch + 2 * CHUNKS + 1)
     zero = n * 0
     lightest, last = zero + 1, zero + vocab
     if n > 0:
@@ -266,9 +274,10 @@ def finish_kernel(fields, scratch, weights, listed, tokens, vocab, chunks, CHUNK
             last = vocab - lowest
     best = tl.full([BLOCK], float("inf"), tl.float64)
     winner = tl.full([BLOCK], -1, tl.int64)
-    for first in range(0, n, BLOCK):
-        inside = first + offset < n
-        token = tl.load(listed + first + offset, mask=inside, other=0).to(tl.int64)
+    for first in range(0, n + entered, BLOCK):
+        at = first + offset
+        inside = at < n + entered
+        token = tl.load(listed + tl.where(at < n, at, vocab - 1 - (at - n)), mask=inside, other=0).to(tl.int64)
         w = tl.load(weights + token, mask=inside, other=0)
         runs = inside & ((w > lightest) | ((w == lightest) & (token <= last))) & (w >= least)
         tl.store(weights + token, tl.zeros([BLOCK], tl.int64), mask=inside & ~runs)
@@ -276,11 +285,7 @@ def finish_kernel(fields, scratch, weights, listed, tokens, vocab, chunks, CHUNK
         ahead = runs & ((time < best) | ((time == best) & (token < winner)))
         best = tl.where(ahead, time, best)
         winner = tl.where(ahead, token, winner)
-    time = _number(tl.load(scratch + 2 * CHUNKS + number, mask=number < chunks, other=0x7FF0000000000000))
-    first_of_chunk = tl.load(scratch + 3 * CHUNKS + number, mask=number < chunks, other=-1)
-    fastest = tl.minimum(tl.min(best), tl.min(time))
-    listed_first = tl.min(tl.where(best == fastest, winner, vocab))
-    tl.store(tokens + i, tl.minimum(listed_first, tl.min(tl.where(time == fastest, first_of_chunk, vocab))))
+    tl.store(tokens + i, tl.min(tl.where(best == tl.min(best), winner, vocab)))
 
 
 def draw(
@@ -296,16 +301,16 @@ def draw(
     padded = max(_RANKED.value, 1 << (chunks - 1).bit_length())
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     weights = torch.empty(rows, vocab, dtype=torch.int64, device=device)
-    scratch = torch.empty(rows, 4 * padded + 1 + BINS.value, dtype=torch.int64, device=device)
-    listed = torch.empty(rows if truncates else 1, vocab, dtype=torch.int32, device=device)
+    scratch = torch.empty(rows, 2 * padded + 2 + BINS.value, dtype=torch.int64, device=device)
+    listed = torch.empty(rows, vocab, dtype=torch.int32, device=device)
     shared = {"fields": fields, "scratch": scratch, "vocab": vocab, "CHUNKS": padded, "BLOCK": BLOCK}
-    lists = {"weights": weights, "listed": listed}
+    lists, source = {**shared, "weights": weights, "listed": listed}, {"logits": logits}
     grid = rows, chunks
     launches = [
-        Launch(largest_kernel, grid, {**shared, "logits": logits}, WARPS),
-        Launch(weigh_kernel, grid, {**shared, "logits": logits, "weights": weights, "shift": shift}, WARPS, registers=72),
-        Launch(finish_kernel, (rows,), {**shared, **lists, "tokens": tokens, "chunks": chunks}, WARPS),
+        Launch(largest_kernel, grid, {**shared, **source}, WARPS),
+        Launch(weigh_kernel, grid, {**lists, **source, "shift": shift}, WARPS, registers=72),
+        Launch(finish_kernel, (rows,), {**lists, "tokens": tokens, "chunks": chunks}, WARPS),
     ]
     if truncates:
-        launches.insert(2, Launch(select_kernel, grid, {**shared, **lists}, WARPS))
+        launches.insert(2, Launch(select_kernel, grid, lists, WARPS))
     return launches, tokens, weights
