@@ -161,13 +161,15 @@ def weigh_kernel(logits, fields, scratch, weights, listed, vocab, shift, CHUNKS:
     inverse, number = _number(tl.load(fields + _FIELDS * i + 2)), tl.arange(0, CHUNKS)
     most = _number(tl.load(scratch + number, mask=number < chunks, other=-0x10000000000000))
     largest = tl.max(most)
+    truncated, bound = (top_k < vocab) | (top_p < 1), top_k * 0
+    if truncated:
+        bound = _lower_bound(most, largest, inverse, shift, scratch, top_p, top_k, vocab, chunks, CHUNKS)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + tl.load(fields + _FIELDS * i) * vocab + at, mask=at < vocab, other=float("-inf"))
     w = tl.where(at < vocab, _weigh(x.to(tl.float64), largest, inverse, shift), 0)
     w = tl.where(largest > float("-inf"), w, 0)
-    if (top_k < vocab) | (top_p < 1):
+    if truncated:
         tl.store(scratch + CHUNKS + chunk, tl.sum(w))
-        bound = _lower_bound(most, largest, inverse, shift, scratch, top_p, top_k, vocab, chunks, CHUNKS)
         histogram = scratch + 2 * CHUNKS + 2
         tl.atomic_add(histogram + _bin_of(w), tl.where(top_k < vocab, 1, w), mask=w >= bound, sem="relaxed")
     else:
@@ -308,7 +310,7 @@ def draw(
     grid = rows, chunks
     launches = [
         Launch(largest_kernel, grid, {**shared, **source}, WARPS),
-        Launch(weigh_kernel, grid, {**lists, **source, "shift": shift}, WARPS, registers=72),
+        Launch(weigh_kernel, grid, {**lists, **source, "shift": shift}, WARPS, registers=64),
         Launch(finish_kernel, (rows,), {**lists, "tokens": tokens, "chunks": chunks}, WARPS),
     ]
     if truncates:
