@@ -12,7 +12,6 @@ import torch
 from covering import covering_cases
 from foretell.core.tree import TokenTree, tree_from_lists
 from foretell.model.block.cached_attention import CachedAttention
-from foretell.model.block.flex_attention import FlexAttention
 from foretell.model.block.paged_attention import PagedAttention
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
@@ -171,16 +170,6 @@ def check_same_numbers(cache: KVCache, expected: KVCache) -> None:
         torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
         changed = (part.int() - other.int()).abs()
         assert changed.max() <= 1 and changed.float().mean() < 1e-3
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    "case", [Case(), Case(window=7, group=5, sinks=True, nodes=17), Case(softcap=4.0, dim=256)], ids=str
-)
-def test_flex_attention_attends_as_torch_does(case: Case) -> None:
-    layout = layout_of_trees(case)
-    outputs = [attended(kind, case, layout, filled_cache(case), 16) for kind in (CachedAttention, FlexAttention)]
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", [Case(window=16, chunked=True), Case(group=3, kv_heads=1, nodes=2)])

@@ -1,8 +1,8 @@
 """Sampling from rows of logits on the device, with the tokens of the CPU to the bit; see `distributions.sampler`.
 
-A program has one chunk of one row: `largest_kernel`, `weigh_kernel` and, for rows that are truncated, `select_kernel`;
-then `finish_kernel` has one row. Weights are integers, so sums and comparisons do not depend on their order. A histogram
-of the weights, or of the numbers of tokens, tells the bin in which the limit of top-k or top-p lies. Only the tokens of
+A program has one chunk of one row: `largest_kernel`, `weigh_kernel` and, if a row is truncated, `select_kernel`; then
+`finish_kernel` has one row. Weights are integers, so sums and comparisons do not depend on their order. A histogram of
+the weights, or of the numbers of tokens, tells the bin in which the limit of top-k or top-p lies. Only the tokens of
 this bin are searched, by bisection over the weights that occur, without sorting. Compiled without contraction of
 multiplications and additions.
 """
