@@ -71,7 +71,7 @@ def _noise(key, token):
 
 @triton.jit
 def exponential_variates(key, token):
-    """-log(u) of the number u in (0, 1] that these bits are."""
+    """-log(u) of the number u in (0, 1] that the noise of a token is."""
     u = _noise(key, token).to(tl.float64) * 1.1102230246251565e-16 + 5.551115123125783e-17
     bits = _bits_of(u)
     exponent = (bits >> 52) - 1022
@@ -105,14 +105,14 @@ def _row(fields, scratch, i, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _enter(w, key, token, count, listed, vocab):
-    """Put the tokens that may be the first of these in the race at the back of the list. Bounds of -log(u) tell them,
-    1 - u and (1 - u) / u, because its logarithm in float64 takes long.
+    """Put the tokens that may be the first of these in the race at the back of the list. Bounds of 2^53 -log(u) in
+    float32 tell them, 2^53 (1 - u) and this over u (1 - u as `exponential_variates` rounds it, 2^-54 less or more): its
+    logarithm in float64 takes long.
     """
     if tl.max(w) > 0:
-        rest = ((1 << 54) - 1 - 2 * _noise(key, token)).to(tl.float32) * 5.551115123125783e-17
-        lower = rest / tl.where(w > 0, w, 1).to(tl.float32)
-        upper = tl.where(w > 0, lower / tl.maximum(1 - rest - 1e-6, 1e-30), float("inf"))
-        enters = (w > 0) & (lower <= 1.001 * tl.min(upper))
+        rest, weight = ((1 << 53) - 1 - _noise(key, token)).to(tl.float32), tl.where(w > 0, w, 1).to(tl.float32)
+        upper = (rest + 1) / weight / tl.maximum(1 - rest * 1.1102230246251565e-16 - 1e-6, 1e-20)
+        enters = (w > 0) & (rest / weight <= 1.001 * tl.min(tl.where(w > 0, upper, float("inf"))))
         start = tl.atomic_add(count, tl.sum(enters.to(tl.int64)), sem="relaxed")
         tl.store(listed + vocab - start - tl.cumsum(enters.to(tl.int32)), token, mask=enters)
 
