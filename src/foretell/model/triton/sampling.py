@@ -124,11 +124,9 @@ def largest_kernel(logits, fields, scratch, vocab, CHUNKS: tl.constexpr, BLOCK: 
     _, _, _, _, scratch = _row(fields, scratch, i, CHUNKS)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + tl.load(fields + _FIELDS * i) * vocab + at, mask=at < vocab, other=float("-inf"))
-    x = x.to(tl.float64)
-    tl.store(scratch + chunk, _bits_of(tl.max(tl.where(x == x, x, float("-inf")))))
+    tl.store(scratch + chunk, _bits_of(tl.max(tl.where(x == x, x, float("-inf")).to(tl.float64))))
     if chunk == 0:
-        tl.store(scratch + 2 * CHUNKS, 0)
-        tl.store(scratch + 2 * CHUNKS + 1, 0)
+        tl.store(scratch + 2 * CHUNKS + tl.arange(0, 2), tl.zeros([2], tl.int64))
         tl.store(scratch + 2 * CHUNKS + 2 + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
 
 
@@ -170,8 +168,8 @@ def weigh_kernel(logits, fields, scratch, weights, listed, vocab, shift, CHUNKS:
     w = tl.where(largest > float("-inf"), w, 0)
     if truncated:
         tl.store(scratch + CHUNKS + chunk, tl.sum(w))
-        histogram = scratch + 2 * CHUNKS + 2
-        tl.atomic_add(histogram + _bin_of(w), tl.where(top_k < vocab, 1, w), mask=w >= bound, sem="relaxed")
+        held = scratch + 2 * CHUNKS + 2 + _bin_of(w)
+        tl.atomic_add(held, tl.where(top_k < vocab, 1, w), mask=w >= bound, sem="relaxed")
     else:
         w = tl.where(w >= least, w, 0)
         _enter(w, key, at, scratch + 2 * CHUNKS + 1, listed + i * vocab, vocab)
@@ -306,8 +304,7 @@ def draw(
     scratch = torch.empty(rows, 2 * padded + 2 + BINS.value, dtype=torch.int64, device=device)
     listed = torch.empty(rows, vocab, dtype=torch.int32, device=device)
     shared = {"fields": fields, "scratch": scratch, "vocab": vocab, "CHUNKS": padded, "BLOCK": BLOCK}
-    lists, source = {**shared, "weights": weights, "listed": listed}, {"logits": logits}
-    grid = rows, chunks
+    lists, source, grid = {**shared, "weights": weights, "listed": listed}, {"logits": logits}, (rows, chunks)
     launches = [
         Launch(largest_kernel, grid, {**shared, **source}, WARPS),
         Launch(weigh_kernel, grid, {**lists, **source, "shift": shift}, WARPS, registers=64),
