@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import LenientRejection, Rejection, spectr
+from foretell.accept import LenientRejection, Rejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
 from foretell.catalogue import self_drafting
@@ -94,6 +94,15 @@ def with_tokens(tree: TokenTree, token: np.ndarray) -> TokenTree:
 def at_random(tree: TokenTree, rng: np.random.Generator) -> TokenTree:
     """Any tokens."""
     return with_tokens(tree, rng.integers(0, 1000, tree.token.shape))
+
+
+def copies_of_the_first(tree: TokenTree, rng: np.random.Generator) -> TokenTree:
+    """Every chain holds the tokens of the first one."""
+    token, q_index = tree.token.copy(), tree.q_index.copy()
+    for row, depth in np.ndindex(tree.rows, int(tree.depth.max())):
+        level = np.flatnonzero(tree.valid[row] & (tree.depth[row] == depth + 1))
+        token[row, level], q_index[row, level] = token[row, level[:1]], q_index[row, level[:1]]
+    return replace(tree, token=token, q_index=q_index)
 
 
 class AcceptsAll(Acceptor):
@@ -241,14 +250,6 @@ def first_attention_skipped() -> Iterator[None]:
 
 
 @contextmanager
-def one_factor() -> Iterator[None]:
-    """Drafts are divided by their number, which is valid, and not by the least valid factor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spectr, "division_factor", lambda p, q, draws: float(draws))
-        yield
-
-
-@contextmanager
 def keys_at_random() -> Iterator[None]:
     """The keys that a draft reads are any."""
     with pytest.MonkeyPatch.context() as patch:
@@ -283,7 +284,7 @@ MUTANTS: Mapping[str, Mutant] = {
     "window unused": Mutant(("lookahead",), window_unused),
     "never iterates": Mutant(("jacobi",), never_iterates),
     "first branch alone": Mutant(("specinfer",), accepts(FirstBranchAlone())),
-    "one division factor": Mutant(("spectr",), world=one_factor),
+    "chains are copies": Mutant(("spectr",), redrafted(copies_of_the_first)),
     "tested one by one": Mutant(("block_verification",), accepts(Rejection())),
     "successors of another token": Mutant(("recycling",), successors_of_another),
     "datastore in disorder": Mutant(("rest",), store_in_disorder),
