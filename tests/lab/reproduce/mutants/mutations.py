@@ -23,7 +23,6 @@ from foretell.engine.method import AnyMethod, Method
 from foretell.lab.reproduce import Lab, LabRun, Run
 from foretell.model.block.decoder import SkipSet
 from foretell.model.cache import layout
-from foretell.model.cache.policy import Retrieval
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.retrieval.datastore import Datastore
 
@@ -207,12 +206,6 @@ def store_in_disorder(method: AnyMethod) -> AnyMethod:
     return method
 
 
-def never_learns(method: AnyMethod) -> AnyMethod:
-    """No step of the optimiser is made."""
-    method.draft.interval = 0
-    return method
-
-
 def copies_any_tokens(method: AnyMethod) -> AnyMethod:
     """The retriever promises as much as before, of other tokens."""
     retrieve = method.draft.retriever.retrieve
@@ -250,14 +243,6 @@ def first_attention_skipped() -> Iterator[None]:
 
 
 @contextmanager
-def keys_at_random() -> Iterator[None]:
-    """The keys that a draft reads are any."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Retrieval, "scores", lambda self, layer: torch.rand_like(layer.sums))
-        yield
-
-
-@contextmanager
 def no_tree_mask() -> Iterator[None]:
     """Every node of a tree sees all that were drafted before it, not its ancestors alone."""
 
@@ -285,12 +270,9 @@ MUTANTS: Mapping[str, Mutant] = {
     "never iterates": Mutant(("jacobi",), never_iterates),
     "first branch alone": Mutant(("specinfer",), accepts(FirstBranchAlone())),
     "chains are copies": Mutant(("spectr",), redrafted(copies_of_the_first)),
-    "tested one by one": Mutant(("block_verification",), accepts(Rejection())),
     "successors of another token": Mutant(("recycling",), successors_of_another),
     "datastore in disorder": Mutant(("rest",), store_in_disorder),
-    "never learns": Mutant(("online",), never_learns),
     "first attention skipped": Mutant(("self_speculative",), world=first_attention_skipped),
-    "keys at random": Mutant(("sparse_kv_draft",), world=keys_at_random),
     "copies of other tokens": Mutant(("hybrid_model",), copies_any_tokens),
     "equally sure of all tokens": Mutant(("eagle2",), equally_sure),
 }
