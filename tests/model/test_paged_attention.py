@@ -154,7 +154,7 @@ def test_the_kernels_attend_as_torch_does(case: Case, monkeypatch: pytest.Monkey
     if case.numbers != "auto":  # then over the same numbers
         result = attended(PagedAttention, case, layout, expected, rotated, shared=True)
     wanted = attended(CachedAttention, case, layout, exact, rotated, shared=True)
-    torch.testing.assert_close(result, wanted.float(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(result, wanted.float(), rtol=0, atol=2e-6 if DEVICE.type == "cpu" else 3e-6)
 
 
 def check_same_numbers(cache: KVCache, expected: KVCache) -> None:

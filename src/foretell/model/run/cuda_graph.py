@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -57,7 +57,7 @@ class GraphedDecoder(NetworkWrapper):
         super().__init__(decoder)
         self._decoder = decoder
         self._passes: dict[_Shape, _Pass] = {}
-        self._pool: object = None
+        self._pool: Any = None
         """The memory that all graphs share: what one of them leaves is read before the next one runs."""
 
     @property
@@ -91,6 +91,7 @@ class GraphedDecoder(NetworkWrapper):
         static = self._passes.get(shape)
         if static is None:
             self._passes = {known: one for known, one in self._passes.items() if one.useful}
+            self._pool = self._pool if self._passes else None  # it is gone with the last graph
             held = tuple(map(weakref.ref, tensors))
             static = self._passes[shape] = self._capture(flat, placed, cache, blocks, held)
         static.x.copy_(flat)
