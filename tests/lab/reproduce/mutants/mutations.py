@@ -14,7 +14,6 @@ import torch
 from foretell.accept import LenientRejection, Rejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
-from foretell.catalogue import self_drafting
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
@@ -24,6 +23,7 @@ from foretell.lab.reproduce import Lab, LabRun, Run
 from foretell.model.block.decoder import SkipSet
 from foretell.model.cache import layout
 from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.run.skip import default_skip
 from foretell.retrieval.datastore import Datastore
 
 Change = Callable[[TokenTree, np.random.Generator], TokenTree]
@@ -202,7 +202,7 @@ def successors_of_another(method: AnyMethod) -> AnyMethod:
 def store_in_disorder(method: AnyMethod) -> AnyMethod:
     """The datastore holds the same tokens in any order."""
     tokens = np.random.default_rng(0).permutation(method.draft.store._tokens)
-    method.draft.store = Datastore.from_documents([tokens])
+    method.draft.store = Datastore.from_documents([tokens.tolist()])
     return method
 
 
@@ -237,8 +237,10 @@ def equally_sure(method: AnyMethod) -> AnyMethod:
 def first_attention_skipped() -> Iterator[None]:
     """As many sub-layers are left out, but the first ones."""
     with pytest.MonkeyPatch.context() as patch:
-        skip = self_drafting.default_skip
-        patch.setattr(self_drafting, "default_skip", lambda n: SkipSet(frozenset(range(len(skip(n).attention)))))
+        patch.setattr(
+            "foretell.catalogue.self_drafting.default_skip",
+            lambda layers: SkipSet(frozenset(range(len(default_skip(layers).attention)))),
+        )
         yield
 
 
