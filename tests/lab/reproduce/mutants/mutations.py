@@ -14,6 +14,7 @@ import torch
 from foretell.accept import LenientRejection, Rejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
+from foretell.catalogue import self_drafting
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
@@ -238,7 +239,8 @@ def first_attention_skipped() -> Iterator[None]:
     """As many sub-layers are left out, but the first ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "foretell.catalogue.self_drafting.default_skip",
+            self_drafting,
+            "default_skip",
             lambda layers: SkipSet(frozenset(range(len(default_skip(layers).attention)))),
         )
         yield
