@@ -25,7 +25,7 @@ from foretell.model.config.model import ModelConfig
 from foretell.model.run.cuda_graph import GraphedDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.testing import TINY, tiny_decoder, tiny_deepseek
-from helpers import VOCAB, chain_tree, naive, of_catalogue, random_tokens, run, speculator, tokens_of
+from helpers import FAMILIES, VOCAB, chain_tree, naive, of_catalogue, random_tokens, run, speculator, tokens_of
 
 CONFIG = replace(TINY, vocab=VOCAB, heads=2, kv_heads=1, head_dim=8, window=6, window_layers=(1,))
 METHODS = {entry.name: entry for entry in BUILT_IN}
@@ -62,17 +62,16 @@ def requests(sampling: SamplingParams) -> list[Request]:
 SAMPLED = SamplingParams(temperature=1.2, seed=3)
 
 
+CASES = [(name, SamplingParams(), True) for name in FAMILIES] + [
+    ("self_speculative", SamplingParams(), False),
+    ("autoregressive", SAMPLED, True),
+    ("ngram", SAMPLED, True),
+]
+
+
 @pytest.mark.parametrize(
     ("method", "sampling", "graphed"),
-    [
-        ("sam_recycling", SamplingParams(), True),
-        pytest.param("autoregressive", SAMPLED, True, marks=pytest.mark.exhaustive),
-        pytest.param("draft_model", SamplingParams(), False, marks=pytest.mark.exhaustive),
-        pytest.param("self_speculative", SamplingParams(), False, marks=pytest.mark.exhaustive),
-        pytest.param("ngram", SAMPLED, True, marks=pytest.mark.exhaustive),
-        pytest.param("lookahead", SamplingParams(), True, marks=pytest.mark.exhaustive),
-        pytest.param("medusa", SamplingParams(), True, marks=pytest.mark.exhaustive),
-    ],
+    [pytest.param(*case, marks=() if case[0] == "sam_recycling" else pytest.mark.exhaustive) for case in CASES],
 )
 def test_texts_are_those_of_naive_decoding(
     by_triton: None, method: str, sampling: SamplingParams, graphed: bool, monkeypatch: pytest.MonkeyPatch
