@@ -69,13 +69,14 @@ def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> 
         except PackedFileError as error:
             place.discard(error)
     outer = pack_outer(config, weights, precision)
-    blocks_found = []
+    packed = []
+    for i in range(config.layers):
+        packed.append(outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
+        weights.release_pages()
     with _kept_in(place, outer, config, weights, precision) as keep:
-        for i in range(config.layers):
-            blocks_found.append(outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
-            keep(blocks_found[-1])
-            weights.release_pages()
-    return outer.with_blocks(blocks_found)
+        for block in packed:
+            keep(block)
+    return outer.with_blocks(packed)
 
 
 class StreamedNetwork(NamedTuple):

@@ -1,7 +1,9 @@
 """Matrices as their checkpoint stores them: rows of quantised blocks, or of floats. They are widened on request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,39 +15,78 @@ FLOAT_KINDS: dict[Kind, torch.dtype] = {"F32": torch.float32, "F16": torch.float
 """Dtypes of the kinds that are not quantised."""
 
 
+class MappedPages(Protocol):
+    """A mapped file."""
+
+    def release_pages(self) -> None:
+        """Return its pages to the system; they are read again when needed."""
+
+    def read_at(self, address: int, size: int) -> UInt8[np.ndarray, " size"] | None:
+        """Bytes that are mapped at an address, read past the mapping; None: they are of no such file, or are in memory."""
+
+
+def read_mapped(rows: UInt8[torch.Tensor, "n bytes"], mapped: Sequence[MappedPages]) -> UInt8[torch.Tensor, "n bytes"]:
+    """Rows that may be mapped from one of these files: read from it, or as they are where they are in memory."""
+    for file in mapped if rows.is_contiguous() else ():
+        if (raw := file.read_at(rows.data_ptr(), rows.nbytes)) is not None:
+            return torch.from_numpy(raw).view(rows.shape)
+    return rows
+
+
+@dataclass(frozen=True)
+class MadeRows:
+    """Rows that are made when they are asked for."""
+
+    outputs: int
+    make: Callable[[int, int], UInt8[np.ndarray, "n bytes"]]
+    """Gives rows from the first number up to, and without, the second."""
+
+
 @dataclass(frozen=True)
 class StoredMatrix:
     """A matrix [outputs, inputs] in the bytes of its checkpoint, often a view of a mapped file."""
 
     kind: Kind
     inputs: int
-    data: UInt8[torch.Tensor, "o bytes"]
+    held: UInt8[torch.Tensor, "o bytes"] | MadeRows
     """The rows, a whole number of blocks each."""
-    release_pages: Callable[[], None] | None = field(default=None, compare=False)
-    """Returns the pages of the mapped file that the rows come from to the system; they are read again when needed."""
+    mapped: Sequence[MappedPages] = field(default=(), compare=False)
+    """The mapped files, of which one holds the rows."""
 
     def __post_init__(self) -> None:
         per_block, size = BLOCKS[self.kind]
-        if self.inputs % per_block or self.data.shape[1] != self.inputs // per_block * size:
+        width = self.held.shape[1] if isinstance(self.held, torch.Tensor) else self.inputs // per_block * size
+        if self.inputs % per_block or width != self.inputs // per_block * size:
             raise ValueError(
                 f"a {self.kind} matrix of {self.inputs} inputs needs rows of whole blocks of {per_block}, "
-                f"found rows of {self.data.shape[1]} bytes"
+                f"found rows of {width} bytes"
             )
 
+    @cached_property
+    def data(self) -> UInt8[torch.Tensor, "o bytes"]:
+        """All rows."""
+        return self.held if isinstance(self.held, torch.Tensor) else torch.from_numpy(self.held.make(0, self.outputs))
+
+    def read_rows(self, first: int, last: int) -> UInt8[torch.Tensor, "n bytes"]:
+        """Some rows, for one use: made, or read from the file, unless they are in memory."""
+        if not isinstance(self.held, torch.Tensor):
+            return torch.from_numpy(self.held.make(first, last))
+        return read_mapped(self.held[first:last], self.mapped)
+
     @classmethod
-    def of(cls, tensor: Float[torch.Tensor, "o i"], release_pages: Callable[[], None] | None = None) -> "StoredMatrix":
+    def of(cls, tensor: Float[torch.Tensor, "o i"], mapped: Sequence[MappedPages] = ()) -> "StoredMatrix":
         """A float tensor as it is; float64 becomes float32."""
         kinds = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
         tensor = tensor.detach().contiguous()
         if tensor.dtype not in kinds:
             tensor = tensor.float()
         raw = tensor.view(torch.uint8).view(len(tensor), -1)
-        return cls(kinds[tensor.dtype], tensor.shape[1], raw, release_pages)
+        return cls(kinds[tensor.dtype], tensor.shape[1], raw, mapped)
 
     @property
     def outputs(self) -> int:
         """Number of rows."""
-        return len(self.data)
+        return len(self.held) if isinstance(self.held, torch.Tensor) else self.held.outputs
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,9 +99,16 @@ class StoredMatrix:
         return self.kind not in FLOAT_KINDS
 
     def rows(self, index: Int[torch.Tensor, " n"]) -> "StoredMatrix":
-        """The rows of these indices, copied."""
-        chosen = np.take(self.data.numpy(), index.numpy(), 0)
-        return StoredMatrix(self.kind, self.inputs, torch.from_numpy(chosen))
+        """The rows of these indices, read when they are asked for."""
+
+        def chosen(first: int, last: int) -> UInt8[np.ndarray, "n bytes"]:
+            own = index[first:last]
+            least, most = (int(own.min()), int(own.max()) + 1) if len(own) else (0, 0)
+            if most - least > 2 * len(own):
+                return np.take(self.data.numpy(), own.numpy(), 0)
+            return np.take(self.read_rows(least, most).numpy(), own.numpy() - least, 0)
+
+        return StoredMatrix(self.kind, self.inputs, MadeRows(len(index), chosen), self.mapped)
 
     def rounded(self, dtype: torch.dtype) -> "StoredMatrix":
         """The numbers rounded to bfloat16 or float32."""
