@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int, UInt8
 
 from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo, block_size
-from foretell.model.load.nearest_blocks import nearest_blocks, nearest_of
+from foretell.model.load.nearest_blocks import Nearest, nearest_of
 from foretell.model.matrices.stored import FLOAT_KINDS, MadeRows, StoredMatrix, read_mapped
 
-_NUMBERS = 1 << 20
-"""Numbers that become other blocks at a time in a thread."""
+_NUMBERS = 1 << 17
+"""Numbers that become other blocks at a time: they stay in a processor's cache."""
 
 
 class GGUF(GGUFHeader):
@@ -40,9 +40,9 @@ class GGUF(GGUFHeader):
         e = self._part(name, expert)
         if len(e.shape) != 2:
             return None
-        nearest = nearest_of(e.ggml_type, e.shape[1])
+        nearest = nearest_of(e.ggml_type)
         if nearest is not None:
-            made = MadeRows(e.shape[0], partial(self._as_nearest, e, factor))
+            made = MadeRows(e.shape[0], partial(self._as_nearest, e, nearest, factor))
             return StoredMatrix(nearest.kind, e.shape[1], made)
         if e.ggml_type not in KIND_OF_TYPE or factor != 1:
             return None
@@ -50,12 +50,14 @@ class GGUF(GGUFHeader):
         data = torch.frombuffer(self.mapped[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
         return StoredMatrix(kind, e.shape[1], data.view(e.shape[0], -1), self.mapped)
 
-    def _as_nearest(self, e: TensorInfo, factor: float, first: int, last: int) -> UInt8[np.ndarray, "n bytes"]:
-        """Rows of a matrix as the nearest blocks, made of a few at a time: their numbers stay in a processor's cache."""
+    def _as_nearest(
+        self, e: TensorInfo, nearest: Nearest, factor: float, first: int, last: int
+    ) -> UInt8[np.ndarray, "n bytes"]:
+        """Rows of a matrix as the nearest blocks, made of a few at a time."""
         (rows, inputs), (per_block, size) = e.shape, block_size(e.ggml_type)
         raw = self._raw(replace(e, shape=(last - first, inputs), offset=e.offset + first * self.byte_count(e) // rows))
-        raw, step = raw.reshape(-1, size), max(1, _NUMBERS // inputs) * (inputs // per_block)
-        parts = [nearest_blocks(raw[i : i + step], e.ggml_type, inputs, factor) for i in range(0, len(raw), step)]
+        raw, step = raw.reshape(-1, size), _NUMBERS // per_block
+        parts = [nearest.convert(raw[i : i + step], factor) for i in range(0, len(raw), step)]
         return np.concatenate(parts).reshape(last - first, -1)
 
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:

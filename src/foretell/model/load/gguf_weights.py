@@ -112,7 +112,7 @@ class GGUFWeights(Weights):
     @staticmethod
     def _lossy(tensor: TensorInfo) -> Nearest | None:
         """The type that a matrix becomes, if it has not all of its numbers."""
-        nearest = nearest_of(tensor.ggml_type, tensor.shape[-1]) if len(tensor.shape) > 1 else None
+        nearest = nearest_of(tensor.ggml_type) if len(tensor.shape) > 1 else None
         return nearest if nearest is not None and nearest.loss else None
 
     def _can_be_left(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and MLX."""
+"""Quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4 and MLX."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

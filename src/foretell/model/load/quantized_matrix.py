@@ -15,7 +15,8 @@ from foretell.model.matrices.stored import StoredMatrix
 Tensor = torch.Tensor
 _GROUP = 32
 """Inputs per scale of the storage types."""
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FOUR_BIT_FLOATS = torch.tensor([sign * v for sign in (1, -1) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+"""Numbers of E2M1."""
 _E8M0_BIAS = 127
 
 
@@ -144,11 +145,38 @@ class MXFP4Matrix(QuantizedMatrix):
 
     def widen(self) -> Float[Tensor, "o i"]:
         """The numbers in float32, all of which bfloat16 holds too."""
-        table = torch.tensor([*_MXFP4_VALUES, *(-v for v in _MXFP4_VALUES)])
         scale = torch.ldexp(torch.ones(self.exponent.shape), self.exponent.int() - _E8M0_BIAS)
-        return (table[self._values().int()] * scale[..., None]).flatten(1)
+        return (_FOUR_BIT_FLOATS[self._values().int()] * scale[..., None]).flatten(1)
 
     def stored(self) -> StoredMatrix:
         """MXFP4 in the order of GGUF."""
         data = torch.cat([self.exponent[..., None], _nibbles(self._values())], -1)
         return StoredMatrix("MXFP4", data.shape[1] * _GROUP, data.flatten(1))
+
+
+@dataclass(frozen=True)
+class NVFP4Matrix(QuantizedMatrix):
+    """E2M1 values with a scale in E4M3 per 16 inputs, and a factor for all."""
+
+    packed: UInt8[Tensor, "o n 8"]
+    """Values 2k and 2k + 1 in the low and high half of byte k."""
+    scale: Float[Tensor, "o n"]
+    factor: Float[Tensor, "1"]
+
+    def _values(self) -> UInt8[Tensor, "o n 16"]:
+        return torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(2)
+
+    def widen(self) -> Float[Tensor, "o i"]:
+        """The numbers in float32: scale times factor, rounded, times values."""
+        return (_FOUR_BIT_FLOATS[self._values().int()] * (self.scale.float() * self.factor)[..., None]).flatten(1)
+
+    def stored(self) -> StoredMatrix | str:
+        """NVFP4."""
+        outputs, groups = self.scale.shape
+        if groups % 4:
+            return f"{16 * groups} inputs are no multiple of 64"
+        values, scale = self._values(), self.scale.view(torch.uint8).view(outputs, -1, 4)
+        levels = (values[..., :8] | values[..., 8:] << 4).view(outputs, -1, 32)
+        factor = self.factor.float().view(torch.uint8).expand(*scale.shape[:2], 4)
+        data = torch.cat([factor, scale, levels], -1)
+        return StoredMatrix("NVFP4", 16 * groups, data.flatten(1))

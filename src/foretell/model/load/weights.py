@@ -24,7 +24,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of readable weights, by their names in safetensors."""
 _QUANTIZED = re.compile(
     r"(^|\.)(qweight|qzeros|g_idx|scales|biases|SCB|absmax|quant_map|quant_state.*"
-    r"|weight_(scale|packed|zero_point|shape|format).*"
+    r"|weight_(scale|packed|zero_point|shape|format|global_scale).*|input_global_scale"
     r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
 )
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and

@@ -121,6 +121,8 @@ class StoredMatrix:
         data = np.ascontiguousarray(self.data.numpy())
         if self.kind == "Q4_Z":
             return _widen_q4_z(data)
+        if self.kind == "NVFP4":
+            return _widen_nvfp4(data)
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -132,6 +134,18 @@ def _widen_q4_z(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
     scale, zero = (blocks[:, i : i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
     levels = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1).astype(np.float32)
     return torch.from_numpy((scale * (levels - zero)).reshape(len(data), -1))
+
+
+def _widen_nvfp4(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
+    from gguf.quants import NVFP4
+
+    blocks = data.reshape(-1, BLOCKS["NVFP4"][1])
+    bits = blocks[:, 4:8].astype(np.uint32) << 20  # the exponent begins at bit 23; halved, as levels are doubled
+    small, large = ((bits + np.uint32(exponent << 23)).view(np.float32) for exponent in (120, 119))
+    scale = np.where(bits < 1 << 23, small - np.float32(2**-7), large) * blocks[:, :4].copy().view(np.float32)
+    nibbles = blocks[:, 8:].reshape(-1, 4, 1, 8) >> np.array([0, 4], np.uint8)[:, None] & 15
+    levels = np.take(np.array(NVFP4.kvalues, np.float32), nibbles.reshape(-1, 4, 16))
+    return torch.from_numpy((scale[..., None] * levels).reshape(len(data), -1))
 
 
 Matrix = torch.Tensor | StoredMatrix
