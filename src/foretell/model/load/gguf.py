@@ -14,8 +14,8 @@ from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo
 from foretell.model.load.nearest_blocks import Nearest, nearest_of
 from foretell.model.matrices.stored import FLOAT_KINDS, MadeRows, StoredMatrix, read_mapped
 
-_NUMBERS = 1 << 17
-"""Numbers that become other blocks at a time: they stay in a processor's cache."""
+_NUMBERS = 1 << 18
+"""Numbers that become other blocks at a time: fewer stay in the cache, more let threads wait less for each other."""
 
 
 class GGUF(GGUFHeader):

@@ -27,7 +27,7 @@ class MappedFile(mmap.mmap):
     _direct: int | None = None
     """The file without the system's page cache."""
 
-    def __new__(cls, path: Path) -> "MappedFile":
+    def __new__(cls, path: Path) -> "MappedFile":  # noqa: D102
         with path.open("rb") as file:
             if sys.platform != "linux":
                 return super().__new__(cls, file.fileno(), 0, access=mmap.ACCESS_COPY)

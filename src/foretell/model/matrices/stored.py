@@ -22,7 +22,7 @@ class MappedPages(Protocol):
         """Return its pages to the system; they are read again when needed."""
 
     def read_at(self, address: int, size: int) -> UInt8[np.ndarray, " size"] | None:
-        """Bytes that are mapped at an address, read past the mapping; None: they are of no such file, or are in memory."""
+        """Bytes that are mapped at an address, read past the mapping; None: they are not of it, or are in memory."""
 
 
 def read_mapped(rows: UInt8[torch.Tensor, "n bytes"], mapped: Sequence[MappedPages]) -> UInt8[torch.Tensor, "n bytes"]:
