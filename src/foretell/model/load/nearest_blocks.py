@@ -101,38 +101,38 @@ def _four_bit_levels() -> Array:
     return np.array(IQ4_NL.kvalues, np.int8)
 
 
-def _iq2_xxs(raw: Array, factor: float) -> Array:
+def _iq2_xxs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words = np.ascontiguousarray(raw[:, 2:]).view(np.uint32).reshape(len(raw), 8, 2)
     index, rest = np.ascontiguousarray(words[..., 0]).view(np.uint8), np.ascontiguousarray(words[..., 1])
     scale = _float16(raw[:, :2]) * factor / 8 * (2 * (rest >> 28) + 1)
     return _q8_0(_levels("IQ2_XXS", index, _signs(rest)), scale)
 
 
-def _iq2_xs(raw: Array, factor: float) -> Array:
+def _iq2_xs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words = np.ascontiguousarray(raw[:, 2:66]).view(np.uint16)
     levels = _levels("IQ2_XS", words & np.uint16(511), _whole_signs(words >> 9))
     return _rounded(levels, _float16(raw[:, :2]) * factor / 8 * (2 * _fields(raw[:, 66:], _NIBBLES, 15) + 1.0))
 
 
-def _iq2_s(raw: Array, factor: float) -> Array:
+def _iq2_s(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     index = raw[:, 2:34] | _fields(raw[:, 66:74], _TWO_BITS, 3).astype(np.uint16) << 8
     levels = _levels("IQ2_S", index, raw[:, 34:66])
     return _rounded(levels, _float16(raw[:, :2]) * factor / 8 * (2 * _fields(raw[:, 74:], _NIBBLES, 15) + 1.0))
 
 
-def _iq3_xxs(raw: Array, factor: float) -> Array:
+def _iq3_xxs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words = np.ascontiguousarray(raw[:, 66:]).view(np.uint32)
     levels, scales = _levels("IQ3_XXS", raw[:, 2:66], _signs(words)) // 2, 2 * (words >> 28) + 1
     return _q6_k(levels, np.repeat(scales, 2, 1), _float16(raw[:, :2]) * factor / 2)
 
 
-def _iq3_s(raw: Array, factor: float) -> Array:
+def _iq3_s(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     index = raw[:, 2:66] | _fields(raw[:, 66:74], _BITS, 1).astype(np.uint16) << 8
     scales = np.repeat(2 * _fields(raw[:, 106:], _NIBBLES, 15) + 1, 2, 1)
     return _q6_k(_levels("IQ3_S", index, raw[:, 74:106]), scales, _float16(raw[:, :2]) * factor)
 
 
-def _iq1_s(raw: Array, factor: float) -> Array:
+def _iq1_s(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words = np.ascontiguousarray(raw[:, 34:]).view(np.uint16)
     index = raw[:, 2:34] | _fields(words, (0, 3, 6, 9), 7).astype(np.uint16) << 8
     shift = 1 - 2 * (words >> 15).astype(np.int8)
@@ -140,7 +140,7 @@ def _iq1_s(raw: Array, factor: float) -> Array:
     return _q6_k(levels, np.repeat(2 * (words >> 12 & 7) + 1, 2, 1), _float16(raw[:, :2]) * factor / 8)
 
 
-def _iq1_m(raw: Array, factor: float) -> Array:
+def _iq1_m(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words, high = np.ascontiguousarray(raw[:, 48:]).view(np.uint16), _fields(raw[:, 32:48], _NIBBLES, 15)
     levels = 8 * _levels("IQ1_M", raw[:, :32] | (high & 7).astype(np.uint16) << 8)
     levels += np.repeat(1 - 2 * (high >> 3).astype(np.int8), 8, 1)
@@ -149,41 +149,41 @@ def _iq1_m(raw: Array, factor: float) -> Array:
     return _q6_k(levels, 2 * _fields(words, (0, 3, 6, 9), 7) + 1, unit)
 
 
-def _iq4_nl(raw: Array, factor: float) -> Array:
+def _iq4_nl(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     return _q8_0(np.take(_four_bit_levels(), _fields(raw[:, 2:], _NIBBLES, 15, 16)), _float16(raw[:, :2]) * factor)
 
 
-def _iq4_xs(raw: Array, factor: float) -> Array:
+def _iq4_xs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     high = _fields(np.ascontiguousarray(raw[:, 2:4]).view(np.uint16), range(0, 16, 2), 3)
     scales = (_fields(raw[:, 4:8], _NIBBLES, 15) | high << 4).astype(np.float32) - 32
     levels = np.take(_four_bit_levels(), _fields(raw[:, 8:], _NIBBLES, 15, 16))
     return _q8_0(levels, _float16(raw[:, :2]) * factor * scales)
 
 
-def _q2_k(raw: Array, factor: float) -> Array:
+def _q2_k(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     units = _float16(raw[:, 80:82]) * factor, _float16(raw[:, 82:84]) * factor
     levels = _fields(raw[:, 16:80], _TWO_BITS, 3, 32)
     return _rounded(levels, units[0] * (raw[:, :16] & 15), units[1] * (raw[:, :16] >> 4))
 
 
-def _q3_k(raw: Array, factor: float) -> Array:
+def _q3_k(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     levels = _fields(raw[:, 32:96], _TWO_BITS, 3, 32) | _fields(raw[:, :32], _BITS, 1, 32) << 2
     scales = _fields(raw[:, 96:104], _NIBBLES, 15, 8) | _fields(raw[:, 104:108], _TWO_BITS, 3, 4) << 4
     return _q6_k(levels.view(np.int8) - 4, scales - np.uint8(32), _float16(raw[:, 108:]) * factor)
 
 
-def _tq1_0(raw: Array, factor: float) -> Array:
+def _tq1_0(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     parts = (raw[:, :32], _TRITS), (raw[:, 32:48], _TRITS), (raw[:, 48:52], _TRITS[:4])
     fifths = [(part[:, None] * powers[:, None]).reshape(len(raw), -1) for part, powers in parts]
     levels = (np.concatenate(fifths, 1).astype(np.uint16) * 3 >> 8).astype(np.uint8)
     return _q4_0(levels + 7, _float16(raw[:, 52:]) * factor)
 
 
-def _tq2_0(raw: Array, factor: float) -> Array:
+def _tq2_0(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     return _q4_0(_fields(raw[:, :64], _TWO_BITS, 3, 32) + 7, _float16(raw[:, 64:]) * factor)
 
 
-def _nvfp4(raw: Array, factor: float) -> Array:
+def _nvfp4(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     scales = np.where(raw[:, :4] == 0x7F, 0, raw[:, :4] & 0x7F)  # not a number means zero
     return np.concatenate([np.full((len(raw), 1), factor, np.float32).view(np.uint8), scales, raw[:, 4:]], 1)
 

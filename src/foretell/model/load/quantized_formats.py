@@ -188,7 +188,7 @@ class _NVFP4(QuantizedFormat):
         values, scales, factor = self.required
         packed, scale = module.require(values), module.require(scales)
         number = module.require(factor).float().flatten()
-        if packed.ndim != 2 or scale.shape != (len(packed), packed.shape[1] / 8) or number.shape != (1,):
+        if packed.ndim != 2 or 8 * scale.shape[-1] != packed.shape[1] or len(scale) != len(packed) or number.shape != (1,):
             raise module.wrong(scales, f"has shape {tuple(scale.shape)}, its values {tuple(packed.shape)}")
         if int(scale.view(torch.uint8).max()) > _E4M3_MOST:
             raise module.wrong(scales, "holds a negative scale or not-a-number")
