@@ -232,7 +232,7 @@ def nvfp4(method: str, inputs: int) -> tuple[dict[str, Any], dict[str, Any], tor
     scale[:, :2] *= 2**-14  # denormal ones
     scale = scale.to(torch.float8_e4m3fn)
     value = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[code & 7] * np.where(code & 8, -1, 1)
-    wide = torch.from_numpy(value.astype(np.float32)) * (scale.float() * factor).repeat_interleave(16, 1)
+    wide = torch.from_numpy(value.astype(np.float32)) * (scale.float() * float(factor)).repeat_interleave(16, 1)
     packed = (code[:, ::2] | code[:, 1::2] << 4).astype(np.uint8)
     if method == "modelopt":
         tensors = {"weight": packed, "weight_scale_2": np.array(factor), "input_scale": np.ones(1, np.float32)}

@@ -99,7 +99,7 @@ def test_sums_of_extreme_levels_do_not_overflow(instructions: str, monkeypatch: 
             if kind == "MXFP4":
                 blocks[:, 0] = 128
             if kind == "NVFP4":
-                blocks[:, :4], blocks[:, 4:8] = np.float32([1]).view(np.uint8), 0x40
+                blocks[:, :4], blocks[:, 4:8] = np.array([1], np.float32).view(np.uint8), 0x40
             weight = StoredMatrix(kind, 256, torch.from_numpy(blocks.reshape(32, -1)))
             products = NativeLinear(weight, None, "int8-activations")(x)
             expected = x.double() @ weight.widen().double().T

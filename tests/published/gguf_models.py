@@ -539,7 +539,7 @@ CASES: Mapping[str, GGUFCase] = {
     "glm-dsa": GGUFCase("glm-dsa", "GlmMoeDsaConfig", {k: v for k, v in _MLA.items() if k != "num_mtp_layers"} | {
     "index_topk": 32, "index_n_heads": 2, "index_head_dim": 32, "indexer_types": ["full", "shared", "full"]}, _deepseek,
     _deepseek_meta),
-    "deepseek32": GGUFCase("deepseek32", "DeepseekV32Config", {k: v for k, v in _MLA.items() if k != "num_mtp_layers"} | {
+    "deepseek32": GGUFCase("deepseek32", "DeepseekV32Config", {k: v for k, v in _MLA.items() if k[:7] != "num_mtp"} | {
     "index_topk": 32, "index_n_heads": 2, "index_head_dim": 32, "n_group": 2, "topk_group": 1, "n_routed_experts": 8,
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, _deepseek, _deepseek_meta),
     "phi3": GGUFCase("phi3", "Phi3Config", {"sliding_window": None}),

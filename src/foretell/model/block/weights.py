@@ -22,7 +22,8 @@ from foretell.model.block.spec import (
 from foretell.model.config.families import family_of
 from foretell.model.config.families.base import Rows
 from foretell.model.config.model import ModelConfig
-from foretell.model.matrices.stored import MappedPages, Matrix, StoredMatrix
+from foretell.model.matrices.mapped_file import MappedFile
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 Tensor = torch.Tensor
 P = TypeVar("P")
@@ -32,7 +33,7 @@ class TensorSource(Protocol):
     """Where tensors come from; see `foretell.model.load.weights.Weights`."""
 
     source: str
-    mapped: Sequence[MappedPages]
+    mapped: Sequence[MappedFile]
 
     def get(self, name: str) -> Float[Tensor, "*shape"] | None: ...  # noqa: D102
     def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]: ...  # noqa: D102

@@ -16,8 +16,8 @@ from foretell.model.config.families import family_of
 from foretell.model.config.families.base import GGUF_NAMES
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
-from foretell.model.load.mapped_file import MappedFile, what_is_missing
 from foretell.model.matrices.kinds import BLOCKS, Kind
+from foretell.model.matrices.mapped_file import MappedFile, what_is_missing
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

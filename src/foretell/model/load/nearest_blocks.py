@@ -16,7 +16,7 @@ from jaxtyping import Float, Int8, UInt8
 from foretell.model.matrices.kinds import BLOCKS, Kind
 
 Array = np.ndarray
-_TWO_BITS, _NIBBLES, _BITS = (0, 2, 4, 6), (0, 4), tuple(range(8))
+_TWO_BITS, _NIBBLES, _BITS, _SEVENS = (0, 2, 4, 6), (0, 4), tuple(range(8)), (0, 7, 14, 21)
 _TRITS = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
@@ -82,35 +82,29 @@ def _sign_table() -> Array:
     return (1 - 2 * bits.view(np.int8)).view(np.uint64)[:, 0]
 
 
-def _signs(words: Array) -> UInt8[Array, "b n"]:
-    """The bytes of signs that four fields of 7 bits of 32 bits stand for."""
-    return _whole_signs(_fields(words, (0, 7, 14, 21), 127))
-
-
-def _whole_signs(index: Array) -> UInt8[Array, "b n"]:
+def _signs(index: Array) -> UInt8[Array, "b n"]:
     """The bytes of signs, of which 7 bits give the eighth."""
     from gguf.quants import IQ2_XXS
 
     return np.take(np.frombuffer(IQ2_XXS.ksigns, np.uint8), index)
 
 
-@cache
-def _four_bit_levels() -> Array:
+def _four_bits(raw: UInt8[Array, "b bytes"]) -> Int8[Array, "b n"]:
     from gguf.quants import IQ4_NL
 
-    return np.array(IQ4_NL.kvalues, np.int8)
+    return np.take(np.array(IQ4_NL.kvalues, np.int8), _fields(raw, _NIBBLES, 15, 16))
 
 
 def _iq2_xxs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words = np.ascontiguousarray(raw[:, 2:]).view(np.uint32).reshape(len(raw), 8, 2)
     index, rest = np.ascontiguousarray(words[..., 0]).view(np.uint8), np.ascontiguousarray(words[..., 1])
     scale = _float16(raw[:, :2]) * factor / 8 * (2 * (rest >> 28) + 1)
-    return _q8_0(_levels("IQ2_XXS", index, _signs(rest)), scale)
+    return _q8_0(_levels("IQ2_XXS", index, _signs(_fields(rest, _SEVENS, 127))), scale)
 
 
 def _iq2_xs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words = np.ascontiguousarray(raw[:, 2:66]).view(np.uint16)
-    levels = _levels("IQ2_XS", words & np.uint16(511), _whole_signs(words >> 9))
+    levels = _levels("IQ2_XS", words & np.uint16(511), _signs(words >> 9))
     return _rounded(levels, _float16(raw[:, :2]) * factor / 8 * (2 * _fields(raw[:, 66:], _NIBBLES, 15) + 1.0))
 
 
@@ -122,7 +116,7 @@ def _iq2_s(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
 
 def _iq3_xxs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     words = np.ascontiguousarray(raw[:, 66:]).view(np.uint32)
-    levels, scales = _levels("IQ3_XXS", raw[:, 2:66], _signs(words)) // 2, 2 * (words >> 28) + 1
+    levels, scales = _levels("IQ3_XXS", raw[:, 2:66], _signs(_fields(words, _SEVENS, 127))) // 2, 2 * (words >> 28) + 1
     return _q6_k(levels, np.repeat(scales, 2, 1), _float16(raw[:, :2]) * factor / 2)
 
 
@@ -150,14 +144,13 @@ def _iq1_m(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
 
 
 def _iq4_nl(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
-    return _q8_0(np.take(_four_bit_levels(), _fields(raw[:, 2:], _NIBBLES, 15, 16)), _float16(raw[:, :2]) * factor)
+    return _q8_0(_four_bits(raw[:, 2:]), _float16(raw[:, :2]) * factor)
 
 
 def _iq4_xs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
     high = _fields(np.ascontiguousarray(raw[:, 2:4]).view(np.uint16), range(0, 16, 2), 3)
     scales = (_fields(raw[:, 4:8], _NIBBLES, 15) | high << 4).astype(np.float32) - 32
-    levels = np.take(_four_bit_levels(), _fields(raw[:, 8:], _NIBBLES, 15, 16))
-    return _q8_0(levels, _float16(raw[:, :2]) * factor * scales)
+    return _q8_0(_four_bits(raw[:, 8:]), _float16(raw[:, :2]) * factor * scales)
 
 
 def _q2_k(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
@@ -206,10 +199,7 @@ def _rounded(
     if offset is not None:
         numbers -= offset[..., None]
     numbers = numbers.reshape(-1, 32)
-    most = np.abs(numbers)
-    while most.shape[1] > 1:  # quicker than a maximum of each row
-        most = np.maximum(*np.hsplit(most, 2))
-    unit = most / np.float32(127)
+    unit = np.abs(numbers).max(1, keepdims=True) / np.float32(127)
     numbers *= np.divide(1, unit, out=np.zeros_like(unit), where=unit > 0)
     return _q8_0(np.rint(numbers, out=numbers).astype(np.int8), unit)
 

@@ -11,9 +11,8 @@ from foretell.model.load.quantization_config import Layout, Scheme
 from foretell.model.load.quantized_matrix import (
     AffineMatrix,
     Float8Matrix,
+    FourBitFloatMatrix,
     IntegerMatrix,
-    MXFP4Matrix,
-    NVFP4Matrix,
     QuantizedMatrix,
 )
 from foretell.model.load.weights import SafetensorsWeights
@@ -178,7 +177,7 @@ class _MXFP4(QuantizedFormat):
             raise module.wrong(scales, f"has shape {tuple(exponent.shape)}, its values {tuple(blocks.shape)}")
         if int(exponent.max()) == _E8M0_NAN:
             raise module.wrong(scales, "holds the exponent of not-a-number")
-        return MXFP4Matrix(blocks.reshape(-1, groups, 16), exponent.reshape(-1, groups))
+        return FourBitFloatMatrix(blocks.reshape(-1, groups, 16), exponent.reshape(-1, groups))
 
 
 class _NVFP4(QuantizedFormat):
@@ -186,14 +185,14 @@ class _NVFP4(QuantizedFormat):
 
     def read(self, module: QuantizedModule, scheme: Scheme) -> QuantizedMatrix:
         values, scales, factor = self.required
-        packed, scale = module.require(values), module.require(scales)
+        packed, scale = module.require(values), module.require(scales).view(torch.uint8)
         number = module.require(factor).float().flatten()
-        if packed.ndim != 2 or 8 * scale.shape[-1] != packed.shape[1] or len(scale) != len(packed) or number.shape != (1,):
+        if packed.ndim != 2 or (len(packed), packed.shape[1]) != (len(scale), 8 * scale.shape[-1]) or len(number) != 1:
             raise module.wrong(scales, f"has shape {tuple(scale.shape)}, its values {tuple(packed.shape)}")
-        if int(scale.view(torch.uint8).max()) > _E4M3_MOST:
+        if int(scale.max()) > _E4M3_MOST:
             raise module.wrong(scales, "holds a negative scale or not-a-number")
-        divides = factor == ".weight_global_scale"
-        return NVFP4Matrix(packed.view(*scale.shape, 8), scale, 1 / number if divides else number)
+        number = 1 / number if factor == ".weight_global_scale" else number
+        return FourBitFloatMatrix(packed.view(*scale.shape, 8), scale, number)
 
 
 class _MLX(QuantizedFormat):

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
-from foretell.model.load.mapped_file import MappedFile, what_is_missing
+from foretell.model.matrices.mapped_file import MappedFile, what_is_missing
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

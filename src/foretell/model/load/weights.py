@@ -16,7 +16,8 @@ from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.safetensors_file import SafetensorsFile
-from foretell.model.matrices.stored import MappedPages, Matrix, StoredMatrix
+from foretell.model.matrices.mapped_file import MappedFile
+from foretell.model.matrices.stored import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
 Tensor = torch.Tensor
@@ -59,7 +60,7 @@ class Weights(ABC):
     source: str
     files: Sequence[Path] = ()
     """Files that the tensors come from; none: they are made up."""
-    mapped: Sequence[MappedPages] = ()
+    mapped: Sequence[MappedFile] = ()
     """Those that tensors are views of."""
 
     variant = ""

@@ -7,8 +7,7 @@ Kind = Literal[
 ]  # fmt: skip
 """Storage types, by their names in GGUF. Two are ours. `Q4_Z`: 32 inputs in 20 bytes, float16 scale d and zero point z,
 then 16 bytes of levels q in the order of Q4_0; a weight is d * (q - z). GPTQ and AWQ checkpoints become this type.
-`NVFP4`: the factor of the matrix as float32, then a block of 64 inputs of GGUF, whose scales have no sign and are numbers.
-"""
+`NVFP4`: the factor of the matrix as float32, then a block of 64 inputs of GGUF, whose scales are numbers."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 BLOCKS: dict[Kind, tuple[int, int]] = {

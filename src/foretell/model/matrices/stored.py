@@ -3,30 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 
 from foretell.model.matrices.kinds import BLOCKS, Kind
+from foretell.model.matrices.mapped_file import MappedFile
 
 FLOAT_KINDS: dict[Kind, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the kinds that are not quantised."""
 
 
-class MappedPages(Protocol):
-    """A mapped file."""
-
-    def release_pages(self) -> None:
-        """Return its pages to the system; they are read again when needed."""
-
-    def read_at(self, address: int, size: int) -> UInt8[np.ndarray, " size"] | None:
-        """Bytes that are mapped at an address, read past the mapping; None: they are not of it, or are in memory."""
-
-
-def read_mapped(rows: UInt8[torch.Tensor, "n bytes"], mapped: Sequence[MappedPages]) -> UInt8[torch.Tensor, "n bytes"]:
-    """Rows that may be mapped from one of these files: read from it, or as they are where they are in memory."""
+def read_mapped(rows: UInt8[torch.Tensor, "n bytes"], mapped: Sequence[MappedFile]) -> UInt8[torch.Tensor, "n bytes"]:
+    """Rows that one of these files may map: read from it, or as they are where they are in memory."""
     for file in mapped if rows.is_contiguous() else ():
         if (raw := file.read_at(rows.data_ptr(), rows.nbytes)) is not None:
             return torch.from_numpy(raw).view(rows.shape)
@@ -50,7 +40,7 @@ class StoredMatrix:
     inputs: int
     held: UInt8[torch.Tensor, "o bytes"] | MadeRows
     """The rows, a whole number of blocks each."""
-    mapped: Sequence[MappedPages] = field(default=(), compare=False)
+    mapped: Sequence[MappedFile] = field(default=(), compare=False)
     """The mapped files, of which one holds the rows."""
 
     def __post_init__(self) -> None:
@@ -74,7 +64,7 @@ class StoredMatrix:
         return read_mapped(self.held[first:last], self.mapped)
 
     @classmethod
-    def of(cls, tensor: Float[torch.Tensor, "o i"], mapped: Sequence[MappedPages] = ()) -> "StoredMatrix":
+    def of(cls, tensor: Float[torch.Tensor, "o i"], mapped: Sequence[MappedFile] = ()) -> "StoredMatrix":
         """A float tensor as it is; float64 becomes float32."""
         kinds = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
         tensor = tensor.detach().contiguous()

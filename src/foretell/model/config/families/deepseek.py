@@ -204,7 +204,7 @@ DEEPSEEK = Family(
         "deepseek_v3": Kind(defaults=_DEEPSEEK_V3),
         "glm4_moe_lite": Kind(defaults=_GLM4_MOE_LITE),
         "glm_moe_dsa": Kind(defaults=_GLM_MOE_DSA),
-        "deepseek_v32": Kind(defaults=_DEEPSEEK_V3 | {"max_position_embeddings": 163840}),
+        "deepseek_v32": Kind(defaults={**_DEEPSEEK_V3, "max_position_embeddings": 163840}),
     },
     prediction=_prediction,
     unread=("self_attn.indexer.", "indexer."),

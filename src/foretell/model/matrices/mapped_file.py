@@ -16,6 +16,7 @@ _RECENT = 60.0
 """Seconds since the last change of a file within which it may be growing."""
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag, which Python does not name in all versions."""
+_PAGE = mmap.PAGESIZE
 
 
 class MappedFile(mmap.mmap):
@@ -50,27 +51,18 @@ class MappedFile(mmap.mmap):
         """
         start = np.frombuffer(self, np.uint8).ctypes.data
         offset, last = address - start, address - start + size
-        first, end = offset & -mmap.PAGESIZE, -(-last // mmap.PAGESIZE) * mmap.PAGESIZE
-        if (
-            self._direct is None
-            or not 0 <= offset <= last <= end <= len(self)
-            or self._is_cached(start + first, end - first)
-        ):
+        first, end = offset & -_PAGE, -(-last // _PAGE) * _PAGE
+        if self._direct is None or not 0 <= offset <= last <= end <= len(self):
             return None
-        memory = np.empty(end - first + mmap.PAGESIZE, np.uint8)
-        memory = memory[-memory.ctypes.data % mmap.PAGESIZE :][: end - first]
-        if os.preadv(self._direct, [memory.data], first) != len(memory):
+        memory, resident = np.empty(end - first + _PAGE, np.uint8), np.ones((end - first) // _PAGE, np.uint8)
+        at, count = ctypes.c_void_p(start + first), ctypes.c_size_t(end - first)
+        if ctypes.CDLL(None).mincore(at, count, resident.ctypes) or (resident & 1).all():
             return None
-        return memory[offset - first : last - first]
-
-    @staticmethod
-    def _is_cached(address: int, size: int) -> bool:
-        """Whether the system's page cache has all pages of a part of the mapping."""
-        resident = np.zeros(size // mmap.PAGESIZE, np.uint8)
-        failed = ctypes.CDLL(None).mincore(
-            ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(resident.ctypes.data)
-        )
-        return bool(failed) or bool((resident & 1).all())
+        memory = memory[-memory.ctypes.data % _PAGE :][: end - first]
+        with contextlib.suppress(OSError):  # a file system that asks for more than whole pages
+            if os.preadv(self._direct, [memory.data], first) == len(memory):
+                return memory[offset - first : last - first]
+        return None
 
 
 def what_is_missing(path: Path, what: str) -> str:
