@@ -105,7 +105,7 @@ def _of_gguf(path: Path) -> Description:
     kinds = [(kind_name(e.ggml_type), prod(e.shape), file.byte_count(e)) for e in tensors]
     nearest = {kind_name(e.ggml_type): near for e in tensors if (near := nearest_of(e.ggml_type))}
     together = (
-        replace(each, read_as=near.words, memory=near.memory(each.numbers))
+        replace(each, read_as="" if near.kind == each.kind else near.words, memory=near.memory(each.numbers))
         if (near := nearest.get(each.kind))
         else each
         for each in _by_kind(kinds)
