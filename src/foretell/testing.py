@@ -39,9 +39,6 @@ class RandomWeights(Weights):
         scale = self._sharpness if "embed" in name else shape[-1] ** -0.5
         return (noise * scale).float()
 
-    def release_pages(self) -> None:
-        """Does nothing: no tensor is kept."""
-
 
 def hash_name(name: str) -> int:
     """A hash of the string that is the same in every process (Python's own hash is not)."""

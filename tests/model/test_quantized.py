@@ -224,6 +224,41 @@ def test_mxfp4_of_compressed_tensors(tmp_path: Path) -> None:
     assert weights.matrix(f"{NAME}.weight", 64, 96).kind == "MXFP4"
 
 
+def nvfp4(method: str, inputs: int) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
+    """Tensors, configuration and numbers of a matrix of NVFP4 as a program writes it."""
+    random, factor = np.random.default_rng(0), np.float32(1 / 320)
+    code = random.integers(0, 16, (OUT, inputs))
+    scale = torch.from_numpy(random.uniform(0.001, 448, (OUT, inputs // 16)).astype(np.float32))
+    scale[:, :2] *= 2**-14  # denormal ones
+    scale = scale.to(torch.float8_e4m3fn)
+    value = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[code & 7] * np.where(code & 8, -1, 1)
+    wide = torch.from_numpy(value.astype(np.float32)) * (scale.float() * float(factor)).repeat_interleave(16, 1)
+    packed = (code[:, ::2] | code[:, 1::2] << 4).astype(np.uint8)
+    if method == "modelopt":
+        tensors = {"weight": packed, "weight_scale_2": np.array(factor), "input_scale": np.ones(1, np.float32)}
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.self_attn*"]}
+    else:
+        tensors = {"weight_packed": packed, "weight_global_scale": 1 / np.full(1, factor)}
+        config = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
+    return {**tensors, "weight_scale": scale}, config, wide
+
+
+@pytest.mark.parametrize("method", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("inputs", [128, 96])
+def test_nvfp4(method: str, inputs: int, tmp_path: Path) -> None:
+    tensors, config, wide = nvfp4(method, inputs)
+    other = "model.layers.0.self_attn.o_proj.weight"
+    weights = write(tmp_path, {**tensors, other: np.ones((4, 4), np.float32)}, config)
+    torch.testing.assert_close(weights.require(f"{NAME}.weight", OUT, inputs), wide, rtol=2e-7, atol=0)
+    stored = weights.matrix(f"{NAME}.weight", OUT, inputs)
+    assert stored.kind == ("NVFP4" if inputs % 64 == 0 else "F32")
+    assert torch.equal(stored.widen(), weights.require(f"{NAME}.weight", OUT, inputs))
+    tensors["weight_scale"] = -tensors["weight_scale"].float()
+    tensors["weight_scale"] = tensors["weight_scale"].to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="weight_scale holds a negative scale or not-a-number"):
+        write(tmp_path, tensors, config).matrix(f"{NAME}.weight", OUT, inputs)
+
+
 def test_groups_of_modules_have_their_own_scheme(tmp_path: Path) -> None:
     config = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
     eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -259,7 +294,8 @@ def test_groups_of_modules_have_their_own_scheme(tmp_path: Path) -> None:
         ({"group_size": 16, "bits": 4, "mode": "nvfp4"}, "mode should be one of affine, found 'nvfp4'"),
         ({"quant_method": "compressed-tensors"}, "has no 'quantization_config.format'"),
         (compressed("marlin-24", num_bits=4), "format should be one of pack-quantized"),
-        (compressed("nvfp4-pack-quantized", num_bits=4), "format should be one of pack-quantized"),
+        (compressed("nvfp4-pack-quantized", num_bits=8, type="float"), "num_bits should be one of 4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo should be one of NVFP4, found 'FP8'"),
         (compressed("pack-quantized", num_bits=9), "num_bits should be one of 1, 2"),
         (compressed("pack-quantized", num_bits=4, type="float"), "type should be one of int"),
         (compressed("float-quantized", num_bits=8, type="float", strategy="block"), "block_structure should be two"),

@@ -19,7 +19,7 @@ QUANTIZED: list[Kind] = [kind for kind in KINDS if kind not in ("F32", "F16", "B
 every_kind = pytest.mark.parametrize("kind", QUANTIZED)
 SCALES: dict[Kind, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,), "MXFP4": (), "Q4_Z": (0, 2),
+    "Q6_K": (208,), "MXFP4": (), "Q4_Z": (0, 2), "NVFP4": (),
 }  # fmt: skip
 """Where a block has half-precision numbers."""
 
@@ -37,6 +37,10 @@ def random_blocks(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> Store
         blocks[:, at : at + 2] = numbers[:, None].view(np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(110, 131, len(blocks))
+    if kind == "NVFP4":
+        blocks[:, :4] = rng.normal(0, 1e-2, len(blocks)).astype(np.float32)[:, None].view(np.uint8)
+        blocks[:, 4:8] = rng.integers(0, 0x7F, (len(blocks), 4))
+        blocks[::9, 4:8] = rng.integers(0, 9, 4)
     if kind == "Q4_Z":
         blocks[:, 2:4] = rng.integers(0, 17, len(blocks)).astype(np.float16)[:, None].view(np.uint8)
     return StoredMatrix(kind, inputs, torch.from_numpy(blocks.reshape(outputs, -1)))
@@ -94,6 +98,8 @@ def test_sums_of_extreme_levels_do_not_overflow(instructions: str, monkeypatch: 
                 blocks[:, at : at + 2] = np.array([1], np.float16).view(np.uint8)
             if kind == "MXFP4":
                 blocks[:, 0] = 128
+            if kind == "NVFP4":
+                blocks[:, :4], blocks[:, 4:8] = np.array([1], np.float32).view(np.uint8), 0x40
             weight = StoredMatrix(kind, 256, torch.from_numpy(blocks.reshape(32, -1)))
             products = NativeLinear(weight, None, "int8-activations")(x)
             expected = x.double() @ weight.widen().double().T

@@ -177,7 +177,7 @@ def _deepseek_meta(config: Any) -> Meta:
     }  # fmt: skip
     if sigmoid:
         meta |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
-    if config.model_type == "glm_moe_dsa":
+    if hasattr(config, "index_topk"):
         meta |= {
             "attention.indexer.head_count": config.index_n_heads, "attention.indexer.top_k": config.index_topk,
             "attention.indexer.key_length": config.index_head_dim,
@@ -539,6 +539,9 @@ CASES: Mapping[str, GGUFCase] = {
     "glm-dsa": GGUFCase("glm-dsa", "GlmMoeDsaConfig", {k: v for k, v in _MLA.items() if k != "num_mtp_layers"} | {
     "index_topk": 32, "index_n_heads": 2, "index_head_dim": 32, "indexer_types": ["full", "shared", "full"]}, _deepseek,
     _deepseek_meta),
+    "deepseek32": GGUFCase("deepseek32", "DeepseekV32Config", {k: v for k, v in _MLA.items() if k[:7] != "num_mtp"} | {
+    "index_topk": 32, "index_n_heads": 2, "index_head_dim": 32, "n_group": 2, "topk_group": 1, "n_routed_experts": 8,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, _deepseek, _deepseek_meta),
     "phi3": GGUFCase("phi3", "Phi3Config", {"sliding_window": None}),
     "phi3 longrope": GGUFCase("phi3", "Phi3Config", _LONG, _same, _longrope_meta),
     "seed_oss": GGUFCase("seed_oss", "SeedOssConfig", {"head_dim": 16}),
@@ -645,7 +648,8 @@ def write_model(
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32))
     for name in ("short", "long") if rope.get("rope_type") == "longrope" else ():
         writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-    names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), blocks)
+    named = {"deepseek32": "glm-dsa"}.get(arch, arch)  # of the same names; `gguf` does not know it yet
+    names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == named), blocks)
     for name, tensor in {**model.state_dict(), **(prediction or {})}.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

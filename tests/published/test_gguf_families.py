@@ -137,15 +137,18 @@ def test_a_directory_with_other_tensors_is_refused_or_read(name: str, tmp_path: 
         check(build_directory(tmp_path), untied, 1e-5)
 
 
-def test_a_model_that_chooses_tokens_is_read_for_texts_in_which_it_attends_to_all(tmp_path: Path) -> None:
-    model = oracle_of(CASES["glm-dsa"])
+@pytest.mark.parametrize(("name", "kind"), [("glm-dsa", "glm_moe_dsa"), ("deepseek32", "deepseek_v32")])
+def test_a_model_that_chooses_tokens_is_read_for_texts_in_which_it_attends_to_all(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    model = oracle_of(CASES[name])
     with torch.no_grad():
-        write_model(tmp_path / "m.gguf", CASES["glm-dsa"], model)
+        write_model(tmp_path / "m.gguf", CASES[name], model)
     model.save_pretrained(tmp_path)
     yarn = {"rope_type": "yarn", "factor": 4.0}
     for config in (gguf_config(GGUF(tmp_path / "m.gguf")), from_hf(json.loads((tmp_path / "config.json").read_text()))):
         assert config.context == 32 and with_context(config, 20).context == 20
-        with pytest.raises(ValueError, match="glm_moe_dsa is read for texts of up to 32 tokens"):
+        with pytest.raises(ValueError, match=f"{kind} is read for texts of up to 32 tokens"):
             with_context(config, 33)
-        with pytest.raises(ValueError, match="glm_moe_dsa is read for texts of up to 32 tokens"):
+        with pytest.raises(ValueError, match=f"{kind} is read for texts of up to 32 tokens"):
             with_rope_scaling(config, yarn)

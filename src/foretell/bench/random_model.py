@@ -45,9 +45,6 @@ class DeviceRandomWeights(Weights):
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         return tensor.normal_(0.0, 1.0 if "embed" in name else shape[-1] ** -0.5, generator=generator)
 
-    def release_pages(self) -> None:
-        """Hold nothing."""
-
 
 def random_network(config: ModelConfig, precision: Precision, device: torch.device) -> Network:
     """A random network with what `foretell.load` uses on this device: native kernels, CUDA graphs or plain torch."""

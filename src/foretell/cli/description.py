@@ -103,9 +103,9 @@ def _of_gguf(path: Path) -> Description:
     tokenizer = [f"{key} {meta[name]}" for key in ("model", "pre") if (name := f"tokenizer.ggml.{key}") in meta]
     templates = [key.removeprefix(f"{_TEMPLATE}.") for key in sorted(meta) if key.startswith(f"{_TEMPLATE}.")]
     kinds = [(kind_name(e.ggml_type), prod(e.shape), file.byte_count(e)) for e in tensors]
-    nearest = {kind_name(e.ggml_type): near for e in tensors if (near := nearest_of(e.ggml_type, e.shape[-1]))}
+    nearest = {kind_name(e.ggml_type): near for e in tensors if (near := nearest_of(e.ggml_type))}
     together = (
-        replace(each, read_as=near.words, memory=near.memory(each.numbers))
+        replace(each, read_as="" if near.kind == each.kind else near.words, memory=near.memory(each.numbers))
         if (near := nearest.get(each.kind))
         else each
         for each in _by_kind(kinds)

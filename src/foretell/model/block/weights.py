@@ -1,6 +1,6 @@
 """Reads the record of a block from a checkpoint, and walks its tensors; see `foretell.model.block.spec`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from foretell.model.block.spec import (
 from foretell.model.config.families import family_of
 from foretell.model.config.families.base import Rows
 from foretell.model.config.model import ModelConfig
+from foretell.model.matrices.mapped_file import MappedFile
 from foretell.model.matrices.stored import Matrix, StoredMatrix
 
 Tensor = torch.Tensor
@@ -32,6 +33,7 @@ class TensorSource(Protocol):
     """Where tensors come from; see `foretell.model.load.weights.Weights`."""
 
     source: str
+    mapped: Sequence[MappedFile]
 
     def get(self, name: str) -> Float[Tensor, "*shape"] | None: ...  # noqa: D102
     def require(self, name: str, *shape: int) -> Float[Tensor, "*shape"]: ...  # noqa: D102
@@ -39,7 +41,6 @@ class TensorSource(Protocol):
     def expert_matrices(  # noqa: D102
         self, name: str, count: int, outputs: int, inputs: int
     ) -> Iterator[StoredMatrix]: ...
-    def release_pages(self) -> None: ...  # noqa: D102
 
 
 def read_block(config: ModelConfig, i: int, source: TensorSource) -> BlockWeights:
@@ -127,8 +128,8 @@ class _Reader:
         both = source.require(gate_up, experts.count, 2 * experts.ffn, hidden)
         last = source.require(down, experts.count, hidden, experts.ffn)
         for first, second in zip(both, last, strict=True):
-            halves = (StoredMatrix.of(half, source.release_pages) for half in torch.split(first, experts.ffn))
-            matrix = StoredMatrix.of(second, source.release_pages)
+            halves = (StoredMatrix.of(half, source.mapped) for half in torch.split(first, experts.ffn))
+            matrix = StoredMatrix.of(second, source.mapped)
             yield GatedWeights(LinearWeights(tuple(halves)), LinearWeights((matrix,)))
 
     def _turned(self, gate_up: str, down: str, alternating: bool) -> Iterator[GatedWeights]:

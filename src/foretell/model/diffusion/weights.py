@@ -42,15 +42,11 @@ class _LladaWeights(Weights):
     """The tensors of LLaDA under Llama's names."""
 
     def __init__(self, weights: Weights) -> None:
-        self.source, self.files, self._weights = weights.source, weights.files, weights
+        self.source, self.files, self.mapped, self._weights = weights.source, weights.files, weights.mapped, weights
 
     def get(self, name: str) -> Float[torch.Tensor, "*shape"] | None:
         """The tensor that Llama calls `name`, or None."""
         return self._weights.get(llada_name(name))
-
-    def release_pages(self) -> None:
-        """Return the file's memory pages."""
-        self._weights.release_pages()
 
 
 def read_decoder(folder: Path, config: DiffusionConfig, dtype: torch.dtype, device: torch.device) -> Decoder:

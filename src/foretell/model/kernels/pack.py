@@ -17,12 +17,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretell.model.kernels.structures import LANES, PANEL, PANEL_KINDS, Precision
+from foretell.model.matrices.kinds import BLOCKS
 from foretell.model.matrices.stored import FLOAT_KINDS, Matrix, StoredMatrix
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
 _CHUNK = 1 << 20
 """Numbers that a thread packs at a time: bounds the memory for widened rows."""
+_READ = 4 << 20
+"""Bytes of rows, packed as the checkpoint stores them, that a thread reads at a time."""
 _RELEASED = 64 << 20
 """Packed bytes after which the pages of the source are returned to the system."""
 TWO_OF_FOUR = "BF16_2:4"
@@ -55,6 +58,12 @@ class Panels:
         """Length of a row."""
         return self.parts[0].inputs
 
+    @property
+    def _as_stored(self) -> bool:
+        """Whether the rows are packed from what the checkpoint stores; else they are widened first."""
+        kinds = {part.kind for part in self.parts}
+        return len(kinds) == 1 and (self.kind in kinds or kinds <= FLOAT_KINDS.keys())
+
     def panel_bytes(self, kernels: ctypes.CDLL) -> int:
         """Bytes of a panel."""
         return 4 * int(kernels.foretell_panel_words(PANEL_KINDS.index(self.kind), self.inputs))
@@ -65,28 +74,33 @@ class Panels:
 
     def tasks(self, words: Tensor, kernels: ctypes.CDLL) -> Iterator[Callable[[], int]]:
         """Calls that pack a few panels each into `words`, and return their bytes."""
-        size, step = self.panel_bytes(kernels), max(_CHUNK // self.inputs // PANEL, 1) * PANEL
+        per_block, stored = BLOCKS[self.parts[0].kind]
+        rows = _READ * per_block // stored // self.inputs if self._as_stored else _CHUNK // self.inputs
+        size, step = self.panel_bytes(kernels), max(rows // PANEL, 1) * PANEL
         for first in range(0, len(self.order), step):
             place = slice(first // PANEL * size, (first + step) // PANEL * size)
             yield partial(self._pack, self.order[first : first + step], words[place], kernels)
 
     def _pack(self, order: Int[np.ndarray, " rows"], words: Tensor, kernels: ctypes.CDLL) -> int:
-        kinds = {part.kind for part in self.parts}
-        as_stored = len(kinds) == 1 and (self.kind in kinds or kinds <= FLOAT_KINDS.keys())
+        as_stored = self._as_stored
         assert as_stored or self.kind != TWO_OF_FOUR
         address, first = np.zeros(len(order), np.uint64), 0
-        widened = []
-        """Rows that are alive until they are packed."""
+        alive = []
+        """Rows, until they are packed."""
         for part in self.parts:
             here = np.flatnonzero((order >= first) & (order < first + part.outputs))
-            rows, data = order[here] - first, part.data
+            rows = order[here] - first
             first += part.outputs
-            if not as_stored and len(rows):
-                data = widen_rows(part, rows, kernels).view(torch.uint8)
+            if not len(rows):
+                continue
+            least = int(rows.min())
+            data, rows = part.read_rows(least, int(rows.max()) + 1), rows - least
+            if not as_stored:
+                data = widen_rows(StoredMatrix(part.kind, part.inputs, data), rows, kernels).view(torch.uint8)
                 rows = np.arange(len(rows))
-                widened.append(data)
+            alive.append(data)
             address[here] = data.data_ptr() + rows * data.stride(0)
-        row_type = next(iter(kinds)) if as_stored else "F32"
+        row_type = self.parts[0].kind if as_stored else "F32"
         kernels.foretell_pack_rows(
             PANEL_KINDS.index(self.kind),
             _ROW_TYPES.index(row_type) if row_type in _ROW_TYPES else 0,
@@ -184,15 +198,16 @@ def pack(weights: Sequence[Panels], kernels: ctypes.CDLL) -> list[Tensor]:
     sizes = [weight.nbytes(kernels) for weight in weights]
     packed = list(torch.split(allocate(sum(sizes)), sizes))
     tasks = [t for weight, words in zip(weights, packed, strict=True) for t in weight.tasks(words, kernels)]
-    releases = {part.release_pages for weight in weights for part in weight.parts if part.release_pages is not None}
+    mapped = {file for weight in weights for part in weight.parts for file in part.mapped}
     resident = 0
-    with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+    workers = torch.get_num_threads() * (2 if mapped else 1)  # one packs while another waits for the disk
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
         for done in [pool.submit(task) for task in tasks]:
             resident += done.result()
             if resident >= _RELEASED:
                 resident = 0
-                for release in releases:
-                    release()
+                for file in mapped:
+                    file.release_pages()
     return packed
 
 

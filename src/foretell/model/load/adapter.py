@@ -395,7 +395,7 @@ class _Updates(GGUF):
     """The updates of an adapter in GGUF, as tensors of the file that it adapts."""
 
     def __init__(self, file: GGUF) -> None:
-        self.path, self.files, self.metadata = file.path, file.files, file.metadata
+        self.path, self.files, self.mapped, self.metadata = file.path, file.files, file.mapped, file.metadata
         self._factors, pairs = file, dict[str, dict[str, TensorInfo]]()
         self.ranks = dict[str, int]()
         for name, entry in file.tensors.items():

@@ -1,8 +1,8 @@
 """Reads the tensors of GGUF files, which `gguf.quants` dequantises."""
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int, UInt8
 
 from foretell.model.load.gguf_header import KIND_OF_TYPE, GGUFHeader, TensorInfo, block_size
-from foretell.model.load.nearest_blocks import nearest_blocks, nearest_of
-from foretell.model.matrices.stored import FLOAT_KINDS, StoredMatrix
+from foretell.model.load.nearest_blocks import Nearest, nearest_of
+from foretell.model.matrices.stored import FLOAT_KINDS, MadeRows, StoredMatrix, read_mapped
 
-_NUMBERS = 1 << 20
-"""Numbers that become other blocks at a time in a thread."""
+_NUMBERS = 1 << 18
+"""Numbers that become other blocks at a time: fewer stay in the cache, more let threads wait less for each other."""
 
 
 class GGUF(GGUFHeader):
@@ -40,27 +40,25 @@ class GGUF(GGUFHeader):
         e = self._part(name, expert)
         if len(e.shape) != 2:
             return None
-        nearest = nearest_of(e.ggml_type, e.shape[1])
+        nearest = nearest_of(e.ggml_type)
         if nearest is not None:
-            return StoredMatrix(nearest.kind, e.shape[1], self._as_nearest(e, factor), self.release_pages)
+            made = MadeRows(e.shape[0], partial(self._as_nearest, e, nearest, factor))
+            return StoredMatrix(nearest.kind, e.shape[1], made)
         if e.ggml_type not in KIND_OF_TYPE or factor != 1:
             return None
         kind = KIND_OF_TYPE[e.ggml_type]
-        data = torch.frombuffer(self._data[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
-        return StoredMatrix(kind, e.shape[1], data.view(e.shape[0], -1), self.release_pages)
+        data = torch.frombuffer(self.mapped[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
+        return StoredMatrix(kind, e.shape[1], data.view(e.shape[0], -1), self.mapped)
 
-    def _as_nearest(self, e: TensorInfo, factor: float) -> UInt8[torch.Tensor, "o bytes"]:
-        """The rows of a matrix as the nearest blocks, made of a part of them at a time, in threads."""
-        (rows, inputs), size = e.shape, block_size(e.ggml_type)[1]
-        raw, step = self._raw(e).reshape(rows, -1), max(1, _NUMBERS // inputs)
-
-        def made(first: int) -> np.ndarray:
-            part = raw[first : first + step]
-            blocks: np.ndarray = nearest_blocks(part.reshape(-1, size), e.ggml_type, inputs, factor)
-            return blocks.reshape(len(part), -1)
-
-        with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
-            return torch.from_numpy(np.concatenate(list(pool.map(made, range(0, rows, step)))))
+    def _as_nearest(
+        self, e: TensorInfo, nearest: Nearest, factor: float, first: int, last: int
+    ) -> UInt8[np.ndarray, "n bytes"]:
+        """Rows of a matrix as the nearest blocks, made of a few at a time."""
+        (rows, inputs), (per_block, size) = e.shape, block_size(e.ggml_type)
+        raw = self._raw(replace(e, shape=(last - first, inputs), offset=e.offset + first * self.byte_count(e) // rows))
+        raw, step = raw.reshape(-1, size), _NUMBERS // per_block
+        parts = [nearest.convert(raw[i : i + step], factor) for i in range(0, len(raw), step)]
+        return np.concatenate(parts).reshape(last - first, -1)
 
     def load_tensor(self, name: str, expert: int | None = None) -> Float[torch.Tensor, "*shape"]:
         """Load a tensor, or one expert's part of it, dequantised to float32."""
@@ -86,8 +84,10 @@ class GGUF(GGUFHeader):
         return torch.from_numpy(self._raw(e).view(np.int64).reshape(e.shape).copy())
 
     def _raw(self, e: TensorInfo) -> UInt8[np.ndarray, " bytes"]:
-        """The mapped bytes of a tensor."""
-        return np.frombuffer(self._data[e.part], np.uint8, self.byte_count(e), e.offset)
+        """The bytes of a tensor, for one use."""
+        mapped = torch.frombuffer(self.mapped[e.part], dtype=torch.uint8, count=self.byte_count(e), offset=e.offset)
+        raw: np.ndarray = read_mapped(mapped, self.mapped).numpy()
+        return raw
 
     def _part(self, name: str, expert: int | None) -> TensorInfo:
         """Where a tensor is, or one expert's part of it.

@@ -2,7 +2,6 @@
 than to import it. The `gguf` package's reader takes seconds for a large vocabulary.
 """
 
-import mmap
 import re
 import struct
 from collections.abc import Mapping
@@ -17,8 +16,8 @@ from foretell.model.config.families import family_of
 from foretell.model.config.families.base import GGUF_NAMES
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.readers.gguf import from_gguf
-from foretell.model.load.mapped_file import map_file, release_pages, what_is_missing
 from foretell.model.matrices.kinds import BLOCKS, Kind
+from foretell.model.matrices.mapped_file import MappedFile, what_is_missing
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -74,7 +73,7 @@ class _CutShortError(Exception):
 class _Cursor:
     """Reads consecutive little-endian values; nothing is allocated that the rest of the file cannot hold."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: MappedFile) -> None:
         self.data, self.position = data, 0
 
     def require(self, size: int) -> None:
@@ -136,7 +135,7 @@ class GGUFHeader:
 
     def __init__(self, path: Path) -> None:
         self.path, self.files = path, _parts(path, 1)
-        self._data = list[mmap.mmap]()
+        self.mapped = list[MappedFile]()
         self.metadata, self.tensors = self._open(path, 0)
         count = self.metadata.get("split.count", 0)
         if not isinstance(count, int) or count < 2:
@@ -159,8 +158,8 @@ class GGUFHeader:
         size = path.stat().st_size
         if size < 24:
             raise ValueError(f"{path}: not a GGUF file ({size} bytes); is the download complete?")
-        data = map_file(path)
-        self._data.append(data)
+        data = MappedFile(path)
+        self.mapped.append(data)
         cursor = _Cursor(data)
         if data[:4] != b"GGUF":
             raise ValueError(f"{path}: not a GGUF file ({_what_begins_with(bytes(data[:64]))})")
@@ -256,13 +255,8 @@ class GGUFHeader:
         e = self.tensors[name]
         if KIND_OF_TYPE.get(e.ggml_type) != "F32":
             raise ValueError(f"{self.path}: the tensor {name} should be F32, found {kind_name(e.ggml_type)}")
-        numbers: list[float] = np.frombuffer(self._data[e.part], np.float32, prod(e.shape), e.offset).tolist()
+        numbers: list[float] = np.frombuffer(self.mapped[e.part], np.float32, prod(e.shape), e.offset).tolist()
         return numbers
-
-    def release_pages(self) -> None:
-        """Return the file's memory pages to the system; they are read again when needed."""
-        for data in self._data:
-            release_pages(data)
 
 
 _PART = re.compile(r"-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)

@@ -80,7 +80,7 @@ class GGUFWeights(Weights):
 
     def __init__(self, file: GGUF, config: ModelConfig, predicts: bool = False) -> None:
         self.source, self._file, self._config = str(file.path), file, config
-        self.files, self._family = file.files, family_of(config.architecture)
+        self.files, self.mapped, self._family = file.files, file.mapped, family_of(config.architecture)
         if not predicts:
             check_model(file)
         if lossy := {kind_name(e.ggml_type): near.words for e in file.tensors.values() if (near := self._lossy(e))}:
@@ -112,7 +112,7 @@ class GGUFWeights(Weights):
     @staticmethod
     def _lossy(tensor: TensorInfo) -> Nearest | None:
         """The type that a matrix becomes, if it has not all of its numbers."""
-        nearest = nearest_of(tensor.ggml_type, tensor.shape[-1]) if len(tensor.shape) > 1 else None
+        nearest = nearest_of(tensor.ggml_type) if len(tensor.shape) > 1 else None
         return nearest if nearest is not None and nearest.loss else None
 
     def _can_be_left(self, name: str) -> bool:
@@ -272,10 +272,6 @@ class GGUFWeights(Weights):
     def _half_split_order(self, tensor: str) -> Tensor:
         rows = self._file.tensors[tensor].shape[0]
         return torch.arange(rows).view(-1, self._config.head_dim // 2, 2).transpose(1, 2).flatten()
-
-    def release_pages(self) -> None:
-        """Return the file's memory pages to the system."""
-        self._file.release_pages()
 
 
 def _order(chosen: Sequence[int] | None) -> Tensor | None:

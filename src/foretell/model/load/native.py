@@ -1,8 +1,7 @@
 """Loads the decoder on the CPU kernels from a checkpoint, one block at a time, or from the cache of packed weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,8 +51,8 @@ def weight_dtype(precision: Precision) -> torch.dtype:
 def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:
     """The decoder of a checkpoint on the kernels.
 
-    Memory beyond the packed weights: a few rows, and the pages of the file until they are released. A thread writes
-    the weights to the cache, beyond this call; see `finish_writing`.
+    Memory beyond the packed weights: a few rows, and the pages of the file until they are released. A thread then
+    writes the weights to the cache, beyond this call; see `finish_writing`.
 
     Raises:
         ValueError: a tensor is missing or has another shape.
@@ -69,13 +68,19 @@ def load_native(config: ModelConfig, weights: Weights, precision: Precision) -> 
         except PackedFileError as error:
             place.discard(error)
     outer = pack_outer(config, weights, precision)
-    blocks_found = []
-    with _kept_in(place, outer, config, weights, precision) as keep:
-        for i in range(config.layers):
-            blocks_found.append(outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
-            keep(blocks_found[-1])
-            weights.release_pages()
-    return outer.with_blocks(blocks_found)
+    packed = []
+    for i in range(config.layers):
+        packed.append(outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
+        weights.release_pages()
+    parts = [*_outer_parts(outer), *packed]
+    file = None if place is None else place.create(sum(tensor.nbytes for part in parts for tensor in part.tensors))
+    if file is not None:
+        pool = ThreadPoolExecutor(1)
+        writing = pool.submit(_write, file, parts)
+        _writing.add(writing)
+        writing.add_done_callback(_writing.discard)
+        pool.shutdown(wait=False)
+    return outer.with_blocks(packed)
 
 
 class StreamedNetwork(NamedTuple):
@@ -101,14 +106,17 @@ def packed_file(config: ModelConfig, weights: Weights, precision: Precision) -> 
     kept = None if place is None else place.open()
     if place is None or kept is not None:
         return kept
-    outer = pack_outer(config, weights, precision)
-    with _kept_in(place, outer, config, weights, precision) as keep:
-        if keep.wanted:
+    file = place.create(packed_bytes(config, weights, precision))
+    if file is not None:
+
+        def parts() -> Iterator[PackedPart]:
+            outer = pack_outer(config, weights, precision)
+            yield from _outer_parts(outer)
             for i in range(config.layers):
-                keep(outer.stack.pack_block(i, packable_block(config, i, weights, precision)))
-                keep.wait()
+                yield outer.stack.pack_block(i, packable_block(config, i, weights, precision))
                 weights.release_pages()
-    keep.wait()
+
+        _write(file, parts())
     return place.open()
 
 
@@ -188,67 +196,22 @@ def finish_writing() -> None:
     wait(set(_writing))
 
 
-class _Keep:
-    """Writes packed parts to a file of the cache, in a thread of its own; what fails is reported once."""
-
-    def __init__(self, file: UnfinishedFile | None) -> None:
-        self._file, self._pool = file, ThreadPoolExecutor(1)
-        self._last: Future[None] | None = None
-
-    @property
-    def wanted(self) -> bool:
-        """Whether parts are written."""
-        return self._file is not None
-
-    def __call__(self, part: PackedPart) -> None:
-        """Write a part after those before it."""
-        if self._file is not None:
-            self._last = self._pool.submit(self._guarded, lambda file: file.writer.add(part))
-
-    def wait(self) -> None:
-        """Wait until all parts are written."""
-        if self._last is not None:
-            self._last.result()
-
-    def finish(self) -> None:
-        """Complete the file after the last part is written; does not wait."""
-        if self._file is not None:
-            self._last = self._pool.submit(self._guarded, UnfinishedFile.finish)
-            _writing.add(self._last)
-            self._last.add_done_callback(_writing.discard)
-        self._pool.shutdown(wait=False)
-
-    def abandon(self) -> None:
-        """Remove the file."""
-        self._pool.shutdown(cancel_futures=True)
-        if self._file is not None:
-            self._file.abandon()
-
-    def _guarded(self, action: Callable[[UnfinishedFile], None]) -> None:
-        if self._file is None:
-            return
-        try:
-            action(self._file)
-        except OSError as error:
-            report_not_kept(error)
-            self._file.abandon()
-            self._file = None
+def _outer_parts(outer: NativeDecoder) -> list[PackedPart]:
+    return [outer.head.packed, PackedPart((), [outer.norm])]
 
 
-@contextmanager
-def _kept_in(
-    place: PackedWeightsFile | None, outer: NativeDecoder, config: ModelConfig, weights: Weights, precision: Precision
-) -> Iterator[_Keep]:
-    file = None if place is None else place.create(packed_bytes(config, weights, precision))
-    keep = _Keep(file)
+def _write(file: UnfinishedFile, parts: Iterable[PackedPart]) -> None:
+    """Write packed parts to a file of the cache; a disk that fails is reported."""
     try:
-        keep(outer.head.packed)
-        keep(PackedPart((), [outer.norm]))
-        yield keep
+        for part in parts:
+            file.writer.add(part)
+        file.finish()
+    except OSError as error:
+        report_not_kept(error)
+        file.abandon()
     except BaseException:
-        keep.abandon()
+        file.abandon()
         raise
-    keep.finish()
 
 
 def pack_outer(config: ModelConfig, weights: Weights, precision: Precision) -> NativeDecoder:

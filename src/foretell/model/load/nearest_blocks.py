@@ -1,23 +1,23 @@
 """Blocks of GGUF that no kernel reads, as blocks of the nearest type that one reads.
 
-In most of these types a number is a whole multiple of a unit, the scale of its superblock. Q6_K has a whole scale of 8
-bits for 16 such multiples and 6 bits for each, Q8_0 a scale of float16 for 32 and 8 bits for each: these hold the
-numbers of many types, apart from the rounding of the scale.
+In most of these types a number is a level times a scale, of which 16 or 32 numbers have one: whole numbers of a few
+bits, in units of the scale of their superblock. Q6_K has a whole scale of 8 bits for 16 levels of 6 bits, Q8_0 a scale
+of float16 for 32 levels of 8 bits. The layouts are those of `gguf.quants`, with whole numbers in place of floats, which
+takes a tenth of the time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int8, UInt8
 
 from foretell.model.matrices.kinds import BLOCKS, Kind
 
 Array = np.ndarray
-_LARGEST = 31
-"""Of a level of Q6_K; the least one is -32."""
-_SCALE = 127
-"""Greatest whole scale of Q6_K, and greatest level of Q8_0."""
+_TWO_BITS, _NIBBLES, _BITS, _SEVENS = (0, 2, 4, 6), (0, 4), tuple(range(8)), (0, 7, 14, 21)
+_TRITS = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Nearest:
     kind: Kind
     loss: float
     """Root of the mean squared change over that of the numbers, in per cent, of a model's matrices."""
-    unit: Callable[[Array], Array] | None = None
-    """Of which the numbers of each block are multiples; None: they are rounded to the nearest levels."""
+    convert: Callable[[Array, float], Array]
+    """Blocks, times a factor, as blocks of the kind."""
 
     def memory(self, numbers: int) -> int:
         """Bytes of so many numbers."""
@@ -41,122 +41,197 @@ class Nearest:
         return f"{self.kind} " + (f"(a loss of {self.loss:.1g} %)" if self.loss else "(the same numbers)")
 
 
-def _first(share: float) -> Callable[[Array], Array]:
-    """The scale at the beginning of a block, times `share`."""
-    return lambda blocks: _float16(blocks[:, :2]) * np.float32(share)
+def nearest_of(ggml_type: int) -> Nearest | None:
+    """What a type becomes, by its number in a file; None: it stays as it is."""
+    return _NEAREST.get(ggml_type)
 
 
-def _float16(raw: UInt8[Array, "b bytes"]) -> Float[Array, " b"]:
-    scale: Array = np.ascontiguousarray(raw).view(np.float16)[:, 0].astype(np.float32)
+def _fields(raw: Array, shifts: Sequence[int], most: int, width: int = 1) -> UInt8[Array, "b n"]:
+    """The bits from each shift on of `width` bytes or words, then those of the next ones."""
+    own = raw.reshape(len(raw), -1, 1, width) >> np.array(shifts, raw.dtype)[:, None]
+    return (own & raw.dtype.type(most)).astype(np.uint8).reshape(len(raw), -1)
+
+
+def _float16(raw: UInt8[Array, "b 2"]) -> Float[Array, "b 1"]:
+    scale: Array = np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
     return scale
 
 
-def _scattered(blocks: UInt8[Array, "b bytes"]) -> Float[Array, " b"]:
-    """The scale of IQ1_M, whose bits are the upper ones of four words, over 8."""
-    words = np.ascontiguousarray(blocks[:, -8:]).view(np.uint16)
-    joined = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), 1)
-    return joined.view(np.float16).astype(np.float32) / 8
+@cache
+def _grid(name: str) -> Array:
+    """The levels that an index stands for, as one word of 4 or 8 bytes."""
+    from gguf import quants
+
+    kind = getattr(quants, name)
+    kind.init_grid()
+    levels = np.ascontiguousarray(kind.grid[0, 0].astype(np.int8))
+    return levels.view(np.uint32 if levels.shape[1] == 4 else np.uint64)[:, 0]
 
 
-_ROUNDED = Nearest("Q8_0", 0.6)
-_NEAREST: Mapping[int, Nearest] = {
-    10: _ROUNDED,  # Q2_K
-    11: Nearest("Q6_K", 0.0, lambda blocks: _float16(blocks[:, -2:])),  # Q3_K
-    16: Nearest("Q8_0", 0.02, _first(1 / 8)),  # IQ2_XXS
-    17: _ROUNDED,  # IQ2_XS
-    18: Nearest("Q6_K", 0.0, _first(1 / 2)),  # IQ3_XXS
-    19: Nearest("Q6_K", 0.0, _first(1 / 8)),  # IQ1_S
-    20: Nearest("Q8_0", 0.0, _first(1)),  # IQ4_NL
-    21: Nearest("Q6_K", 0.0, _first(1)),  # IQ3_S
-    22: _ROUNDED,  # IQ2_S
-    23: Nearest("Q8_0", 0.02, _first(1)),  # IQ4_XS
-    29: Nearest("Q6_K", 0.0, _scattered),  # IQ1_M
-    34: Nearest("Q4_0", 0.0, lambda blocks: _float16(blocks[:, -2:])),  # TQ1_0
-    35: Nearest("Q4_0", 0.0, lambda blocks: _float16(blocks[:, -2:])),  # TQ2_0
-    40: Nearest("Q6_K", 0.02, lambda blocks: np.full(len(blocks), 2.0**-10, np.float32)),  # NVFP4, times its factor
-}
-"""By the number of a type in a file."""
+def _levels(name: str, index: Array, signs: UInt8[Array, "b n"] | None = None) -> Int8[Array, "b n"]:
+    """The levels of indices, times the signs of eight by the bits of a byte."""
+    levels: Array = np.take(_grid(name), index).view(np.int8)
+    if signs is not None:
+        levels *= np.take(_sign_table(), signs).view(np.int8)
+    return levels
 
 
-def nearest_of(ggml_type: int, inputs: int) -> Nearest | None:
-    """What a type becomes in a matrix of so many inputs; None: it stays as it is."""
-    nearest = _NEAREST.get(ggml_type)
-    return nearest if nearest is None or inputs % BLOCKS[nearest.kind][0] == 0 else _ROUNDED
+@cache
+def _sign_table() -> Array:
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return (1 - 2 * bits.view(np.int8)).view(np.uint64)[:, 0]
 
 
-def nearest_blocks(
-    blocks: UInt8[Array, "b bytes"], ggml_type: int, inputs: int, factor: float = 1.0
+def _signs(index: Array) -> UInt8[Array, "b n"]:
+    """The bytes of signs, of which 7 bits give the eighth."""
+    from gguf.quants import IQ2_XXS
+
+    return np.take(np.frombuffer(IQ2_XXS.ksigns, np.uint8), index)
+
+
+def _four_bits(raw: UInt8[Array, "b bytes"]) -> Int8[Array, "b n"]:
+    from gguf.quants import IQ4_NL
+
+    return np.take(np.array(IQ4_NL.kvalues, np.int8), _fields(raw, _NIBBLES, 15, 16))
+
+
+def _iq2_xxs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    words = np.ascontiguousarray(raw[:, 2:]).view(np.uint32).reshape(len(raw), 8, 2)
+    index, rest = np.ascontiguousarray(words[..., 0]).view(np.uint8), np.ascontiguousarray(words[..., 1])
+    scale = _float16(raw[:, :2]) * factor / 8 * (2 * (rest >> 28) + 1)
+    return _q8_0(_levels("IQ2_XXS", index, _signs(_fields(rest, _SEVENS, 127))), scale)
+
+
+def _iq2_xs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    words = np.ascontiguousarray(raw[:, 2:66]).view(np.uint16)
+    levels = _levels("IQ2_XS", words & np.uint16(511), _signs(words >> 9))
+    return _rounded(levels, _float16(raw[:, :2]) * factor / 8 * (2 * _fields(raw[:, 66:], _NIBBLES, 15) + 1.0))
+
+
+def _iq2_s(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    index = raw[:, 2:34] | _fields(raw[:, 66:74], _TWO_BITS, 3).astype(np.uint16) << 8
+    levels = _levels("IQ2_S", index, raw[:, 34:66])
+    return _rounded(levels, _float16(raw[:, :2]) * factor / 8 * (2 * _fields(raw[:, 74:], _NIBBLES, 15) + 1.0))
+
+
+def _iq3_xxs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    words = np.ascontiguousarray(raw[:, 66:]).view(np.uint32)
+    levels, scales = _levels("IQ3_XXS", raw[:, 2:66], _signs(_fields(words, _SEVENS, 127))) // 2, 2 * (words >> 28) + 1
+    return _q6_k(levels, np.repeat(scales, 2, 1), _float16(raw[:, :2]) * factor / 2)
+
+
+def _iq3_s(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    index = raw[:, 2:66] | _fields(raw[:, 66:74], _BITS, 1).astype(np.uint16) << 8
+    scales = np.repeat(2 * _fields(raw[:, 106:], _NIBBLES, 15) + 1, 2, 1)
+    return _q6_k(_levels("IQ3_S", index, raw[:, 74:106]), scales, _float16(raw[:, :2]) * factor)
+
+
+def _iq1_s(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    words = np.ascontiguousarray(raw[:, 34:]).view(np.uint16)
+    index = raw[:, 2:34] | _fields(words, (0, 3, 6, 9), 7).astype(np.uint16) << 8
+    shift = 1 - 2 * (words >> 15).astype(np.int8)
+    levels = 8 * _levels("IQ1_S", index) + np.repeat(shift, 32, 1)
+    return _q6_k(levels, np.repeat(2 * (words >> 12 & 7) + 1, 2, 1), _float16(raw[:, :2]) * factor / 8)
+
+
+def _iq1_m(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    words, high = np.ascontiguousarray(raw[:, 48:]).view(np.uint16), _fields(raw[:, 32:48], _NIBBLES, 15)
+    levels = 8 * _levels("IQ1_M", raw[:, :32] | (high & 7).astype(np.uint16) << 8)
+    levels += np.repeat(1 - 2 * (high >> 3).astype(np.int8), 8, 1)
+    joined = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), 1, keepdims=True)
+    unit = joined.view(np.float16).astype(np.float32) * factor / 8
+    return _q6_k(levels, 2 * _fields(words, (0, 3, 6, 9), 7) + 1, unit)
+
+
+def _iq4_nl(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    return _q8_0(_four_bits(raw[:, 2:]), _float16(raw[:, :2]) * factor)
+
+
+def _iq4_xs(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    high = _fields(np.ascontiguousarray(raw[:, 2:4]).view(np.uint16), range(0, 16, 2), 3)
+    scales = (_fields(raw[:, 4:8], _NIBBLES, 15) | high << 4).astype(np.float32) - 32
+    return _q8_0(_four_bits(raw[:, 8:]), _float16(raw[:, :2]) * factor * scales)
+
+
+def _q2_k(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    units = _float16(raw[:, 80:82]) * factor, _float16(raw[:, 82:84]) * factor
+    levels = _fields(raw[:, 16:80], _TWO_BITS, 3, 32)
+    return _rounded(levels, units[0] * (raw[:, :16] & 15), units[1] * (raw[:, :16] >> 4))
+
+
+def _q3_k(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    levels = _fields(raw[:, 32:96], _TWO_BITS, 3, 32) | _fields(raw[:, :32], _BITS, 1, 32) << 2
+    scales = _fields(raw[:, 96:104], _NIBBLES, 15, 8) | _fields(raw[:, 104:108], _TWO_BITS, 3, 4) << 4
+    return _q6_k(levels.view(np.int8) - 4, scales - np.uint8(32), _float16(raw[:, 108:]) * factor)
+
+
+def _tq1_0(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    parts = (raw[:, :32], _TRITS), (raw[:, 32:48], _TRITS), (raw[:, 48:52], _TRITS[:4])
+    fifths = [(part[:, None] * powers[:, None]).reshape(len(raw), -1) for part, powers in parts]
+    levels = (np.concatenate(fifths, 1).astype(np.uint16) * 3 >> 8).astype(np.uint8)
+    return _q4_0(levels + 7, _float16(raw[:, 52:]) * factor)
+
+
+def _tq2_0(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    return _q4_0(_fields(raw[:, :64], _TWO_BITS, 3, 32) + 7, _float16(raw[:, 64:]) * factor)
+
+
+def _nvfp4(raw: Array, factor: float) -> UInt8[Array, "b bytes"]:
+    scales = np.where(raw[:, :4] == 0x7F, 0, raw[:, :4] & 0x7F)  # not a number means zero
+    return np.concatenate([np.full((len(raw), 1), factor, np.float32).view(np.uint8), scales, raw[:, 4:]], 1)
+
+
+def _q4_0(levels: UInt8[Array, "b n"], unit: Float[Array, "b 1"]) -> UInt8[Array, "b bytes"]:
+    parts = levels.reshape(-1, 2, 16)
+    scales = np.repeat(_as_float16(unit), levels.shape[1] // 32, 0)
+    return np.concatenate([scales, parts[:, 0] | parts[:, 1] << 4], 1)
+
+
+def _q8_0(levels: Int8[Array, "b n"], scale: Float[Array, "b s"]) -> UInt8[Array, "b bytes"]:
+    return np.concatenate([_as_float16(scale.reshape(-1, 1)), levels.reshape(-1, 32).view(np.uint8)], 1)
+
+
+def _rounded(
+    levels: Array, scale: Float[Array, "b 16"], offset: Float[Array, "b 16"] | None = None
 ) -> UInt8[Array, "b bytes"]:
-    """Blocks of rows of `inputs` numbers, times `factor`, as blocks of the nearest type."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
-    nearest, kind = nearest_of(ggml_type, inputs), GGMLQuantizationType(ggml_type)
-    assert nearest is not None
-    per_block, _ = BLOCKS[nearest.kind]
-    numbers = dequantize(blocks, kind) * np.float32(factor)
-    if nearest.unit is None:
-        return quantize(numbers.reshape(-1, 32), GGMLQuantizationType.Q8_0)
-    ratio = numbers.shape[1] / per_block
-    unit = np.repeat(nearest.unit(blocks) * np.float32(factor), max(1, int(ratio)))[:: max(1, int(1 / ratio))]
-    numbers = numbers.reshape(-1, per_block)
-    whole = np.rint(np.divide(numbers, unit[:, None], out=np.zeros_like(numbers), where=unit[:, None] != 0))
-    return _PACKED[nearest.kind](numbers, whole.astype(np.int32), unit)
+    """Levels times their scales, less offsets, as the nearest ones of Q8_0."""
+    numbers = levels.reshape(len(levels), -1, 16) * scale[..., None].astype(np.float32)
+    if offset is not None:
+        numbers -= offset[..., None]
+    numbers = numbers.reshape(-1, 32)
+    unit = np.abs(numbers).max(1, keepdims=True) / np.float32(127)
+    numbers *= np.divide(1, unit, out=np.zeros_like(unit), where=unit > 0)
+    return _q8_0(np.rint(numbers, out=numbers).astype(np.int8), unit)
 
 
-def _q4_0(numbers: Float[Array, "b n"], whole: Int[Array, "b n"], unit: Float[Array, " b"]) -> UInt8[Array, "b bytes"]:
-    levels = (whole + 8).astype(np.uint8)
-    return np.concatenate([_as_float16(unit), levels[:, :16] | levels[:, 16:] << 4], 1)
+def _q6_k(levels: Int8[Array, "b 256"], scales: Array, unit: Float[Array, "b 1"]) -> UInt8[Array, "b bytes"]:
+    parts = (levels + np.int8(32)).view(np.uint8).reshape(-1, 2, 4, 32)
+    low, high = parts & 15, parts >> 4
+    low = low[:, :, :2] | low[:, :, 2:] << 4
+    high = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    parts = [part.reshape(len(levels), -1) for part in (low, high, scales.astype(np.uint8))]
+    return np.concatenate([*parts, _as_float16(unit)], 1)
 
 
-def _q8_0(numbers: Float[Array, "b n"], whole: Int[Array, "b n"], unit: Float[Array, " b"]) -> UInt8[Array, "b bytes"]:
-    """The multiples over their common divisor where they are too large; those that still are, rounded."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import quantize
-
-    most = np.abs(whole).max(1)
-    common = np.where(most <= _SCALE, 1, np.gcd.reduce(whole, 1))
-    levels = (whole // np.maximum(common, 1)[:, None]).astype(np.int8)
-    made = np.concatenate([_as_float16(unit * common), levels.view(np.uint8)], 1)
-    large = most > _SCALE * common
-    if large.any():
-        made[large] = quantize(numbers[large], GGMLQuantizationType.Q8_0)
-    return made
-
-
-def _q6_k(numbers: Float[Array, "b n"], whole: Int[Array, "b n"], unit: Float[Array, " b"]) -> UInt8[Array, "b bytes"]:
-    """The multiples over the common divisor of 16 of them, which is their scale: rounded where it is no number of 8
-    bits and cannot be made one by larger levels.
-    """
-    parts = whole.reshape(-1, 16, 16)
-    scales = np.gcd.reduce(parts, 2)
-    even = np.gcd.reduce(scales, 1)
-    even = np.maximum(even & -even, 1)  # the power of two that all have
-    parts, scales, unit = parts // even[:, None, None], np.maximum(scales // even[:, None], 1), unit * even
-    large = np.nonzero(scales > _SCALE)
-    common, most = scales[large], np.abs(parts[large]).max(1)
-    for factor in range(2, _LARGEST + 1):
-        fits = (common % factor == 0) & (common <= _SCALE * factor) & (most * factor <= common * _LARGEST)
-        common = np.where(fits & (common > _SCALE), common // factor, common)
-    scales[large] = common
-    levels = (parts // scales[:, :, None] + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
-    shift = np.ceil(np.log2(np.maximum(scales.max(1) / _SCALE, 1)))
-    stored = np.rint(scales / np.exp2(shift)[:, None]).astype(np.uint8)
-    low, high = levels & 15, levels >> 4
-    return np.concatenate(
-        [
-            (low[:, :, :2] | low[:, :, 2:] << 4).reshape(len(low), -1),
-            (high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6).reshape(len(low), -1),
-            stored,
-            _as_float16(unit * np.exp2(shift)),
-        ],
-        1,
-    )
-
-
-def _as_float16(numbers: Float[Array, " b"]) -> UInt8[Array, "b 2"]:
-    raw: Array = numbers.astype(np.float16)[:, None].view(np.uint8)
+def _as_float16(numbers: Float[Array, "b 1"]) -> UInt8[Array, "b 2"]:
+    raw: Array = numbers.astype(np.float16).view(np.uint8)
     return raw
 
 
-_PACKED: Mapping[Kind, Callable[[Array, Array, Array], Array]] = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q6_K": _q6_k}
+_NEAREST: Mapping[int, Nearest] = {
+    10: Nearest("Q8_0", 0.6, _q2_k),
+    11: Nearest("Q6_K", 0.0, _q3_k),
+    16: Nearest("Q8_0", 0.02, _iq2_xxs),
+    17: Nearest("Q8_0", 0.6, _iq2_xs),
+    18: Nearest("Q6_K", 0.0, _iq3_xxs),
+    19: Nearest("Q6_K", 0.0, _iq1_s),
+    20: Nearest("Q8_0", 0.0, _iq4_nl),
+    21: Nearest("Q6_K", 0.0, _iq3_s),
+    22: Nearest("Q8_0", 0.6, _iq2_s),
+    23: Nearest("Q8_0", 0.02, _iq4_xs),
+    29: Nearest("Q6_K", 0.0, _iq1_m),
+    34: Nearest("Q4_0", 0.0, _tq1_0),
+    35: Nearest("Q4_0", 0.0, _tq2_0),
+    40: Nearest("NVFP4", 0.0, _nvfp4),
+}
+"""By the number of a type in a file."""

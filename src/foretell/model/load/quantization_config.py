@@ -1,5 +1,6 @@
 """How the weights of a quantised safetensors checkpoint are stored: `quantization_config` of its `config.json`."""
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,9 +8,10 @@ from typing import Any, Literal
 
 from foretell.utils.validation import Fields
 
-Layout = Literal["gptq", "awq", "packed", "integers", "float8", "mxfp4", "mlx"]
+Layout = Literal["gptq", "awq", "packed", "integers", "float8", "mxfp4", "nvfp4", "mlx"]
 """Tensors of a quantised matrix: those of GPTQ, of AWQ (gemm), `weight_packed` of compressed-tensors, a `weight` of
-int8 or of float8 with scales, blocks with shared exponents (OCP microscaling), and words with scales and biases."""
+int8 or of float8 with scales, blocks with shared exponents (OCP microscaling) or scales of float8, and words with
+scales and biases."""
 QUANTIZED_ADVICE = "take the checkpoint in bfloat16, float16 or float32, or a GGUF file of the model"
 """Advice in the error about a quantised checkpoint that is not supported."""
 _KEYS = ("quantization_config", "compression_config", "quantization")
@@ -20,9 +22,9 @@ _GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
 """What is added to a stored zero point, by `checkpoint_format`."""
 _COMPRESSED_LAYOUTS: Mapping[str, Layout] = {
     "pack-quantized": "packed", "int-quantized": "integers", "float-quantized": "float8",
-    "mxfp4-pack-quantized": "mxfp4",
+    "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4",
 }  # fmt: skip
-_MX_GROUP = 32
+_MX_GROUP, _NV_GROUP = 32, 16
 MLX = "MLX"
 """Method of a `config.json` that gives bits and names none."""
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -177,6 +179,14 @@ def _mxfp4(read: Fields) -> Quantization:
     return Quantization("mxfp4", (((_ANY_LINEAR,), scheme),), read.texts("modules_to_not_convert"))
 
 
+def _modelopt(read: Fields) -> Quantization:
+    """NVFP4 as NVIDIA's Model Optimizer writes it; what it leaves out is named with wildcards."""
+    _one_of(read, "quant_algo", read.text("quant_algo"), ("NVFP4",))
+    scheme = Scheme("nvfp4", 4, _NV_GROUP, symmetric=True)
+    ignored = tuple(_PATTERN + fnmatch.translate(name) for name in read.texts("ignore"))
+    return Quantization("modelopt", (((_ANY_LINEAR,), scheme),), ignored)
+
+
 def _mlx(read: Fields) -> Quantization:
     """The affine mode of `mlx.core.quantize`; a module's own settings, or false, are under its name."""
     own = {name: read.fields(name) for name, value in read.raw.items() if isinstance(value, Mapping)}
@@ -214,9 +224,9 @@ def _compressed_group(group: Fields, stored: str) -> tuple[tuple[str, ...], Sche
     _one_of(group, "format", stored, (*_COMPRESSED_LAYOUTS, "naive-quantized"))
     layout = _COMPRESSED_LAYOUTS[stored]
     _one_of(weights, "type", kind, ("int",) if layout in ("packed", "integers") else ("float",))
-    _one_of(weights, "num_bits", bits, {"float8": (8,), "mxfp4": (4,)}.get(layout, _PACKED_BITS))
+    _one_of(weights, "num_bits", bits, {"float8": (8,), "mxfp4": (4,), "nvfp4": (4,)}.get(layout, _PACKED_BITS))
     strategy = weights.text("strategy", default="")
-    _one_of(weights, "strategy", strategy, ("", "tensor", "channel", "group", "block"))
+    _one_of(weights, "strategy", strategy, ("", "tensor", "channel", "group", "block", "tensor_group"))
     block = _block_structure(weights) if strategy == "block" else None
     for name in ("input_activations", "output_activations"):
         group.fields(name)
@@ -247,6 +257,7 @@ _METHODS: Mapping[str, Callable[[Fields], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,
     MLX: _mlx,
 }

@@ -1,4 +1,4 @@
-"""Quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and MLX."""
+"""Quantised safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4 and MLX."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ class QuantizedWeights(Weights):
             tensors[name] = (file, dtype)
 
         self._inner = SafetensorsWeights(path, note)
-        self.files = [*self._inner.files, path / "config.json"]
+        self.mapped, self.files = self._inner.mapped, [*self._inner.files, path / "config.json"]
         self._modules: dict[str, tuple[QuantizedFormat, Scheme]] = {}
         for name, (file, dtype) in tensors.items():
             self._find_module(file, name, dtype)
@@ -114,7 +114,7 @@ class QuantizedWeights(Weights):
             self.widened[name] = stored
             stored = _narrowest(quantized.widen())
         self._checked(name, torch.empty(stored.shape, device="meta"), (outputs, inputs))
-        return replace(stored, release_pages=self.release_pages)
+        return replace(stored, mapped=self.mapped)
 
     @property
     def storage(self) -> Storage:
@@ -156,7 +156,7 @@ class QuantizedWeights(Weights):
             return self._inner.expert_matrices(name, count, outputs, inputs)
         whole = self.matrix(name, count * outputs, inputs)
         each = whole.data.view(count, outputs, -1)
-        return (StoredMatrix(whole.kind, inputs, rows, self.release_pages) for rows in each)
+        return (StoredMatrix(whole.kind, inputs, rows, self.mapped) for rows in each)
 
     def head(self, vocab: int, hidden: int) -> Tensor:
         """The output matrix; required, as in `SafetensorsWeights`.
@@ -166,10 +166,6 @@ class QuantizedWeights(Weights):
         """
         matrix: Tensor = self.require("lm_head.weight", vocab, hidden)
         return matrix
-
-    def release_pages(self) -> None:
-        """Return the files' memory pages to the system."""
-        self._inner.release_pages()
 
 
 def _narrowest(values: Float[Tensor, "o i"]) -> StoredMatrix:

@@ -1,4 +1,4 @@
-"""Layouts of quantised checkpoints in safetensors: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and MLX."""
+"""Layouts of quantised checkpoints in safetensors: GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4 and MLX."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,12 +8,19 @@ import torch
 from jaxtyping import Int, Int32, UInt8
 
 from foretell.model.load.quantization_config import Layout, Scheme
-from foretell.model.load.quantized_matrix import AffineMatrix, Float8Matrix, IntegerMatrix, MXFP4Matrix, QuantizedMatrix
+from foretell.model.load.quantized_matrix import (
+    AffineMatrix,
+    Float8Matrix,
+    FourBitFloatMatrix,
+    IntegerMatrix,
+    QuantizedMatrix,
+)
 from foretell.model.load.weights import SafetensorsWeights
 
 Tensor = torch.Tensor
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 _E8M0_NAN = 255
+_E4M3_MOST = 0x7E
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of every nibble of a word, from the lowest."""
 
@@ -170,7 +177,22 @@ class _MXFP4(QuantizedFormat):
             raise module.wrong(scales, f"has shape {tuple(exponent.shape)}, its values {tuple(blocks.shape)}")
         if int(exponent.max()) == _E8M0_NAN:
             raise module.wrong(scales, "holds the exponent of not-a-number")
-        return MXFP4Matrix(blocks.reshape(-1, groups, 16), exponent.reshape(-1, groups))
+        return FourBitFloatMatrix(blocks.reshape(-1, groups, 16), exponent.reshape(-1, groups))
+
+
+class _NVFP4(QuantizedFormat):
+    """Of compressed-tensors, whose factor divides, and of modelopt, whose factor multiplies."""
+
+    def read(self, module: QuantizedModule, scheme: Scheme) -> QuantizedMatrix:
+        values, scales, factor = self.required
+        packed, scale = module.require(values), module.require(scales).view(torch.uint8)
+        number = module.require(factor).float().flatten()
+        if packed.ndim != 2 or (len(packed), packed.shape[1]) != (len(scale), 8 * scale.shape[-1]) or len(number) != 1:
+            raise module.wrong(scales, f"has shape {tuple(scale.shape)}, its values {tuple(packed.shape)}")
+        if int(scale.max()) > _E4M3_MOST:
+            raise module.wrong(scales, "holds a negative scale or not-a-number")
+        number = 1 / number if factor == ".weight_global_scale" else number
+        return FourBitFloatMatrix(packed.view(*scale.shape, 8), scale, number)
 
 
 class _MLX(QuantizedFormat):
@@ -206,11 +228,15 @@ FORMATS: Mapping[Layout, tuple[QuantizedFormat, ...]] = {
         _MXFP4({".weight_packed": _BYTES, ".weight_scale": _BYTES}),
         _MXFP4({"_blocks": _BYTES, "_scales": _BYTES}),
     ),
+    "nvfp4": (
+        _NVFP4({".weight_packed": _BYTES, ".weight_scale": ("F8_E4M3",), ".weight_global_scale": ("F32",)}),
+        _NVFP4({".weight": _BYTES, ".weight_scale": ("F8_E4M3",), ".weight_scale_2": ("F32",)}),
+    ),
     "mlx": (_MLX({".weight": ("U32",), ".scales": _SCALES, ".biases": _SCALES}),),
 }
 NOT_READ = (
     ".input_scale", ".output_scale", ".activation_scale", ".input_zero_point", ".output_zero_point", ".k_scale",
-    ".v_scale", ".q_scale", ".kv_scale", ".input_scale_ub", ".k_zero_point", ".v_zero_point",
+    ".v_scale", ".q_scale", ".kv_scale", ".input_scale_ub", ".input_global_scale", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
 """Suffixes of tensors that quantise activations or the KV cache, which stay in the dtype of the model here."""
 

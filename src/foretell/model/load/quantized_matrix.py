@@ -15,7 +15,8 @@ from foretell.model.matrices.stored import StoredMatrix
 Tensor = torch.Tensor
 _GROUP = 32
 """Inputs per scale of the storage types."""
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FOUR_BIT_FLOATS = torch.tensor([sign * v for sign in (1, -1) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+"""Numbers of E2M1."""
 _E8M0_BIAS = 127
 
 
@@ -79,6 +80,11 @@ def _nibbles(levels: UInt8[Tensor, "o n 32"]) -> UInt8[Tensor, "o n 16"]:
     return levels[..., :16] | levels[..., 16:] << 4
 
 
+def _pairs(raw: UInt8[Tensor, "o n b"]) -> UInt8[Tensor, "o n l"]:
+    """Levels 2k and 2k + 1 in the low and high half of byte k."""
+    return torch.stack((raw & 15, raw >> 4), -1).flatten(2)
+
+
 def _pack(kind: str, heads: tuple[Tensor, ...], levels: UInt8[Tensor, "o n b"]) -> StoredMatrix:
     """Blocks of 16-bit numbers, then the bytes of the levels."""
     parts = [h.contiguous().view(torch.uint8).view(*h.shape, 2) for h in heads]
@@ -132,23 +138,34 @@ class Float8Matrix(QuantizedMatrix):
 
 
 @dataclass(frozen=True)
-class MXFP4Matrix(QuantizedMatrix):
-    """E2M1 values with an exponent per 32 inputs (OCP microscaling formats, arXiv 2310.10537)."""
+class FourBitFloatMatrix(QuantizedMatrix):
+    """E2M1 values with an exponent per 32 inputs (MXFP4 of the OCP microscaling formats, arXiv 2310.10537), or with a
+    scale in E4M3 per 16 inputs and a factor for all (NVFP4).
+    """
 
-    blocks: UInt8[Tensor, "o n 16"]
-    """Values 2k and 2k + 1 in the low and high half of byte k."""
-    exponent: UInt8[Tensor, "o n"]
-
-    def _values(self) -> UInt8[Tensor, "o n 32"]:
-        return torch.stack((self.blocks & 15, self.blocks >> 4), -1).flatten(2)
+    packed: UInt8[Tensor, "o n b"]
+    scale: UInt8[Tensor, "o n"]
+    """The bytes of exponents or scales."""
+    factor: Float[Tensor, "1"] | None = None
+    """None: MXFP4."""
 
     def widen(self) -> Float[Tensor, "o i"]:
-        """The numbers in float32, all of which bfloat16 holds too."""
-        table = torch.tensor([*_MXFP4_VALUES, *(-v for v in _MXFP4_VALUES)])
-        scale = torch.ldexp(torch.ones(self.exponent.shape), self.exponent.int() - _E8M0_BIAS)
-        return (table[self._values().int()] * scale[..., None]).flatten(1)
+        """The numbers in float32: of MXFP4, all of which bfloat16 holds, or of scales times the factor, rounded."""
+        if self.factor is None:
+            scale = torch.ldexp(torch.ones(self.scale.shape), self.scale.int() - _E8M0_BIAS)
+        else:
+            scale = self.scale.view(torch.float8_e4m3fn).float() * self.factor
+        return (_FOUR_BIT_FLOATS[_pairs(self.packed).int()] * scale[..., None]).flatten(1)
 
-    def stored(self) -> StoredMatrix:
-        """MXFP4 in the order of GGUF."""
-        data = torch.cat([self.exponent[..., None], _nibbles(self._values())], -1)
-        return StoredMatrix("MXFP4", data.shape[1] * _GROUP, data.flatten(1))
+    def stored(self) -> StoredMatrix | str:
+        """The same in the order of GGUF."""
+        values, (outputs, groups) = _pairs(self.packed), self.scale.shape
+        if self.factor is None:
+            data = torch.cat([self.scale[..., None], _nibbles(values)], -1)
+            return StoredMatrix("MXFP4", groups * _GROUP, data.flatten(1))
+        if groups % 4:
+            return f"{16 * groups} inputs are no multiple of 64"
+        levels, scale = values[..., :8] | values[..., 8:] << 4, self.scale.view(outputs, -1, 4)
+        factor = self.factor.view(torch.uint8).expand(*scale.shape[:2], 4)
+        data = torch.cat([factor, scale, levels.view(outputs, -1, 32)], -1)
+        return StoredMatrix("NVFP4", 16 * groups, data.flatten(1))

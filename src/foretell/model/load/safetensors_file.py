@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
-from foretell.model.load.mapped_file import map_file, release_pages, what_is_missing
+from foretell.model.matrices.mapped_file import MappedFile, what_is_missing
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -69,10 +69,10 @@ class SafetensorsFile:
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(what_is_wrong(path, error)) from error
-        self._data = map_file(path)
-        (size,) = _SIZE.unpack_from(self._data)
+        self.mapped = MappedFile(path)
+        (size,) = _SIZE.unpack_from(self.mapped)
         first = _SIZE.size + size
-        header = json.loads(self._data[_SIZE.size : first])
+        header = json.loads(self.mapped[_SIZE.size : first])
         self.writer = str(header.get("__metadata__", {}).get("format", ""))
         """What wrote the file, by its own word, such as `pt` and `mlx`."""
         self._places = {
@@ -102,8 +102,4 @@ class SafetensorsFile:
             raise ValueError(f"{self.path}: {name} is of type {dtype}, which is not supported")
         if 0 in shape:
             return torch.empty(shape, dtype=_DTYPES[dtype])
-        return torch.frombuffer(self._data, dtype=_DTYPES[dtype], count=prod(shape), offset=offset).view(shape)
-
-    def release_pages(self) -> None:
-        """Return the file's memory pages to the system; they are read again when needed."""
-        release_pages(self._data)
+        return torch.frombuffer(self.mapped, dtype=_DTYPES[dtype], count=prod(shape), offset=offset).view(shape)

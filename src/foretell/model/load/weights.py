@@ -16,6 +16,7 @@ from foretell.model.config.families.base import PredictionNames
 from foretell.model.config.model import ModelConfig
 from foretell.model.load.quantization_config import QUANTIZED_ADVICE
 from foretell.model.load.safetensors_file import SafetensorsFile
+from foretell.model.matrices.mapped_file import MappedFile
 from foretell.model.matrices.stored import Matrix, StoredMatrix
 from foretell.utils.validation import read_json
 
@@ -24,7 +25,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of readable weights, by their names in safetensors."""
 _QUANTIZED = re.compile(
     r"(^|\.)(qweight|qzeros|g_idx|scales|biases|SCB|absmax|quant_map|quant_state.*"
-    r"|weight_(scale|packed|zero_point|shape|format).*"
+    r"|weight_(scale|packed|zero_point|shape|format|global_scale).*|input_global_scale"
     r"|.*(weight|input|output|[qkv])_scale(_inv|_\d)?)$"
 )
 """Names of tensors that only quantised checkpoints have: of GPTQ, AWQ, bitsandbytes, FP8, compressed-tensors and
@@ -59,6 +60,8 @@ class Weights(ABC):
     source: str
     files: Sequence[Path] = ()
     """Files that the tensors come from; none: they are made up."""
+    mapped: Sequence[MappedFile] = ()
+    """Those that tensors are views of."""
 
     variant = ""
     """What distinguishes the weights from others of the same files."""
@@ -100,7 +103,7 @@ class Weights(ABC):
         Raises:
             ValueError: it is missing or has another shape.
         """
-        return StoredMatrix.of(self.require(name, outputs, inputs), self.release_pages)
+        return StoredMatrix.of(self.require(name, outputs, inputs), self.mapped)
 
     def expert_matrices(self, name: str, count: int, outputs: int, inputs: int) -> Iterator[StoredMatrix]:
         """The matrices of all experts, one after the other, from one tensor: floats [experts, inputs, outputs].
@@ -109,7 +112,7 @@ class Weights(ABC):
             ValueError: it is missing or has another shape.
         """
         whole = self.require(name, count, inputs, outputs)
-        return (StoredMatrix.of(each.T, self.release_pages) for each in whole)
+        return (StoredMatrix.of(each.T, self.mapped) for each in whole)
 
     def prediction_names(self, names: PredictionNames) -> PredictionNames:
         """Names of the parts of the layer of multi-token prediction, of those in safetensors: here these."""
@@ -131,7 +134,7 @@ class Weights(ABC):
     def head_matrix(self, vocab: int, hidden: int) -> StoredMatrix | None:
         """As `head`, but as the file stores it."""
         head = self.head(vocab, hidden)
-        return None if head is None else StoredMatrix.of(head, self.release_pages)
+        return None if head is None else StoredMatrix.of(head, self.mapped)
 
     def output_matrix(self, config: ModelConfig) -> StoredMatrix:
         """The output matrix as the file stores it; the embedding where the two are tied."""
@@ -145,9 +148,10 @@ class Weights(ABC):
             )
         return tensor
 
-    @abstractmethod
     def release_pages(self) -> None:
-        """Return the file's memory pages to the system; later calls of `get` read them again."""
+        """Return the files' memory pages to the system; later calls of `get` read them again."""
+        for file in self.mapped:
+            file.release_pages()
 
 
 class DelegatedWeights(Weights):
@@ -155,7 +159,7 @@ class DelegatedWeights(Weights):
 
     def __init__(self, inner: Weights) -> None:
         self._inner, self.source, self.files = inner, inner.source, inner.files
-        self.variant, self.adapter = inner.variant, inner.adapter
+        self.variant, self.adapter, self.mapped = inner.variant, inner.adapter, inner.mapped
 
     @property
     def unadapted(self) -> Weights:
@@ -207,10 +211,6 @@ class DelegatedWeights(Weights):
         """As `head`, but as the file stores it."""
         return self._inner.head_matrix(vocab, hidden)
 
-    def release_pages(self) -> None:
-        """Return the file's memory pages to the system."""
-        self._inner.release_pages()
-
 
 def refuse_quantized(file: Path, name: str, dtype: str) -> None:
     """Refuse a tensor of a quantised checkpoint: by its name, or a weight by its `dtype` (as safetensors names it)
@@ -256,10 +256,11 @@ class SafetensorsWeights(Weights):
                 )
             raise ValueError(f"{path}: no model.safetensors here")
         self.files = [path / name for name in files]
-        self._mapped = [SafetensorsFile(file) for file in self.files]
-        self._file_of = {name: file for file in self._mapped for name in file.dtypes}
+        self._opened = [SafetensorsFile(file) for file in self.files]
+        self.mapped = [file.mapped for file in self._opened]
+        self._file_of = {name: file for file in self._opened for name in file.dtypes}
         self._stored_as = dict[str, str]()
-        for file in self._mapped:
+        for file in self._opened:
             for name, dtype in file.dtypes.items():
                 check(file.path, name, dtype)
 
@@ -285,7 +286,7 @@ class SafetensorsWeights(Weights):
             ValueError: one is not, so the numbers would be others.
         """
         changes = config.state is not None or config.experts is not None or config.latent is not None
-        if changes and any(file.writer == "mlx" for file in self._mapped):
+        if changes and any(file.writer == "mlx" for file in self._opened):
             raise ValueError(
                 f"{self.source}: a checkpoint of MLX, which changes tensors of {config.architecture}; take that of "
                 "transformers, or a GGUF file"
@@ -364,11 +365,6 @@ class SafetensorsWeights(Weights):
         """
         head: Tensor = self.require(HEAD, vocab, hidden)
         return head
-
-    def release_pages(self) -> None:
-        """Return the files' memory pages to the system."""
-        for file in self._mapped:
-            file.release_pages()
 
 
 def _shards(index: Path) -> list[str]:

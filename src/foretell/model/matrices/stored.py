@@ -1,16 +1,35 @@
 """Matrices as their checkpoint stores them: rows of quantised blocks, or of floats. They are widened on request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 
 from foretell.model.matrices.kinds import BLOCKS, Kind
+from foretell.model.matrices.mapped_file import MappedFile
 
 FLOAT_KINDS: dict[Kind, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the kinds that are not quantised."""
+
+
+def read_mapped(rows: UInt8[torch.Tensor, "n bytes"], mapped: Sequence[MappedFile]) -> UInt8[torch.Tensor, "n bytes"]:
+    """Rows that one of these files may map: read from it, or as they are where they are in memory."""
+    for file in mapped if rows.is_contiguous() else ():
+        if (raw := file.read_at(rows.data_ptr(), rows.nbytes)) is not None:
+            return torch.from_numpy(raw).view(rows.shape)
+    return rows
+
+
+@dataclass(frozen=True)
+class MadeRows:
+    """Rows that are made when they are asked for."""
+
+    outputs: int
+    make: Callable[[int, int], UInt8[np.ndarray, "n bytes"]]
+    """Gives rows from the first number up to, and without, the second."""
 
 
 @dataclass(frozen=True)
@@ -19,33 +38,45 @@ class StoredMatrix:
 
     kind: Kind
     inputs: int
-    data: UInt8[torch.Tensor, "o bytes"]
+    held: UInt8[torch.Tensor, "o bytes"] | MadeRows
     """The rows, a whole number of blocks each."""
-    release_pages: Callable[[], None] | None = field(default=None, compare=False)
-    """Returns the pages of the mapped file that the rows come from to the system; they are read again when needed."""
+    mapped: Sequence[MappedFile] = field(default=(), compare=False)
+    """The mapped files, of which one holds the rows."""
 
     def __post_init__(self) -> None:
         per_block, size = BLOCKS[self.kind]
-        if self.inputs % per_block or self.data.shape[1] != self.inputs // per_block * size:
+        width = self.held.shape[1] if isinstance(self.held, torch.Tensor) else self.inputs // per_block * size
+        if self.inputs % per_block or width != self.inputs // per_block * size:
             raise ValueError(
                 f"a {self.kind} matrix of {self.inputs} inputs needs rows of whole blocks of {per_block}, "
-                f"found rows of {self.data.shape[1]} bytes"
+                f"found rows of {width} bytes"
             )
 
+    @cached_property
+    def data(self) -> UInt8[torch.Tensor, "o bytes"]:
+        """All rows."""
+        return self.held if isinstance(self.held, torch.Tensor) else torch.from_numpy(self.held.make(0, self.outputs))
+
+    def read_rows(self, first: int, last: int) -> UInt8[torch.Tensor, "n bytes"]:
+        """Some rows, for one use: made, or read from the file, unless they are in memory."""
+        if not isinstance(self.held, torch.Tensor):
+            return torch.from_numpy(self.held.make(first, last))
+        return read_mapped(self.held[first:last], self.mapped)
+
     @classmethod
-    def of(cls, tensor: Float[torch.Tensor, "o i"], release_pages: Callable[[], None] | None = None) -> "StoredMatrix":
+    def of(cls, tensor: Float[torch.Tensor, "o i"], mapped: Sequence[MappedFile] = ()) -> "StoredMatrix":
         """A float tensor as it is; float64 becomes float32."""
         kinds = {dtype: kind for kind, dtype in FLOAT_KINDS.items()}
         tensor = tensor.detach().contiguous()
         if tensor.dtype not in kinds:
             tensor = tensor.float()
         raw = tensor.view(torch.uint8).view(len(tensor), -1)
-        return cls(kinds[tensor.dtype], tensor.shape[1], raw, release_pages)
+        return cls(kinds[tensor.dtype], tensor.shape[1], raw, mapped)
 
     @property
     def outputs(self) -> int:
         """Number of rows."""
-        return len(self.data)
+        return len(self.held) if isinstance(self.held, torch.Tensor) else self.held.outputs
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,9 +89,16 @@ class StoredMatrix:
         return self.kind not in FLOAT_KINDS
 
     def rows(self, index: Int[torch.Tensor, " n"]) -> "StoredMatrix":
-        """The rows of these indices, copied."""
-        chosen = np.take(self.data.numpy(), index.numpy(), 0)
-        return StoredMatrix(self.kind, self.inputs, torch.from_numpy(chosen))
+        """The rows of these indices, read when they are asked for."""
+
+        def chosen(first: int, last: int) -> UInt8[np.ndarray, "n bytes"]:
+            own = index[first:last]
+            least, most = (int(own.min()), int(own.max()) + 1) if len(own) else (0, 0)
+            if most - least > 2 * len(own):
+                return np.take(self.data.numpy(), own.numpy(), 0)
+            return np.take(self.read_rows(least, most).numpy(), own.numpy() - least, 0)
+
+        return StoredMatrix(self.kind, self.inputs, MadeRows(len(index), chosen), self.mapped)
 
     def rounded(self, dtype: torch.dtype) -> "StoredMatrix":
         """The numbers rounded to bfloat16 or float32."""
@@ -73,6 +111,8 @@ class StoredMatrix:
         data = np.ascontiguousarray(self.data.numpy())
         if self.kind == "Q4_Z":
             return _widen_q4_z(data)
+        if self.kind == "NVFP4":
+            return _widen_nvfp4(data)
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -84,6 +124,18 @@ def _widen_q4_z(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
     scale, zero = (blocks[:, i : i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
     levels = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1).astype(np.float32)
     return torch.from_numpy((scale * (levels - zero)).reshape(len(data), -1))
+
+
+def _widen_nvfp4(data: np.ndarray) -> Float[torch.Tensor, "o i"]:
+    from gguf.quants import NVFP4
+
+    blocks = data.reshape(-1, BLOCKS["NVFP4"][1])
+    bits = blocks[:, 4:8].astype(np.uint32) << 20  # the exponent begins at bit 23; halved, as levels are doubled
+    small, large = ((bits + np.uint32(exponent << 23)).view(np.float32) for exponent in (120, 119))
+    scale = np.where(bits < 1 << 23, small - np.float32(2**-7), large) * blocks[:, :4].copy().view(np.float32)
+    nibbles = blocks[:, 8:].reshape(-1, 4, 1, 8) >> np.array([0, 4], np.uint8)[:, None] & 15
+    levels = np.take(np.array(NVFP4.kvalues, np.float32), nibbles.reshape(-1, 4, 16))
+    return torch.from_numpy((scale[..., None] * levels).reshape(len(data), -1))
 
 
 Matrix = torch.Tensor | StoredMatrix

@@ -179,9 +179,6 @@ class _BlankWeights(Weights):
         """A tensor of this shape."""
         return torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
 
-    def release_pages(self) -> None:
-        """Do nothing: no file is open."""
-
 
 def blank_blocks(config: ModelConfig) -> nn.ModuleList:
     """The blocks of a decoder in float32, matrices of zeros and norms of ones."""

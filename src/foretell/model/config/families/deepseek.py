@@ -1,6 +1,6 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), GLM-4.5 and GLM-5: experts in groups beside shared ones, and
-latent attention in all but GLM-4.5. GLM-5 attends to the `index_topk` tokens that an indexer chooses: to all, as the
-decoder here does, in texts that are no longer.
+"""DeepSeek-V2, V3 and V3.2 (arXiv 2405.04434, 2412.19437, 2512.02556), GLM-4.5 and GLM-5: experts in groups beside
+shared ones, and latent attention in all but GLM-4.5. V3.2 and GLM-5 attend to the `index_topk` tokens that an indexer
+chooses: to all, as the decoder here does, in texts that are no longer.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,7 +20,7 @@ from foretell.model.config.model import MLAConfig, ModelConfig, MoEConfig
 from foretell.model.config.rope import RopeConfig
 from foretell.utils.validation import Fields
 
-_SPARSE = "glm_moe_dsa"
+_SPARSE = "glm_moe_dsa", "deepseek_v32"
 _HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
@@ -56,7 +56,7 @@ def _experts(read: Fields, kind: str, layers: int) -> MoEConfig:
 
 
 def _sparse_layers(read: Fields, kind: str, layers: int) -> tuple[int, ...]:
-    types = read.texts("mlp_layer_types") if kind in ("glm4_moe_lite", _SPARSE) else ()
+    types = read.texts("mlp_layer_types") if kind in ("glm4_moe_lite", *_SPARSE) else ()
     if types:
         if len(types) != layers or not set(types) <= {"dense", "sparse"}:
             raise read.wrong("mlp_layer_types", f"{layers} of dense or sparse", list(types))
@@ -92,7 +92,7 @@ def _further(read: Fields, kind: str, values: Mapping[str, Any]) -> Mapping[str,
         raise read.wrong("partial_rotary_factor", "1 for latent attention", rope.fraction)
     rope = replace(rope, fraction=latent.rope_dim / (latent.nope_dim + latent.rope_dim))
     scale = _attention_scale(read, rope, values["head_dim"])
-    dense = _dense_context(values, read.integer("index_topk", default=2048, least=1)) if kind == _SPARSE else {}
+    dense = _dense_context(values, read.integer("index_topk", default=2048, least=1)) if kind in _SPARSE else {}
     return {"latent": latent, "kv_heads": values["heads"], "rope": rope, "attention_scale": scale, **dense}
 
 
@@ -189,10 +189,10 @@ def _read_gguf(read: Fields, kind: str, values: Mapping[str, Any], tensors: Coll
         "kv_heads": values["heads"],
         "rope": rope,
         "attention_scale": scale,
-        "experts": _gguf_experts(read, values, tensors, GGUF_SIGMOID if kind == _SPARSE else GGUF_SOFTMAX)
+        "experts": _gguf_experts(read, values, tensors, GGUF_SIGMOID if kind in _SPARSE else GGUF_SOFTMAX)
         if read.integer("expert_count", default=0)
         else None,
-        **(_dense_context(values, read.integer("attention.indexer.top_k", least=1)) if kind == _SPARSE else {}),
+        **(_dense_context(values, read.integer("attention.indexer.top_k", least=1)) if kind in _SPARSE else {}),
     }
 
 
@@ -203,11 +203,12 @@ DEEPSEEK = Family(
         ),
         "deepseek_v3": Kind(defaults=_DEEPSEEK_V3),
         "glm4_moe_lite": Kind(defaults=_GLM4_MOE_LITE),
-        _SPARSE: Kind(defaults=_GLM_MOE_DSA),
+        "glm_moe_dsa": Kind(defaults=_GLM_MOE_DSA),
+        "deepseek_v32": Kind(defaults={**_DEEPSEEK_V3, "max_position_embeddings": 163840}),
     },
     prediction=_prediction,
     unread=("self_attn.indexer.", "indexer."),
-    gguf_kinds={"deepseek2": "deepseek_v3", "glm-dsa": _SPARSE},
+    gguf_kinds={"deepseek2": "deepseek_v3", "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32"},
     gguf_names={
         **GGUF_EXPERTS,
         "self_attn.q_a_proj": "attn_q_a",

@@ -28,9 +28,10 @@ enum Kind : int32_t {
   kQ6_K = 10,
   kMXFP4 = 11,
   kQ4_Z = 12,
-  kTwoOfFour = 13,
-  kFloat32ByInput = 14,
-  kBfloat16ByInput = 15
+  kNVFP4 = 13,
+  kTwoOfFour = 14,
+  kFloat32ByInput = 15,
+  kBfloat16ByInput = 16
 };
 // What the inputs of a product are rounded to: float32, bfloat16, int8 as kInt8 weights need them, or int8 with one
 // scale per 32 inputs. Blocks of a GGUF file are multiplied with all but the third, kTwoOfFour with the first two.

@@ -54,6 +54,8 @@ auto with_blocks(int32_t kind, const Run& run) {
       return run(TypeTag<Q6_K>());
     case kMXFP4:
       return run(TypeTag<MXFP4>());
+    case kNVFP4:
+      return run(TypeTag<NVFP4>());
     case kTwoOfFour:
       return run(TypeTag<TwoOfFour>());
     default:

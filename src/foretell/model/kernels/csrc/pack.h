@@ -109,12 +109,13 @@ inline void pack_blocks(int32_t kind, const uint8_t* const* rows, int panels, in
   with_blocks(kind, [&](auto k) {
     using K = typename decltype(k)::Type;
     const size_t size = quantized_panel_words<K>(in);
-    std::memset(words, 0, 4 * size * (size_t)panels);
-    for (int p = 0; p < panels; ++p)
+    for (int p = 0; p < panels; ++p, words += size) {
+      std::memset(words, 0, 4 * size);
       for (int b = 0; b < in / K::kInputs; ++b)
         for (int i = 0; i < kPanel; ++i)
           if (const uint8_t* row = rows[(size_t)p * kPanel + i])
-            K::pack(row + b * K::kBytes, words + p * size + b * K::kWords, i);
+            K::pack(row + b * K::kBytes, words + b * K::kWords, i);
+    }
   });
 }
 

@@ -238,6 +238,35 @@ struct MXFP4 : Symmetric {
   }
 };
 
+// The same numbers in blocks of 64: a float32 unit, then a scale of 8 bits, E4M3 without its sign, per 16 inputs.
+struct NVFP4 {
+  static constexpr bool kOffset = false, kTwoScales = true;
+  static constexpr int kInputs = 64, kBytes = 40, kZero = MXFP4::kZero, kMost = MXFP4::kMost;
+  static constexpr int kUnits = kPanel, kPerGroup = kPanel * 4 + kPanel / 2, kWords = kUnits + 2 * kPerGroup;
+
+  static void pack(const uint8_t* block, uint32_t* panel, int output) {
+    panel[output] = load_quad(block);
+    for (int j = 0; j < 2; ++j) {
+      uint32_t* group = panel + kUnits + j * kPerGroup;
+      pack_nibbles(group, output, [&](int k) {
+        return (load_quad(block + 8 + 16 * j + k / 4 * 8 + k % 2 * 4) >> (k / 2 % 2 * 4)) & 0x0F0F0F0Fu;
+      });
+      for (int part = 0; part < 2; ++part)
+        ((uint8_t*)(group + 4 * kPanel))[part * kPanel + output] = block[4 + 2 * j + part];
+    }
+  }
+  __attribute__((always_inline)) static Word level(const uint32_t* panel, int j, int half, int k) {
+    return MXFP4::level(panel + kUnits + j * kPerGroup, 0, half, k);
+  }
+  __attribute__((always_inline)) static Float scale(const uint32_t* panel, int j, int half, int part) {
+    const uint8_t* bytes = (const uint8_t*)(panel + kUnits + j * kPerGroup + 4 * kPanel) + kLanes * half;
+    const Int e = load_bytes<uint8_t>(bytes + kPanel * part), bits = e << 20;
+    // Halved; an exponent of zero means a denormal number.
+    const Float small = (Float)(bits + splat(120 << 23)) - splat(0x1p-7f), large = (Float)(bits + splat(119 << 23));
+    return load<Float>(panel + kLanes * half) * select(e < splat(8), small, large);
+  }
+};
+
 template <class K>
 size_t quantized_panel_words(int in) {
   return (size_t)in / K::kInputs * K::kWords;
@@ -255,10 +284,10 @@ __attribute__((always_inline)) inline Float offset_of(const uint32_t* panel, int
 template <class P, class K>
 void widen_group(const uint32_t* block, int group, uint32_t* words) {
   for (int half = 0; half < 2; ++half) {
-    Float scale[2], offset[2];
+    Float scale[2], offset[2] = {};
     for (int part = 0; part < 2; ++part) {
       scale[part] = K::scale(block, group, half, part);
-      offset[part] = offset_of<K>(block, group, half, scale[part]);
+      if constexpr (K::kOffset) offset[part] = K::offset(block, group, half);
     }
 #pragma GCC unroll 32
     for (int i = 0; i < kGroupInputs; i += P::kDepth) {
@@ -266,7 +295,10 @@ void widen_group(const uint32_t* block, int group, uint32_t* words) {
       Float numbers[P::kDepth];
       for (int d = 0; d < P::kDepth; ++d) {
         const Word level = (levels >> (8 * ((i + d) % 4))) & splat(0xFFu);
-        numbers[d] = fma(to_float((Int)level), scale[i / 16], offset[i / 16]);
+        if constexpr (K::kOffset)
+          numbers[d] = fma(to_float((Int)level), scale[i / 16], offset[i / 16]);
+        else
+          numbers[d] = to_float((Int)level - splat(K::kZero)) * scale[i / 16];
       }
       P::store_columns(words + i / P::kDepth * P::kWeightWords * kPanel + kLanes * half, numbers);
     }
