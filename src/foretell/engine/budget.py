@@ -6,7 +6,7 @@ as AdaServe (arXiv 2501.12162) serves them first.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -29,12 +29,14 @@ from foretell.engine.tuning import (
     FIRST_STEPS,
     FLOOR_SLACK,
     HORIZON,
+    LEAST_UNREAD,
     LEVEL_SHARE,
     MOST_CAUTION,
     MOST_EXPANDED,
     OFF,
     OFF_STEPS,
     ON,
+    PRIOR_READING,
     TRIAL_INTERVAL,
     TRIAL_NODES,
     TRIAL_REQUESTS,
@@ -66,6 +68,8 @@ class StepLoad:
     """What a token of each request is worth; 0: it gets none in this step."""
     room: Sequence[int]
     """How deep its drafts may be; 0: it may have none."""
+    left: Sequence[int]
+    """Its tokens to come."""
     sampled: Sequence[bool]
     accounts: Sequence[DraftAccount]
     context: float = 0.0
@@ -132,8 +136,10 @@ class _Source:
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.levels = name, 0, 1.0
         """Steps in which it drafted, and mean levels of its trees."""
-        self.scored, self.last = True, 0
-        """Whether its trees have scores, and the last step in which it drafted."""
+        self.scored = True
+        """Whether its trees have scores."""
+        self.reading = f"{name} reading"
+        """Name of the times of its reading."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
         self.trials = dict[Key, _Trials]()
 
@@ -151,6 +157,8 @@ class _Offer:
     indices: list[int]
     tree: OfferedTree
     check: DrafterCheck | None
+    read: int
+    """Tokens that the drafter had to read before."""
 
 
 class _Offered(NamedTuple):
@@ -189,7 +197,7 @@ class Budget:
         self._sources: WeakKeyDictionary[Drafter, list[_Source]] = WeakKeyDictionary()
         """By the drafter of a method, which lives as long as the method does."""
         self._step = 0
-        self.begin(StepLoad(1, False, (), (), (), ()))
+        self.begin(StepLoad(1, False, (), (), (), (), ()))
 
     def governs(self, bound: BoundMethod) -> bool:
         """Whether it chooses the drafts of a method."""
@@ -215,12 +223,16 @@ class Budget:
         self._first = load.tokens - max(1, self._requests)
         self._key = load_key(self._requests, load.context)
         self._caution = 1 + max(
-            (load.accounts[i].deficit(load.room[i] + 1) ** 2 for i, w in enumerate(load.weights) if w), default=0
+            (load.accounts[i].deficit(load.left[i]) ** 2 for i, w in enumerate(load.weights) if w), default=0
         )
         self._seconds = self.times.seconds(self._key, max(1, self._requests))
         self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
         self._measures = load.is_decode and self.times.needs_plain(self._key)
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
+        self._ahead = 0.0
+        """Seconds of reading that the drafts of later steps pay for."""
+        self._unread = dict[int, int]()
+        """Tokens of requests that the drafter asked last has to read before it drafts."""
         self._values, self._offers = list[float](), list[_Offer]()
         self._offered = dict[int, list[float]]()
         """Chances of the drafts offered to each request."""
@@ -246,8 +258,12 @@ class Budget:
             return table[low] + (extra - low) * (table[low + 1] - table[low])
         return table[-1] * (self._requests + extra) / (self._requests + len(table) - 1)
 
-    def plan(self, bound: BoundMethod, number: int, which: Sequence[int]) -> Plan | None:
-        """Which of the requests `which` the drafter of this number of a method is asked for; None: for none."""
+    def plan(
+        self, bound: BoundMethod, number: int, which: Sequence[int], unread: Callable[[int], int] = lambda i: 0
+    ) -> Plan | None:
+        """Which of the requests `which` the drafter of this number of a method is asked for; None: for none. `unread`:
+        tokens of a request that it has to read before it drafts.
+        """
         open_ = [i for i in which if self._load.room[i] > 0]
         reason = NO_CHOICE
         if open_:
@@ -255,12 +271,13 @@ class Budget:
             reason = LOAD if crowded else MEASURED if self._measures else ""
         if not reason:
             check = bound.method.check_of(number)
-            plan = self._weigh(self._source(bound, number), open_) if check is None or check.fits else COST
+            plan = self._weigh(self._source(bound, number), open_, unread) if check is None or check.fits else COST
             if isinstance(plan, Plan):
                 return plan
             reason = plan
             if check is not None and check.undecided and self._caution < MOST_CAUTION:
                 self._looked.add((bound.method.draft, number))
+                self._count_unread(open_, unread)
                 return Plan(open_[:TRIAL_REQUESTS], deepest=1)
         if not number:
             self.statistics.undrafted[reason] += len(which)
@@ -274,24 +291,40 @@ class Budget:
         # Looks are as cheap as they can be: what they take and give says nothing about other drafts.
         return self._sources[method.draft][number + count * ((method.draft, number) in self._looked)]
 
-    def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
+    def _count_unread(self, which: list[int], unread: Callable[[int], int]) -> None:
+        self._unread = {i: count for i in which if (count := unread(i)) >= LEAST_UNREAD}
+
+    def _reading(self, source: _Source, which: Sequence[int]) -> tuple[float, float]:
+        """Seconds in which a drafter reads what it has not read of requests, and those of them that count for this
+        step: the drafts of all tokens to come pay for it.
+        """
+        if not self._unread:
+            return 0.0, 0.0
+        token, left = self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * self._at(0)), self._load.left
+        seconds = [token * self._unread.get(i, 0) for i in which]
+        return sum(seconds), sum(s / min(left[i], HORIZON) for s, i in zip(seconds, which, strict=True))
+
+    def _weigh(self, source: _Source, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
         trials = source.trials.setdefault(self._key, _Trials())
         if not trials.on and not trials.left and self._step < min(trials.until, trials.next):
             return COST
+        self._count_unread(which, unread)
         load, plain, before = self._load, self._at(0), self._so_far
         asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
         weights = dict[bool, list[float]]()
         for i in which:
             kind, offered = load.sampled[i], before.expected.get(i, 0.0)
             factor = load.accounts[i].factor(source.name)
-            if not offered or factor * source.acceptance(kind).hoped > offered:
+            hoped = factor * source.acceptance(kind).hoped
+            if hoped > offered and load.weights[i] * hoped > before.rate * self._reading(source, [i])[1]:
                 asked.append(i)
                 weights.setdefault(kind, []).append(factor * load.weights[i])
                 if offered:
                     nodes -= before.kept[i]
                     tokens -= offered * load.weights[i]
         spent = self._spent + self.times.draft_seconds(source.name, self._key, len(asked), plain)
+        spent += self._reading(source, asked)[1]
         best = self._best_cut(source, weights, nodes, tokens, spent)
         is_new = source.steps < FIRST_STEPS and self._caution < MOST_CAUTION
         on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
@@ -358,6 +391,7 @@ class Budget:
                 return []
             lost = self._at(TRIAL_NODES) - plain
             lost += self.times.draft_seconds(source.name, self._key, TRIAL_REQUESTS, plain)
+            lost += self._reading(source, which)[0] * TRIAL_REQUESTS / len(which)
             trials.left = TRIAL_STEPS
             trials.next = self._step + max(TRIAL_INTERVAL, int(TRIAL_STEPS * lost / (TRIAL_SHARE * plain)))
         trials.left -= 1
@@ -370,9 +404,11 @@ class Budget:
         """Take the trees that a drafter offers to these requests of the step; the same with chances as scores."""
         source, load = self._source(bound, number), self._load
         source.scored = tree.score is not None
-        offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number))
+        read, (seconds, share) = sum(self._unread.get(i, 0) for i in indices), self._reading(source, indices)
+        offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number), read)
         self._offers.append(offer)
-        self._spent += self.times.draft_seconds(source.name, self._key, len(indices), self._at(0))
+        self._spent += self.times.draft_seconds(source.name, self._key, len(indices), self._at(0)) + share
+        self._ahead += seconds - share
         chances = list[list[float]]()
         for i, rungs, valid in zip(indices, offer.tree.rungs, offer.tree.valid, strict=True):
             table, factor = source.acceptance(load.sampled[i]).chance, load.accounts[i].factor(source.name)
@@ -429,7 +465,7 @@ class Budget:
             i = parts[p].indices[row]
             self._expected[i] += value / weights[i]
         tokens, speed = self._requests + sum(self._expected.values()), self.times.speed
-        seconds = self._host + self._at(count) + self._spent
+        seconds = self._host + self._at(count) + self._spent + self._ahead
         self.last = Forecast(speed * seconds, speed * (self._host + self._at(0)), tokens)
 
     def _count(self, values: Sequence[float]) -> int:
@@ -443,7 +479,8 @@ class Budget:
         load, tree = self._load, step.tree
         if load.is_decode:
             drafts = tree.active_count - load.tokens
-            lost = (self._host + self._at(drafts - self._fixed) + self._spent) / (self._host + self._at(0))
+            seconds = self._host + self._at(drafts - self._fixed) + self._spent + self._ahead
+            lost = seconds / (self._host + self._at(0))
             for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
                 if load.weights[i]:
                     # What was to be expected counts, not luck: else one unlucky request ends the drafts of all.
@@ -465,10 +502,13 @@ class Budget:
         *before, last = [_HOST, *(offer.source.name for offer in self._offers)]
         known = sum(self.times.draft_seconds(name, self._key, self._requests, 0.0) for name in before)
         plain = 0.0 if last == _HOST else self._at(0)
-        # After steps without it, a drafter has more to read.
-        if self._offers and (source := self._offers[-1].source).steps > 1 and source.last < self._step - 1:
-            return
-        self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
+        if not any(offer.read for offer in self._offers):
+            self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
+        elif sum(offer.read > 0 for offer in self._offers) == 1:
+            known += self.times.draft_seconds(last, self._key, self._requests, plain)
+            offer = max(self._offers, key=lambda offer: offer.read)
+            token = (seconds - known) / offer.read
+            self.times.observe_draft(offer.source.reading, _ANY, 1, token, PRIOR_READING * plain)
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
         source, tree, load = offer.source, offer.tree, self._load
@@ -486,10 +526,11 @@ class Budget:
             acceptance.count(judged, right, load.room[i])
             predicted = sum(acceptance.chance[rung] for rung in judged)
             load.accounts[i].count(source.name, predicted, len(right))
-        source.last = self._step
         if levels:
             source.levels += (levels - source.levels) / min(source.steps, HORIZON)
 
 
+_ANY = 0, 0
+"""Stands for all loads."""
 _HOST = "engine"
 """Stands for what a step without drafts takes beside the pass."""
