@@ -29,6 +29,7 @@ from foretell.engine.tuning import (
     FIRST_STEPS,
     FLOOR_SLACK,
     HORIZON,
+    LEAST_PROMPT,
     LEAST_UNREAD,
     LEVEL_SHARE,
     MOST_CAUTION,
@@ -36,6 +37,7 @@ from foretell.engine.tuning import (
     OFF,
     OFF_STEPS,
     ON,
+    PRIOR_DRAFT,
     PRIOR_READING,
     TRIAL_INTERVAL,
     TRIAL_NODES,
@@ -227,6 +229,8 @@ class Budget:
         )
         self._seconds = self.times.seconds(self._key, max(1, self._requests))
         self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
+        self._token = 0.0 if self._first < LEAST_PROMPT else self.times.draft_seconds(_PROMPT, _ANY, 1, 0.0)
+        """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
         self._measures = load.is_decode and self.times.needs_plain(self._key)
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
         self._ahead = 0.0
@@ -252,6 +256,8 @@ class Budget:
 
     def _at(self, drafts: float) -> float:
         """Seconds of the pass with so many drafts."""
+        if self._token:
+            return (self._requests + self._first + drafts) * self._token
         extra, table = self._first + drafts, self._seconds
         low = int(extra)
         if low + 1 < len(table):
@@ -294,13 +300,18 @@ class Budget:
     def _count_unread(self, which: list[int], unread: Callable[[int], int]) -> None:
         self._unread = {i: count for i in which if (count := unread(i)) >= LEAST_UNREAD}
 
+    def _drafting(self, source: _Source, requests: int) -> float:
+        """Seconds in which a drafter drafts for so many requests."""
+        return self.times.draft_seconds(source.name, self._key, requests, PRIOR_DRAFT * self._seconds[0])
+
     def _reading(self, source: _Source, which: Sequence[int]) -> tuple[float, float]:
         """Seconds in which a drafter reads what it has not read of requests, and those of them that count for this
         step: the drafts of all tokens to come pay for it.
         """
         if not self._unread:
             return 0.0, 0.0
-        token, left = self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * self._at(0)), self._load.left
+        expected, left = PRIOR_READING * self._seconds[0], self._load.left
+        token = self.times.draft_seconds(source.reading, _ANY, 1, expected)
         seconds = [token * self._unread.get(i, 0) for i in which]
         return sum(seconds), sum(s / min(left[i], HORIZON) for s, i in zip(seconds, which, strict=True))
 
@@ -323,7 +334,7 @@ class Budget:
                 if offered:
                     nodes -= before.kept[i]
                     tokens -= offered * load.weights[i]
-        spent = self._spent + self.times.draft_seconds(source.name, self._key, len(asked), plain)
+        spent = self._spent + self._drafting(source, len(asked))
         spent += self._reading(source, asked)[1]
         best = self._best_cut(source, weights, nodes, tokens, spent)
         is_new = source.steps < FIRST_STEPS and self._caution < MOST_CAUTION
@@ -390,7 +401,7 @@ class Budget:
             if self._step < trials.next or self._caution >= MOST_CAUTION:
                 return []
             lost = self._at(TRIAL_NODES) - plain
-            lost += self.times.draft_seconds(source.name, self._key, TRIAL_REQUESTS, plain)
+            lost += self._drafting(source, TRIAL_REQUESTS)
             lost += self._reading(source, which)[0] * TRIAL_REQUESTS / len(which)
             trials.left = TRIAL_STEPS
             trials.next = self._step + max(TRIAL_INTERVAL, int(TRIAL_STEPS * lost / (TRIAL_SHARE * plain)))
@@ -407,7 +418,7 @@ class Budget:
         read, (seconds, share) = sum(self._unread.get(i, 0) for i in indices), self._reading(source, indices)
         offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number), read)
         self._offers.append(offer)
-        self._spent += self.times.draft_seconds(source.name, self._key, len(indices), self._at(0)) + share
+        self._spent += self._drafting(source, len(indices)) + share
         self._ahead += seconds - share
         chances = list[list[float]]()
         for i, rungs, valid in zip(indices, offer.tree.rungs, offer.tree.valid, strict=True):
@@ -490,6 +501,9 @@ class Budget:
             self.times.observe_pass(self._key, self._requests, tree.active_count, time.total - time.draft)
             if not shared:
                 self._learn_drafting(time.draft + time.between)
+        elif self._first >= LEAST_PROMPT:
+            token, expected = (time.total - time.draft) / tree.active_count, self._at(0) / (self._requests + self._first)
+            self.times.observe_draft(_PROMPT, _ANY, 1, token, expected)
         for offer in self._offers:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
@@ -498,17 +512,22 @@ class Budget:
                 account.count_chain(drafted, step.num_accepted(i))
 
     def _learn_drafting(self, seconds: float) -> None:
-        """Learn the time of the drafter that was asked last: what those before it and the engine take is known."""
-        *before, last = [_HOST, *(offer.source.name for offer in self._offers)]
-        known = sum(self.times.draft_seconds(name, self._key, self._requests, 0.0) for name in before)
-        plain = 0.0 if last == _HOST else self._at(0)
-        if not any(offer.read for offer in self._offers):
-            self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
-        elif sum(offer.read > 0 for offer in self._offers) == 1:
-            known += self.times.draft_seconds(last, self._key, self._requests, plain)
-            offer = max(self._offers, key=lambda offer: offer.read)
-            token = (seconds - known) / offer.read
-            self.times.observe_draft(offer.source.reading, _ANY, 1, token, PRIOR_READING * plain)
+        """Learn the time of the drafter that was asked last, or of its reading: what those before it and the engine
+        take is known.
+        """
+        if not self._offers:
+            self.times.observe_draft(_HOST, self._key, self._requests, seconds, 0.0)
+            return
+        *before, last = self._offers
+        if any(offer.read for offer in before):
+            return
+        seconds -= self._host + sum(self._drafting(offer.source, self._requests) for offer in before)
+        plain, source = self._seconds[0], last.source
+        if last.read:
+            token = (seconds - self._drafting(source, self._requests)) / last.read
+            self.times.observe_draft(source.reading, _ANY, 1, token, PRIOR_READING * plain)
+        else:
+            self.times.observe_draft(source.name, self._key, self._requests, seconds, PRIOR_DRAFT * plain)
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
         source, tree, load = offer.source, offer.tree, self._load
@@ -532,5 +551,5 @@ class Budget:
 
 _ANY = 0, 0
 """Stands for all loads."""
-_HOST = "engine"
-"""Stands for what a step without drafts takes beside the pass."""
+_HOST, _PROMPT = "engine", "prompt"
+"""Stand for what a step without drafts takes beside the pass, and for a token of a pass that reads prompts."""

@@ -20,7 +20,6 @@ from foretell.engine.tuning import (
     DRIFT_WINDOW,
     EXPECTED_TIMES,
     PLAIN_INTERVALS,
-    PRIOR_DRAFT,
     PRIOR_SLOPE,
     QUANTILE,
     ROW_SLOPE,
@@ -170,11 +169,11 @@ class PassTimes:
             return False
         return curve.steps - curve.plain_at >= PLAIN_INTERVALS[curve.plain_at > 0 or 0 in curve.windows]
 
-    def draft_seconds(self, drafter: str, key: Key, requests: int, plain: float) -> float:
-        """Seconds of a drafter's step for so many requests; `plain`: those of a plain pass."""
+    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
+        """Seconds of a drafter's step for so many requests; `expected`: before any was measured."""
         loads = self._drafts.get(drafter)
         if not loads:
-            return PRIOR_DRAFT * plain
+            return expected
         if key[0] in loads:
             return max(0.0, loads[key[0]].low)
         nearest = min(loads, key=lambda load: abs(load - key[0]))
@@ -196,11 +195,11 @@ class PassTimes:
         if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
             self.save()
 
-    def observe_draft(self, drafter: str, key: Key, requests: int, seconds: float, plain: float) -> None:
-        """Count a drafter's step for so many requests; negative: less than is measurable. `plain`: seconds of a plain
-        pass.
+    def observe_draft(self, drafter: str, key: Key, requests: int, seconds: float, expected: float) -> None:
+        """Count a drafter's step for so many requests; negative: less than is measurable. `expected`: as in
+        `draft_seconds`.
         """
-        expected = self.draft_seconds(drafter, key, requests, plain)
+        expected = self.draft_seconds(drafter, key, requests, expected)
         known = self._drafts.setdefault(drafter, {})
         known.setdefault(key[0], _Times([expected] * EXPECTED_TIMES)).add(seconds / self.speed)
 

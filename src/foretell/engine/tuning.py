@@ -10,10 +10,12 @@ PRIOR_SLOPE = 0.03
 """Time of a further token over that of a pass over one, before any is measured: about that of the CPU kernels."""
 PRIOR_DRAFT = 0.1
 """Time of drafting over that of a plain pass, before it is measured."""
-PRIOR_READING, LEAST_UNREAD = 0.1, 16
-"""Time of reading a token that a drafter has not read over that of drafting, before it is measured, and tokens of a
+PRIOR_READING, LEAST_UNREAD = 0.01, 16
+"""Time of reading a token that a drafter has not read over that of a plain pass, before it is measured, and tokens of a
 request from which on reading is told from drafting.
 """
+LEAST_PROMPT = 64
+"""Tokens of prompts from which on all tokens of a pass are assumed to take as long as those of others alike."""
 PRIOR_SURVIVAL = 0.7
 """Probability that a draft without a score is accepted if its parent is, before any is seen."""
 PRIOR_WEIGHT = 8.0
