@@ -39,6 +39,7 @@ from foretell.engine.tuning import (
     ON,
     PRIOR_DRAFT,
     PRIOR_READING,
+    TOKENS_A_STEP,
     TRIAL_INTERVAL,
     TRIAL_NODES,
     TRIAL_REQUESTS,
@@ -50,7 +51,7 @@ from foretell.shape.chain import Chain
 NO_CHOICE, LOAD, MEASURED, COST = "no_choice", "load", "measured", "cost"
 REASONS = NO_CHOICE, LOAD, MEASURED, COST
 """Why a request got no drafts in a step: it may have none; more requests than `disable_by_batch_size`; a plain pass is
-measured; drafts would not pay; they would cost a request more than it may lose.
+measured, or none was before a prompt is read; drafts would not pay; they would cost a request more than it may lose.
 """
 
 
@@ -229,9 +230,10 @@ class Budget:
         )
         self._seconds = self.times.seconds(self._key, max(1, self._requests))
         self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
-        self._token = 0.0 if self._first < LEAST_PROMPT else self.times.draft_seconds(_PROMPT, _ANY, 1, 0.0)
+        known, reads = self.times.is_known, self._first >= LEAST_PROMPT
+        self._token = self.times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if known and reads else 0.0
         """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
-        self._measures = load.is_decode and self.times.needs_plain(self._key)
+        self._measures = self.times.needs_plain(self._key) if load.is_decode else reads and not known
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
         self._ahead = 0.0
         """Seconds of reading that the drafts of later steps pay for."""
@@ -313,7 +315,9 @@ class Budget:
         expected, left = PRIOR_READING * self._seconds[0], self._load.left
         token = self.times.draft_seconds(source.reading, _ANY, 1, expected)
         seconds = [token * self._unread.get(i, 0) for i in which]
-        return sum(seconds), sum(s / min(left[i], HORIZON) for s, i in zip(seconds, which, strict=True))
+        return sum(seconds), sum(
+            s / max(1, min(left[i], HORIZON) / TOKENS_A_STEP) for s, i in zip(seconds, which, strict=True)
+        )
 
     def _weigh(self, source: _Source, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
@@ -502,8 +506,8 @@ class Budget:
             if not shared:
                 self._learn_drafting(time.draft + time.between)
         elif self._first >= LEAST_PROMPT:
-            token, expected = (time.total - time.draft) / tree.active_count, self._at(0) / (self._requests + self._first)
-            self.times.observe_draft(_PROMPT, _ANY, 1, token, expected)
+            token = (time.total - time.draft) / tree.active_count
+            self.times.observe_draft(_PROMPT, _ANY, 1, token, self._at(0) / (self._requests + self._first))
         for offer in self._offers:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):

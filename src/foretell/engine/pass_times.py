@@ -162,6 +162,11 @@ class PassTimes:
             curve.seconds[requests] = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
         return curve.seconds[requests]
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any pass without prompts was measured: before, seconds mean something among themselves alone."""
+        return self.fixed or any(curve.windows for curve in self._curves.values())
+
     def needs_plain(self, key: Key) -> bool:
         """Whether a plain pass should be measured: none was for long."""
         curve = self._curves.get(key)
