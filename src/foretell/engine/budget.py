@@ -230,10 +230,10 @@ class Budget:
         )
         self._seconds = self.times.seconds(self._key, max(1, self._requests))
         self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
-        known, reads = self.times.is_known, self._first >= LEAST_PROMPT
-        self._token = self.times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if known and reads else 0.0
+        self._known, reads = self.times.is_known, self._first >= LEAST_PROMPT
+        self._token = self.times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and reads else 0.0
         """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
-        self._measures = self.times.needs_plain(self._key) if load.is_decode else reads and not known
+        self._measures = self.times.needs_plain(self._key) if load.is_decode else reads and not self._known
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
         self._ahead = 0.0
         """Seconds of reading that the drafts of later steps pay for."""
@@ -503,7 +503,7 @@ class Budget:
             self.statistics.steps += 1
             self.statistics.drafting_steps += drafts > 0
             self.times.observe_pass(self._key, self._requests, tree.active_count, time.total - time.draft)
-            if not shared:
+            if self._known and not shared:
                 self._learn_drafting(time.draft + time.between)
         elif self._first >= LEAST_PROMPT:
             token = (time.total - time.draft) / tree.active_count

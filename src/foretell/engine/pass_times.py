@@ -165,7 +165,7 @@ class PassTimes:
     @property
     def is_known(self) -> bool:
         """Whether any pass without prompts was measured: before, seconds mean something among themselves alone."""
-        return self.fixed or any(curve.windows for curve in self._curves.values())
+        return self.fixed or bool(self._curves)
 
     def needs_plain(self, key: Key) -> bool:
         """Whether a plain pass should be measured: none was for long."""
@@ -196,6 +196,7 @@ class PassTimes:
             if known is not None and len(known.last) >= _KNOWN:
                 self._follow_speed(ratio / known.low)
             curve.add(extra, ratio / self.speed)
+            self._curves[key] = curve
         self.passes += 1
         if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
             self.save()
@@ -215,16 +216,16 @@ class PassTimes:
         self.speed = now if abs(now - 1) > DRIFT else 1.0
 
     def _curve(self, key: Key) -> _Curve:
-        if key not in self._curves:
-            known = [k for k, curve in self._curves.items() if curve.windows]
-            start = [1.0] * len(_KNOTS)
-            if known:
-                nearest = min(known, key=lambda k: abs(k[0] - key[0]) + _FINE * abs(k[1] - key[1]))
-                further = round(2 ** (key[0] / _FINE)) - round(2 ** (nearest[0] / _FINE))
-                places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
-                start = self._curves[nearest].ratios[places].tolist()
-            self._curves[key] = _Curve(start)
-        return self._curves[key]
+        """That of a load; before any of its passes was measured, a new one by the nearest known load."""
+        if key in self._curves:
+            return self._curves[key]
+        start = [1.0] * len(_KNOTS)
+        if self._curves:
+            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + _FINE * abs(k[1] - key[1]))
+            further = round(2 ** (key[0] / _FINE)) - round(2 ** (nearest[0] / _FINE))
+            places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
+            start = self._curves[nearest].ratios[places].tolist()
+        return _Curve(start)
 
     def _prior_of(self, tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         prior: Float[np.ndarray, " n"] = self._prior[np.minimum(tokens, _MOST_TOKENS) - 1]
