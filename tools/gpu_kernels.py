@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from foretell.core.draft_tests import NodeDrafts
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.paged_layout import PagedLayout
-from foretell.model.triton import acceptance, launch, sampling
+from foretell.model.triton import acceptance, elementwise, launch, sampling
 from foretell.model.triton.launch import AttentionCall, Launch
 
 META = torch.device("meta")
@@ -121,7 +121,7 @@ def launches(dim: int, numbers: str, variant: str, dtype: torch.dtype, group: in
 
 
 def sampling_launches() -> Iterator[Launch]:
-    """The launches that sample at the nodes of a step, and that test drafts."""
+    """The launches that sample at the nodes of a step, that test drafts, and between the products of a layer."""
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=META)
@@ -132,6 +132,9 @@ def sampling_launches() -> Iterator[Launch]:
         empty(16, 4), empty(16, 4), empty(16), empty(16, dtype=torch.bool), empty(16, 5, dtype=torch.float64)
     )
     yield launch
+    stream, weight = empty(8, 4096, dtype=torch.float32), empty(4096, dtype=torch.float32)
+    yield elementwise.rms_norm(stream, weight, 1e-5, torch.bfloat16)[0]
+    yield elementwise.gated_silu(empty(8, 28672, dtype=torch.bfloat16))[0]
     yield acceptance.test_drafts(weights, empty(16), logits, drafts)[0]
 
 

@@ -54,17 +54,18 @@ class Words:
 class Maker:
     """Draws prompts: a text, or a question, its answer and what is asked next."""
 
-    def __init__(self, draw: random.Random, words: Words, passages: Path, german: Path, talks: Path) -> None:
+    def __init__(self, draw: random.Random, words: Words, passages: Path, german: Path, talks: Path | None) -> None:
         self._draw, self._words = draw, words
         self._form = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
         self._jobs = [f"{verb} {thing}" for verb in self._form["verbs"] for thing in self._form["objects"]]
         self._passages = list(documents(passages))
         self._german = list(sentences(german))
-        self._talks = list(talked(talks))
+        self._talks = [] if talks is None else list(talked(talks))
+        self._kinds = {kind: count for kind, count in KINDS.items() if self._talks or kind != "follow"}
 
     def one(self) -> str | list[str]:
         """A prompt of any kind."""
-        kind = self._draw.choices(list(KINDS), list(KINDS.values()))[0]
+        kind = self._draw.choices(list(self._kinds), list(self._kinds.values()))[0]
         made: str | list[str] = getattr(self, kind)()
         return made
 
@@ -173,7 +174,9 @@ def main(
     wordnet: Annotated[Path, typer.Option(help="WordNet's data.noun.")],
     passages: Annotated[Path, typer.Option(help="Folder of text files, paragraphs apart by blank lines.")],
     german: Annotated[Path, typer.Option(help="Folder of German text files.")],
-    talks: Annotated[Path, typer.Option(help="A set of `data generate --self`: second turns go on from its answers.")],
+    talks: Annotated[
+        Path | None, typer.Option(help="A set of `data generate --self`: second turns go on from its answers.")
+    ] = None,
     count: int = 14000,
     seed: int = 0,
 ) -> None:

@@ -52,7 +52,7 @@ def test_chunked_attention_equals_unchunked_attention(
     sinks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 8)
+    monkeypatch.setattr(module, "_CPU_CHUNK", 8)
     torch.manual_seed(0)
     n = 21
     shapes = [(2, 6, n, 16), *[(2, 3, n + offset, 16)] * 2, *[(2, 3, n, 16)] * (2 * steps)]

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from foretell.accept import Match
@@ -10,7 +9,6 @@ from foretell.draft import TokenRecycling
 from foretell.engine.engine import Engine
 from foretell.engine.method import Method
 from foretell.engine.request import Request
-from foretell.model.block.attention_kinds import VARIABLE
 from foretell.model.run.cuda_graph import GraphedDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
@@ -39,13 +37,6 @@ def test_few_shapes_serve_all_steps() -> None:
     graphed = GraphedDecoder(tiny_decoder(CONFIG))
     _generate(graphed)
     assert len(graphed._passes) <= 12
-
-
-def test_a_pass_whose_mask_is_made_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "flex")
-    graphed = GraphedDecoder(tiny_decoder(CONFIG))
-    assert _generate(graphed) == _generate(tiny_decoder(CONFIG))
-    assert not graphed._passes
 
 
 def test_a_decoder_of_the_first_layers_is_static_too() -> None:

@@ -56,7 +56,7 @@ def test_chunks_of_queries_change_neither_logits_nor_gradients(monkeypatch: pyte
     decoder, sequence = tiny_decoder().requires_grad_(True), random_tokens(11, TINY.vocab)
     found = []
     for chunk in (128, 4):
-        monkeypatch.setattr(chunked_attention, "_CHUNK", chunk)
+        monkeypatch.setattr(chunked_attention, "_CPU_CHUNK", chunk)
         decoder.zero_grad()
         logits = logits_of(decoder, torch.tensor([sequence]))
         logits.square().sum().backward()  # type: ignore[no-untyped-call]

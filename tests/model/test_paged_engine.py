@@ -1,4 +1,6 @@
-"""The engine with the Triton kernels in the interpreter, and passes of static shapes that a stand-in records."""
+"""The engine with the Triton kernels on a GPU or in the interpreter, and passes of static shapes that a stand-in
+records.
+"""
 
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from helpers import VOCAB, chain_tree, naive, of_catalogue, random_tokens, run, 
 CONFIG = replace(TINY, vocab=VOCAB, heads=2, kv_heads=1, head_dim=8, window=6, window_layers=(1,))
 METHODS = {entry.name: entry for entry in BUILT_IN}
 CPU = torch.device("cpu")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+without_gpu = pytest.mark.skipif(DEVICE == "cuda", reason="it records passes in the interpreter")
 
 
 @pytest.fixture
@@ -37,11 +41,11 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decoder() -> Decoder:
-    return tiny_decoder(CONFIG, dtype=torch.float32)
+    return tiny_decoder(CONFIG, dtype=torch.float32, device=DEVICE)
 
 
 def answers(method: str, sampling: SamplingParams, graphed: bool) -> list[list[int]]:
-    network, draft = decoder(), tiny_decoder(replace(CONFIG, layers=1), seed=5, dtype=torch.float32)
+    network, draft = decoder(), tiny_decoder(replace(CONFIG, layers=1), seed=5, dtype=torch.float32, device=DEVICE)
     entry = METHODS[method]
     trained = speculator(entry.speculator, VOCAB) if entry.speculator else None
     drafts = DecoderRunner(draft), DecoderRunner(network.first_layers(1))
@@ -86,7 +90,7 @@ def test_logits_of_a_tree_are_those_of_torch(by_triton: None, monkeypatch: pytes
     logits = list[torch.Tensor]()
     for name in ("torch", "triton"):
         monkeypatch.setenv(VARIABLE, name)
-        runner = DecoderRunner(tiny_decoder(config, dtype=torch.float32))
+        runner = DecoderRunner(tiny_decoder(config, dtype=torch.float32, device=DEVICE))
         runner.forward([0], chain_tree(random_tokens(12, VOCAB)))
         runner.commit(0, range(12))
         logits.append(runner.forward([0], tree).logits)
@@ -109,6 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@without_gpu
 def test_a_pass_is_one_list_of_operations_for_every_bucket(by_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a graph needs: equal shapes make the same operations and launches in the same order, whatever trees and
     lengths they hold, without a host read; and it reads nothing but static tensors, the cache and the weights.
@@ -162,7 +167,7 @@ def test_which_attention_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, message in (("metal", "none of: auto"), ("triton", "does not compute in float64")):
         monkeypatch.setenv(VARIABLE, asked)
         with pytest.raises(ValueError, match=message):
-            attention_kind(CONFIG, torch.float64, CPU)
+            attention_kind(CONFIG, torch.float64, torch.device(DEVICE))
 
 
 def test_nothing_imports_triton_without_need() -> None:

@@ -1,11 +1,12 @@
-"""The sampling and acceptance kernels in Triton's interpreter, and compiled for four targets without a device."""
+"""The sampling and acceptance kernels on a GPU or in Triton's interpreter, and compiled for four targets without a
+device.
+"""
 
 import os
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ CASES = list(
 )
 COVERING = [CASES[i] for i in covering_cases(CASES[:: 1 + len(CASES) // 1500], 2)]
 SEEDS = range(4)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ def random_logits(vocab: int, kind: str) -> torch.Tensor:
         x[:, 1::2] = torch.nan
     if kind == "none":
         x[1:3] = torch.tensor([[torch.nan], [-torch.inf]])
-    return x
+    return x.to(DEVICE)
 
 
 @pytest.mark.parametrize("case", COVERING, ids=" ".join)
@@ -70,9 +72,11 @@ def test_the_kernel_keeps_and_draws_what_the_cpu_does(case: tuple[str, ...], mon
     tokens, weights = draw(x, SEEDS, [params] * len(SEEDS), keys)
     possible = [row for row in SEEDS if tokens[row] >= 0]
     assert possible == [row for row in SEEDS if kind != "none" or row not in (1, 2)]
-    assert tokens[possible].tolist() == sample(x, possible, [params] * len(possible), [keys[row] for row in possible])
+    host, weights = x.cpu(), weights.cpu()
+    expected = sample(host, possible, [params] * len(possible), [keys[row] for row in possible])
+    assert tokens[possible].tolist() == expected
     for row in possible:
-        kept = kept_tokens(x[row], params)
+        kept = kept_tokens(host[row], params)
         np.testing.assert_array_equal(weights[row].nonzero()[:, 0].numpy(), kept.token)
         np.testing.assert_array_equal(weights[row, kept.token].numpy(), kept.weight)
     monkeypatch.setattr(sampler, "has_triton", lambda device: False)
@@ -86,7 +90,8 @@ def test_the_kernel_keeps_and_draws_what_the_cpu_does(case: tuple[str, ...], mon
 )
 def test_what_the_kernel_draws_follows_the_distribution(params: SamplingParams) -> None:
     x, count = torch.randn(1, 12, generator=torch.Generator().manual_seed(1)), 400
-    tokens, _ = draw(x, [0] * count, [params] * count, [CounterRNG(3).key(i) for i in range(count)])
+    keys = [CounterRNG(3).key(i) for i in range(count)]
+    tokens = draw(x.to(DEVICE), [0] * count, [params] * count, keys)[0].cpu()
     assert p_value(np.bincount(tokens.numpy(), minlength=12), process(x[0].numpy(), [], 0, params)) > 1e-3
 
 
@@ -106,10 +111,11 @@ class Known:
         return None
 
 
-def by_kernel(*arguments: Any) -> NodeTests:
-    launch, tests = acceptance.test_drafts(*arguments)
+def by_kernel(weights: torch.Tensor, place: torch.Tensor, q: torch.Tensor, drafts: NodeDrafts) -> NodeTests:
+    on_device = NodeDrafts(*(part.to(DEVICE) for part in drafts))
+    launch, tests = acceptance.test_drafts(weights.to(DEVICE), place.to(DEVICE), q.to(DEVICE), on_device)
     launch.run()
-    return tests
+    return NodeTests(*(part.cpu() for part in tests))
 
 
 @pytest.mark.parametrize("test", [draft_tests.test_drafts, by_kernel], ids=["torch", "kernel"])

@@ -88,6 +88,15 @@ def test_a_budget_of_processor_time_ends_a_training_and_its_learning_rate(tmp_pa
         trained(wanted(0.01))
 
 
+def test_minutes_end_a_training_by_the_clock(tmp_path: Path) -> None:
+    wanted = settings(tmp_path, steps=100_000, minutes=0.01, measure_every=0)
+    done = trained(wanted)
+    assert 2 < done.step < 100_000 and done.best > 0
+    assert done.curve[-2].seconds < 0.6 <= done.progress.seconds
+    assert done.curve[-1].lr < 0.2 * max(row.lr for row in done.curve)
+    assert trained(wanted).step == done.step
+
+
 def train_without_kernels(wanted: TrainingSettings) -> None:
     os.environ |= ENVIRONMENT
     run(wanted, "")

@@ -72,6 +72,9 @@ class EngineTimer:
         before, tokens = self._engine.statistics[self._first].verify_seconds, 0
         started = time.perf_counter()
         for _ in range(steps):
-            tokens += sum(len(u.tokens) for u in self._engine.step())
+            for update in self._engine.step():
+                if update.error is not None:
+                    raise update.error
+                tokens += len(update.tokens)
         seconds = time.perf_counter() - started
         return StepTiming(tokens, seconds, self._engine.statistics[self._first].verify_seconds - before)

@@ -17,12 +17,12 @@ from foretell.distributions.sampler import (
     KeptTokens,
     NoTokenError,
     draw,
-    has_triton,
     kept_tokens,
     kept_weights,
     sample,
 )
 from foretell.model.run.topk import argmax
+from foretell.model.triton import has_triton
 from foretell.utils.transfer import to_device, to_host
 
 Node = tuple[int, int]

@@ -9,7 +9,6 @@ the noise can draft the token that the target will choose (Daliri et al., arXiv 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import ceil, sqrt
 
 import numpy as np
@@ -19,6 +18,7 @@ from jaxtyping import Float, Int
 from foretell.core.sampling import LN2, LOG_TERMS, SamplingParams, exponential_variates
 from foretell.model import kernels
 from foretell.model.kernels.structures import Sampling
+from foretell.model.triton import has_triton
 from foretell.utils.transfer import to_device
 
 _MOST_BITS = 50
@@ -203,11 +203,6 @@ def draw(
     weights = kept_weights(logits[place], sampling)
     time = torch.where(weights > 0, _variates(key, logits.shape[1]) / weights.double(), torch.inf)
     return torch.where(weights.amax(-1) > 0, time.argmin(-1), -1), weights
-
-
-def has_triton(device: torch.device) -> bool:
-    """Whether the kernels of `model.triton` run on a device."""
-    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def _draw_by_kernel(

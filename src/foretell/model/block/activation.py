@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 
 from foretell.model.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from foretell.model.triton import runs_kernels
 
 
 def activated(projected: Float[torch.Tensor, "*t p"], kind: Activation) -> Float[torch.Tensor, "*t f"]:
@@ -13,6 +14,12 @@ def activated(projected: Float[torch.Tensor, "*t p"], kind: Activation) -> Float
     """
     if kind == "relu2":
         return F.relu(projected).square()
+    if kind == "silu" and projected.dtype != torch.float64 and runs_kernels(projected):
+        from foretell.model.triton import elementwise
+
+        launch, out = elementwise.gated_silu(projected)
+        launch.run()
+        return out
     gate, up = projected.chunk(2, -1)
     return gated(gate, up, kind)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from foretell.model.block.cached_attention import CachedAttention
-from foretell.model.block.flex_attention import FlexAttention
 from foretell.model.block.paged_attention import PagedAttention
 from foretell.model.cache.base import Cache
 from foretell.model.cache.kv_cache import KVCache, LatentCache
@@ -14,7 +13,7 @@ from foretell.model.cache.layout import Layout
 from foretell.model.config.attention import AttentionSizes
 from foretell.model.config.model import ModelConfig
 
-KINDS: Sequence[type[CachedAttention]] = (PagedAttention, FlexAttention, CachedAttention)
+KINDS: Sequence[type[CachedAttention]] = (PagedAttention, CachedAttention)
 """The kinds of attention, in the order in which a GPU has them; the last one reads every cache."""
 VARIABLE = "FORETELL_ATTENTION"
 """Environment variable that asks for one of them by name."""

@@ -55,8 +55,6 @@ class CachedAttention(AttentionBackend):
     """
 
     name = "torch"
-    captured = True
-    """Whether a captured pass may be replayed on another layout: nothing of it is read on the host."""
 
     def __init__(self, cache: Cache, placed: Any, config: ModelConfig, layout: Layout | None = None) -> None:
         self._cache, self._placed, self._config, self._layout = cache, placed, config, layout

@@ -28,6 +28,7 @@ from foretell.model.cache.layout import Layout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
 from foretell.model.config.model import Activation, ModelConfig, NormedHeads
+from foretell.model.triton import runs_kernels
 from foretell.utils.transfer import to_device
 
 
@@ -39,10 +40,26 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(weight.float() + offset, requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
-        """Normalise and scale."""
-        wide = widen(x)
-        return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(x.dtype)
+    def forward(self, x: Float[torch.Tensor, "*t d"], dtype: torch.dtype | None = None) -> Float[torch.Tensor, "*t d"]:
+        """Normalise and scale. `dtype`: of the output; None: that of the input."""
+        wide, dtype = widen(x), dtype or x.dtype
+        if wide.dtype == torch.float32 and runs_kernels(wide):
+            from foretell.model.triton import elementwise
+
+            launch, out = elementwise.rms_norm(wide, self.weight, self.eps, dtype)
+            launch.run()
+            return out
+        return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(dtype)
+
+
+def _norm_for(norm: nn.Module, x: Float[torch.Tensor, "*t d"], reader: nn.Module) -> Float[torch.Tensor, "*t d"]:
+    """The output of a norm that only `reader` reads, in the dtype that it would round it to."""
+    out: torch.Tensor = norm(x, reader.weight.dtype) if _rounds(norm, reader) else norm(x)
+    return out
+
+
+def _rounds(norm: nn.Module, reader: nn.Module) -> bool:
+    return isinstance(norm, RMSNorm) and isinstance(reader, Linear) and reader.weight.is_floating_point()
 
 
 class FeedForward(nn.Module):
@@ -228,7 +245,8 @@ class DecoderLayer(nn.Module, ABC):
         `before`: the stream before the attention, which parallel blocks read.
         """
         p, routes = self.layer_modules, None
-        part: torch.Tensor = p.mlp_norm(before if p.parallel and before is not None else x)
+        stream = before if p.parallel and before is not None else x
+        part = _norm_for(p.mlp_norm, stream, p.mlp.gate_up) if isinstance(p.mlp, FeedForward) else p.mlp_norm(stream)
         if isinstance(p.mlp, DenseAndExperts):
             flat, routes = p.mlp.forward_with_routes(part.flatten(0, -2), x.flatten(0, -2))
             part = flat.view_as(x)
@@ -288,6 +306,11 @@ class DecoderBlock(DecoderLayer):
         """Itself: its modules have the common names."""
         return self
 
+    def attention_input(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+        """The stream after the first norm; in the dtype of `qkv` where nothing else reads it."""
+        out: torch.Tensor = self.attention_norm(x) if self.mixer else _norm_for(self.attention_norm, x, self.qkv)
+        return out
+
     def finish(
         self, x: Float[torch.Tensor, "*t d"], inputs: Float[torch.Tensor, "*t w"] | None = None
     ) -> Float[torch.Tensor, "*t d"]:
@@ -312,7 +335,7 @@ class DecoderBlock(DecoderLayer):
         attention: AttentionBackend,
     ) -> Float[torch.Tensor, "*t d"]:
         """The residual stream after the block."""
-        after = self.add_attention(x, self.attention_norm(x), sizes, angles, layer, attention)
+        after = self.add_attention(x, self.attention_input(x), sizes, angles, layer, attention)
         return self.finish(self.add_mlp(after, x)[0])
 
 
@@ -513,7 +536,7 @@ class Decoder(nn.Module):
             before = x
             if i not in self.skip.attention:
                 angles = None if i in c.unrotated_layers else local if c.window_of(i) else full
-                x = block.add_attention(x, block.attention_norm(x), c.sizes_of(i), angles, i, attention)
+                x = block.add_attention(x, block.attention_input(x), c.sizes_of(i), angles, i, attention)
             else:
                 x = block.shortcut_attention(x)
             x, experts = (block.shortcut_mlp(x), None) if i in self.skip.mlp else block.add_mlp(x, before)

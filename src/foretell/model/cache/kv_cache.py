@@ -18,7 +18,9 @@ from foretell.utils.transfer import to_device
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of as many bytes as a number of the cache."""
 _GROWTH_BYTES = 64 * 2**20
-"""The cache doubles when it is full, or grows by so much, whichever is less."""
+"""On the CPU the cache doubles when it is full, or grows by so much, whichever is less. On a device it doubles: what
+was captured for its address is of no use after it has grown.
+"""
 
 
 class KVCache(Cache):
@@ -120,7 +122,8 @@ class KVCache(Cache):
         """Make room for all blocks of the table."""
         old = self.k.shape[2]
         if (needed := self.blocks.blocks) > old:
-            size = max(needed, min(2 * old, old + _GROWTH_BYTES // max(1, self.block_bytes)))
+            step = _GROWTH_BYTES // max(1, self.block_bytes) if self.k.device.type == "cpu" else old
+            size = max(needed, old + min(old, step))
             size = size if self.blocks.limit is None else min(size, self.blocks.limit)
 
             def grown(part: torch.Tensor) -> torch.Tensor:

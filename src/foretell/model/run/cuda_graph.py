@@ -1,7 +1,8 @@
 """CUDA graphs: a decoder whose small forward passes have static shapes and are captured once and replayed."""
 
+import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -35,6 +36,13 @@ class _Pass:
     placed: PlacedLayout
     out: tuple[Float[torch.Tensor, "t d"], ...]
     graph: torch.cuda.CUDAGraph | None
+    cache: tuple[weakref.ref[torch.Tensor], ...]
+    """The tensors of the cache that it was captured for; of no use once one of them is gone."""
+
+    @property
+    def useful(self) -> bool:
+        """Whether its cache is there."""
+        return all(tensor() is not None for tensor in self.cache)
 
 
 class GraphedDecoder(NetworkWrapper):
@@ -49,6 +57,8 @@ class GraphedDecoder(NetworkWrapper):
         super().__init__(decoder)
         self._decoder = decoder
         self._passes: dict[_Shape, _Pass] = {}
+        self._pool: Any = None
+        """The memory that all graphs share: what one of them leaves is read before the next one runs."""
 
     @property
     def decoder(self) -> Decoder:
@@ -73,8 +83,6 @@ class GraphedDecoder(NetworkWrapper):
         if any(store.packed is not None for store in caches):  # what a pass packs depends on its texts
             return self._decoder.run(x, layout, cache, blocks)
         kind = self._decoder.attention_kind
-        if not kind.captured:
-            return self._decoder.run(x, layout, cache, blocks)
         placed, tokens, padded, sizes = kind.place_static(layout, x.device, self.config, cache)
         tensors = [part for cache in caches for part in (cache.k, cache.table)]
         addresses = tuple(number for each in tensors for number in (each.data_ptr(), *each.shape))
@@ -82,7 +90,10 @@ class GraphedDecoder(NetworkWrapper):
         flat = x[to_device(tokens, x.device)]
         static = self._passes.get(shape)
         if static is None:
-            static = self._passes[shape] = self._capture(flat, placed, cache, blocks)
+            self._passes = {known: one for known, one in self._passes.items() if one.useful}
+            self._pool = self._pool if self._passes else None  # it is gone with the last graph
+            held = tuple(map(weakref.ref, tensors))
+            static = self._passes[shape] = self._capture(flat, placed, cache, blocks, held)
         static.x.copy_(flat)
         static.placed.copy_(placed)
         if static.graph is None:
@@ -102,11 +113,18 @@ class GraphedDecoder(NetworkWrapper):
     ) -> tuple[Float[torch.Tensor, "t d"], ...]:
         return self._decoder.run_placed(x, placed, cache, blocks).hidden_states
 
-    def _capture(self, x: Float[torch.Tensor, "t d"], placed: PlacedLayout, cache: Cache, blocks: BlockRange) -> _Pass:
+    def _capture(
+        self,
+        x: Float[torch.Tensor, "t d"],
+        placed: PlacedLayout,
+        cache: Cache,
+        blocks: BlockRange,
+        held: tuple[weakref.ref[torch.Tensor], ...],
+    ) -> _Pass:
         """Capture a pass on static tensors of its own, after a warm-up on a side stream, which CUDA graphs require."""
         x = x.clone()
         if x.device.type != "cuda":
-            return _Pass(x, placed, tuple(torch.empty_like(x) for _ in (*blocks.hidden_layers, None)), None)
+            return _Pass(x, placed, tuple(torch.empty_like(x) for _ in (*blocks.hidden_layers, None)), None, held)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -114,6 +132,7 @@ class GraphedDecoder(NetworkWrapper):
                 self._run(x, placed, cache, blocks)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             out = self._run(x, placed, cache, blocks)
-        return _Pass(x, placed, out, graph)
+        self._pool = graph.pool()
+        return _Pass(x, placed, out, graph, held)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 
-_CHUNK = 128
-"""Queries per chunk."""
+_CPU_CHUNK, _GPU_CHUNK = 128, 512
+"""Queries per chunk. A GPU needs larger products to be busy."""
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 
@@ -58,10 +58,11 @@ def chunked_attention(
     kv_heads, offset, later = k.shape[1], k.shape[2] - n, len(diagonal)
     diagonal = diagonal[-window:]
     grouped, keys = (q * scale).view(b, kv_heads, h // kv_heads, n, e), k.transpose(-1, -2)
-    causal = torch.full((_CHUNK, _CHUNK), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
+    size = _CPU_CHUNK if q.device.type == "cpu" else _GPU_CHUNK
+    causal = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
     chunks = []
-    for begin in range(0, n, _CHUNK):
-        end = min(begin + _CHUNK, n)
+    for begin in range(0, n, size):
+        end = min(begin + size, n)
         visible, queries = offset + end, grouped[:, :, :, begin:end]
         first = min(max(0, offset + begin + later + 1 - window), offset + begin) if window else 0
         seen = visible - first

@@ -109,6 +109,12 @@ class DatasetWriter:
         if len(self._pending) >= DOCUMENTS_PER_SHARD:
             self.seal()
 
+    def add_shard(self, records: Sequence[DocumentRecord]) -> None:
+        """Write documents that were finished together as a shard, with those of the journal."""
+        for record in records:
+            self._count(record)
+        self.seal()
+
     def _count(self, record: DocumentRecord) -> None:
         self._pending.append(record)
         self.known_numbers.add(record.number)

@@ -235,10 +235,9 @@ def most_frequent_tokens(
     """The `count` most frequent tokens of the answers to train on, ascending; None: all tokens."""
     if not 0 < count < vocab:
         return None
-    occurrences = np.zeros(vocab, np.int64)
-    for dataset, index in {(int(s), int(d)) for s, d in zip(chunks.dataset, chunks.document, strict=True)}:
-        document = data[dataset][index]
-        occurrences += np.bincount(document.tokens[document.start :], minlength=vocab)
+    chosen = {(int(d), int(i)) for d, i in zip(chunks.dataset, chunks.document, strict=True)}
+    answers = [data[d][i].tokens[data[d][i].start :] for d, i in chosen]
+    occurrences = np.bincount(np.concatenate(answers), minlength=vocab)
     return torch.from_numpy(np.sort(np.argsort(-occurrences, kind="stable")[:count]))
 
 

@@ -1,4 +1,4 @@
-"""How much of a training is done, by its steps or by a budget of processor time, and the learning rate there."""
+"""How much of a training is done, by its steps or by a budget of time, and the learning rate there."""
 
 import math
 
@@ -9,7 +9,9 @@ _MIN_LR_FACTOR = 0.1
 
 
 class Progress:
-    """Counts the steps of a training and their processor time; measurements and checkpoints do not count."""
+    """Counts the steps of a training and their time; measurements and checkpoints count in minutes, and not in
+    processor time.
+    """
 
     def __init__(self, settings: TrainingSettings, num_steps: int) -> None:
         self._settings, self._num_steps = settings, num_steps
@@ -17,11 +19,14 @@ class Progress:
         """Finished steps."""
         self.cpu_seconds = 0.0
         """Processor time of these steps, of all threads and processes."""
+        self.seconds = 0.0
+        """Time since the first step began."""
 
-    def add_step(self, cpu_seconds: float) -> None:
-        """Count a step."""
+    def add_step(self, cpu_seconds: float, seconds: float) -> None:
+        """Count a step, which took this processor time and ended so many seconds after the first one began."""
         self.step += 1
         self.cpu_seconds += cpu_seconds
+        self.seconds = seconds
 
     @property
     def finished(self) -> bool:
@@ -45,6 +50,7 @@ class Progress:
 
     @property
     def _spent(self) -> float:
-        """Spent share of the budget; 0: there is none."""
-        budget = 60 * self._settings.cpu_minutes
-        return self.cpu_seconds / budget if budget else 0.0
+        """Spent share of the budgets; 0: there is none."""
+        s = self._settings
+        budgets = (self.cpu_seconds, s.cpu_minutes), (self.seconds, s.minutes)
+        return max(spent / (60 * minutes) if minutes else 0.0 for spent, minutes in budgets)

@@ -41,6 +41,10 @@ class TrainingSettings(BaseModel):
         float, Option("Stop after M minutes of processor time, to compare kinds; 0: no limit.", "M")
     ] = Field(0.0, ge=0)
     """Of all steps together, if `steps` or `epochs` do not end the training before."""
+    minutes: Annotated[float, Option("Stop after M minutes, measurements included; 0: no limit.", "M")] = Field(
+        0.0, ge=0
+    )
+    """Since the first step, if `steps` or `epochs` do not end the training before."""
     batch_tokens: Annotated[int, Option("Tokens of a batch over all processes, padding included.", "N")] = Field(
         512, ge=1
     )

@@ -108,7 +108,9 @@ class Trainer:
     def _run_step(self, started: float) -> None:
         begin = time.process_time()
         loss, lr = self._train_step(self.step)
-        self.progress.add_step(self._all_reduce({"": time.process_time() - begin})[""])
+        # All processes must agree on the end.
+        spent = self._all_reduce({"processor": time.process_time() - begin, "clock": time.monotonic() - started})
+        self.progress.add_step(spent["processor"], spent["clock"] / self._accelerator.num_processes)
         tokens = (self.curve[-1].tokens if self.curve else 0) + self._num_tokens(self.step - 1)
         metrics = StepMetrics(
             step=self.step,
@@ -299,6 +301,7 @@ class Trainer:
         self._load(self._store.load_tensors())
         self.progress.step, self.progress.cpu_seconds = state.step, state.cpu_seconds
         self.stopped, self._seconds = state.stopped, state.seconds
+        self.progress.seconds = state.seconds
         self.best, self.best_step, self._stale = state.best, state.best_step, state.stale
         self.curve = list(state.curve)
 

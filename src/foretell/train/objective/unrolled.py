@@ -65,7 +65,7 @@ class TargetLabels:
 
     def with_candidates(self, count: int) -> "TargetLabels":
         """The same labels over `count` candidates; 0: over the whole draft vocabulary."""
-        candidates = sample_candidates(torch.softmax(self.logits, -1), count)
+        candidates = sample_candidates(torch.softmax(self.logits, -1), count) if count else None
         return (
             self if candidates is None else replace(self, logits=candidates.select(self.logits), candidates=candidates)
         )

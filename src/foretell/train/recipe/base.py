@@ -132,9 +132,11 @@ class RecipeSetup:
         return network
 
     def last_blocks(self, count: int) -> Decoder | None:
-        """The target with its last blocks alone, float32; None: there is no checkpoint."""
+        """The target with its last blocks alone, float32, on the CPU, as new networks are; None: there is no
+        checkpoint.
+        """
         layers, checkpoint = self.config.layers, self.checkpoint
-        return checkpoint.decoder(torch.float32, range(max(layers - count, 0), layers)) if checkpoint else None
+        return checkpoint.decoder(torch.float32, range(max(layers - count, 0), layers)).cpu() if checkpoint else None
 
     def layer_values(self, options: LayerOptions) -> dict[str, Any]:
         """The configuration of layers of the size of the target's blocks."""

@@ -82,8 +82,14 @@ def init_masks(network: PEagle, seed: int) -> None:
 
 def random_embedding(network: Speculator, generator: torch.Generator) -> torch.Tensor:
     """Random numbers of the size of the target's embeddings."""
-    scale = float(network.embed(torch.arange(network.target_info.vocab)).float().std())
+    scale = float(all_embeddings(network).std())
     return torch.randn(network.target_info.hidden, generator=generator) * scale
+
+
+def all_embeddings(network: Speculator) -> Float[torch.Tensor, "v d"]:
+    """The target's scaled embeddings, on the CPU."""
+    device = network.get_buffer("_embedding").device
+    return network.embed(torch.arange(network.target_info.vocab, device=device)).float().cpu()
 
 
 def init_linears(network: CachedLayersNetwork, generator: torch.Generator) -> None:
@@ -100,7 +106,7 @@ def init_embedding_columns(network: Eagle1, scales: Float[torch.Tensor, " d"], g
     EAGLE-1 has no norm before it, and embeddings are an order of magnitude smaller than features of these scales.
     """
     d = network.target_info.hidden
-    embedding = root_mean_square(network.embed(torch.arange(network.target_info.vocab)).float())
+    embedding = root_mean_square(all_embeddings(network))
     noise = torch.randn((d, d), generator=generator) / d**0.5
     network.fc.weight[:, :d] = noise * EMBEDDING_SHARE * root_mean_square(scales) / embedding
 
