@@ -360,7 +360,8 @@ def test_a_drafter_reads_only_the_requests_that_it_is_asked_for_and_then_all_of_
     assert {row for row, _ in read} == {rows[0]}
     read.clear()
     texts = [r.sequence for r in engine._scheduler.running]
-    behind = {row: drafter.unread(row, text) for row, text in zip(rows, texts, strict=True)}
+    context = replace(context_of(*prompts), rows=tuple(rows), sequences=tuple(texts))
+    behind = {row: drafter.unread(context, i) for i, row in enumerate(rows)}
     assert [behind[row] for row in rows[1:]] == [text.length - 1 for text in texts[1:]]
     budget.count = 3
     engine.step()

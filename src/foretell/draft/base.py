@@ -76,8 +76,8 @@ class Drafter(EngineBound, ABC):
         """Update its state after every pass of the target, prefill included."""
         return
 
-    def unread(self, row: int, text: TokenBuffer) -> int:
-        """About how many tokens of a request's sequence it reads before its next draft for it; reading takes time."""
+    def unread(self, context: Context, i: int) -> int:
+        """About how many tokens of request `i` it reads before its next draft for it; reading takes time."""
         return 0
 
     def release(self, row: int) -> None:

@@ -71,10 +71,10 @@ class CachedStatesPredictor(Predictor):
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> object:
         """Read the next `counts` positions of some rows."""
 
-    def unread(self, row: int, text: TokenBuffer) -> int:
+    def unread(self, context: Context, i: int) -> int:
         """The positions after those that were read, or that begin the window."""
+        text, known = context.sequences[i], self._prefixes.get(context.rows[i])
         first = 0 if self._window is None else max(0, text.prompt_length - self._window)
-        known = self._prefixes.get(row)
         return text.length - 1 - (first if known is None else known.start + known.length)
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
@@ -117,17 +117,14 @@ class CachedStatesPredictor(Predictor):
         self._held.append(step)
         self._steps += 1
         self._positions += step.positions
-        while self._held and (self._is_taken(self._held[0]) or self._is_full):
+        most = max(_HELD_POSITIONS, step.positions)
+        while self._is_first_taken or len(self._held) > _HELD_STEPS or self._positions > most:
             self._positions -= self._held.popleft().positions
 
     @property
-    def _is_full(self) -> bool:
-        return len(self._held) > _HELD_STEPS or (len(self._held) > 1 and self._positions > _HELD_POSITIONS)
-
-    def _is_taken(self, oldest: ObservedStep) -> bool:
-        """Whether no row needs the oldest step."""
+    def _is_first_taken(self) -> bool:
         number = self._steps - len(self._held)
-        return all(self._taken.get(row, 0) > number for row in oldest.rows)
+        return number < self._steps and all(self._taken.get(row, 0) > number for row in self._held[0].rows)
 
     def _add_held(self, row: int) -> None:
         """Take in what the held steps have of a row."""

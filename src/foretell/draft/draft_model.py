@@ -6,7 +6,7 @@ from itertools import takewhile
 import numpy as np
 from jaxtyping import Bool
 
-from foretell.core.context import Context, StepResult, StepState, TokenBuffer
+from foretell.core.context import Context, StepResult, StepState
 from foretell.core.tree import TokenTree, TreeBounds, TreeSizes, root_tree, tree_from_scores
 from foretell.distributions.coupling import kernel_noise
 from foretell.draft.base import Frontier, NodeLogits, Predictor
@@ -31,9 +31,9 @@ class OwnCache(Predictor):
 
     runner: Runner
 
-    def unread(self, row: int, text: TokenBuffer) -> int:
+    def unread(self, context: Context, i: int) -> int:
         """The tokens that the model has not read."""
-        return text.length - self.runner.length(row)
+        return context.sequences[i].length - self.runner.length(context.rows[i])
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""

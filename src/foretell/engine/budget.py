@@ -139,10 +139,8 @@ class _Source:
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.levels = name, 0, 1.0
         """Steps in which it drafted, and mean levels of its trees."""
-        self.scored = True
-        """Whether its trees have scores."""
-        self.reading = f"{name} reading"
-        """Name of the times of its reading."""
+        self.scored, self.reading = True, f"{name} reading"
+        """Whether its trees have scores, and the name of the times of its reading."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
         self.trials = dict[Key, _Trials]()
 
@@ -312,12 +310,10 @@ class Budget:
         """
         if not self._unread:
             return 0.0, 0.0
-        expected, left = PRIOR_READING * self._seconds[0], self._load.left
-        token = self.times.draft_seconds(source.reading, _ANY, 1, expected)
+        token = self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * self._seconds[0])
         seconds = [token * self._unread.get(i, 0) for i in which]
-        return sum(seconds), sum(
-            s / max(1, min(left[i], HORIZON) / TOKENS_A_STEP) for s, i in zip(seconds, which, strict=True)
-        )
+        steps = [max(1, min(self._load.left[i], HORIZON) / TOKENS_A_STEP) for i in which]
+        return sum(seconds), sum(s / n for s, n in zip(seconds, steps, strict=True))
 
     def _weigh(self, source: _Source, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
@@ -338,8 +334,7 @@ class Budget:
                 if offered:
                     nodes -= before.kept[i]
                     tokens -= offered * load.weights[i]
-        spent = self._spent + self._drafting(source, len(asked))
-        spent += self._reading(source, asked)[1]
+        spent = self._spent + self._drafting(source, len(asked)) + self._reading(source, asked)[1]
         best = self._best_cut(source, weights, nodes, tokens, spent)
         is_new = source.steps < FIRST_STEPS and self._caution < MOST_CAUTION
         on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
@@ -516,9 +511,7 @@ class Budget:
                 account.count_chain(drafted, step.num_accepted(i))
 
     def _learn_drafting(self, seconds: float) -> None:
-        """Learn the time of the drafter that was asked last, or of its reading: what those before it and the engine
-        take is known.
-        """
+        """Learn the time of the drafter that was asked last, or of its reading: other times are known."""
         if not self._offers:
             self.times.observe_draft(_HOST, self._key, self._requests, seconds, 0.0)
             return

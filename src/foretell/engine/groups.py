@@ -10,7 +10,7 @@ import numpy as np
 from foretell.core.context import Context, StepResult
 from foretell.core.draft_origins import draft_paths
 from foretell.core.tree import TokenTree, concatenate_trees, join_probe_embeddings, merge_trees, root_tree
-from foretell.draft.base import Continuation, Drafter, NoDrafter, with_hidden_layers
+from foretell.draft.base import Continuation, NoDrafter, with_hidden_layers
 from foretell.draft.prediction import Prediction
 from foretell.engine.budget import Budget, Plan
 from foretell.engine.drafted_trees import DraftedTrees
@@ -21,10 +21,6 @@ PREDICTION = "prediction"
 """Origin of the drafts of a predicted output."""
 _MOST_PREDICTED = 16
 """Tokens of a predicted output that are drafted at most per step."""
-
-
-def _unread(drafter: Drafter, context: Context, i: int) -> int:
-    return drafter.unread(context.rows[i], context.sequences[i])
 
 
 class DraftError(Exception):
@@ -137,7 +133,7 @@ class MethodGroups:
         """What the budget asks the drafters of a method for."""
         offers = list[tuple[list[int], TokenTree]]()
         for number in range(len(group.method.sources)):
-            unread = partial(_unread, group.method.sources[number][0], context)
+            unread = partial(group.method.sources[number][0].unread, context)
             plan = self._budget.plan(group.bound, number, indices, unread)
             if plan is not None:
                 offers += self._tried(group, partial(self._offer, group, number, plan, context))
