@@ -126,12 +126,12 @@ def sampling_launches() -> Iterator[Launch]:
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=META)
 
-    logits, real = empty(64, 128256, dtype=torch.float32), empty(64, 3, dtype=torch.float64)
-    launch, _, weights = sampling.draw(logits, empty(64), real, empty(64, 2, dtype=torch.int64), 44)
+    logits = empty(64, 128256, dtype=torch.float32)
+    draws, _, weights = sampling.draw(logits, empty(64, 6, dtype=torch.int64), 44, True)
     drafts = NodeDrafts(
         empty(16, 4), empty(16, 4), empty(16), empty(16, dtype=torch.bool), empty(16, 5, dtype=torch.float64)
     )
-    yield launch
+    yield from draws
     stream, weight = empty(8, 4096, dtype=torch.float32), empty(4096, dtype=torch.float32)
     yield elementwise.rms_norm(stream, weight, 1e-5, torch.bfloat16)[0]
     yield elementwise.gated_silu(empty(8, 28672, dtype=torch.bfloat16))[0]

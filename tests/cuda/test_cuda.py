@@ -5,6 +5,7 @@ checked without a GPU.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,7 @@ SMALL, START, LENGTH = 4, [1, 0, 2], 3
 SAMPLES = {"cpu": 400, "cuda": 1200}
 FLAT = SamplingParams(temperature=2.5)
 
+exhaustive = pytest.mark.exhaustive
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA GPU")
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 
@@ -147,10 +149,12 @@ def test_eight_bit_weights_lose_on_every_device_the_same(device: str) -> None:
     )
 
 
-def engine_on(device: str, entry: Entry, vocab: int, rows: int) -> Engine:
-    """A method of the catalogue over the tiny target of the general tests, all on one device."""
-    network = tiny_decoder(replace(TINY, vocab=vocab), device=device)
-    draft = tiny_decoder(replace(TINY, vocab=vocab, layers=1), seed=5, device=device)
+def engine_on(device: str, entry: Entry, vocab: int, rows: int, dtype: torch.dtype = torch.float64) -> Engine:
+    """A method of the catalogue over the tiny target of the general tests, all on one device. In float32 a GPU attends
+    by the kernels.
+    """
+    network = tiny_decoder(replace(TINY, vocab=vocab), dtype=dtype, device=device)
+    draft = tiny_decoder(replace(TINY, vocab=vocab, layers=1), seed=5, dtype=dtype, device=device)
     trained = speculator(entry.speculator, vocab) if entry.speculator else None
     method = of_catalogue(entry, network, (DecoderRunner(draft), DecoderRunner(network.first_layers(1))), trained)
     return Engine(DecoderRunner(GraphedDecoder(network)), method, rows=rows, chunk=64)
@@ -166,34 +170,41 @@ def naive_sequences() -> list[list[int]]:
     return [naive(target(), r) for r in requests()]
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [pytest.param("cuda", name, marks=needs_gpu) for name in FAMILIES]
-    + [pytest.param("cpu", name, marks=() if name in REHEARSED else pytest.mark.exhaustive) for name in FAMILIES],
-)
-def test_greedy_sequences_are_those_of_naive_decoding_on_the_cpu(device: str, name: str) -> None:
-    engine = engine_on(device, METHODS[name], VOCAB, rows=3)
+PLACES = [("cuda", torch.float64), ("cuda", torch.float32), ("cpu", torch.float64)]
+
+
+def on_places(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Methods on a GPU, with torch's attention and with the kernels, and some of them on the CPU."""
+    cases = [
+        pytest.param(d, dtype, n, marks=needs_gpu if d == "cuda" else () if n in REHEARSED else exhaustive)
+        for d, dtype in PLACES
+        for n in names
+    ]
+    return pytest.mark.parametrize(("device", "dtype", "name"), cases, ids=str)
+
+
+@on_places(FAMILIES)
+def test_greedy_sequences_are_those_of_naive_decoding_on_the_cpu(device: str, dtype: torch.dtype, name: str) -> None:
+    engine = engine_on(device, METHODS[name], VOCAB, rows=3, dtype=dtype)
+    attention = "triton" if (device, dtype) == ("cuda", torch.float32) else "torch"
+    assert engine.runner.backend.attention == attention
     assert [tokens_of(u) for u in run(engine, requests())] == naive_sequences()
     assert engine.runner.network.device.type == device  # type: ignore[attr-defined]
 
 
-def distribution_p_value(device: str, name: str) -> float:
+def distribution_p_value(device: str, name: str, dtype: torch.dtype = torch.float64) -> float:
     """p-value of sampled sequences under the target's distribution; few rows, so that passes are replayed as graphs."""
     requests = [Request(START, replace(FLAT, seed=i), max_new_tokens=LENGTH) for i in range(SAMPLES[device])]
     with unchecked():
-        sequences = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, rows=16), requests)]
+        sequences = [tokens_of(u) for u in run(engine_on(device, METHODS[name], SMALL, 16, dtype), requests)]
     outcomes = np.ravel_multi_index(np.array(sequences).T, (SMALL,) * LENGTH)
     expected = exact_distribution(target(SMALL), START, LENGTH, FLAT)
     return p_value(np.bincount(outcomes, minlength=SMALL**LENGTH), expected)
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [pytest.param("cuda", name, marks=needs_gpu) for name in SAMPLED]
-    + [pytest.param("cpu", name, marks=() if name in REHEARSED else pytest.mark.exhaustive) for name in SAMPLED],
-)
-def test_sampled_sequences_follow_the_distribution_of_the_target(device: str, name: str) -> None:
-    assert distribution_p_value(device, name) > 1e-3
+@on_places(SAMPLED)
+def test_sampled_sequences_follow_the_distribution_of_the_target(device: str, dtype: torch.dtype, name: str) -> None:
+    assert distribution_p_value(device, name, dtype) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -197,29 +197,28 @@ def draw(
     """The token of each of these rows, -1 where there is none, and the weights of all tokens after truncation: as
     `sample`, on the device of the logits and without a wait.
     """
-    place, key = (to_device(np.array(x, t), logits.device) for x, t in ((rows, np.int32), (_signed(keys), np.int64)))
     if has_triton(logits.device):
-        return _draw_by_kernel(logits, place, key, sampling)
+        return _draw_by_kernel(logits, rows, sampling, keys)
+    place, key = (to_device(np.array(x, t), logits.device) for x, t in ((rows, np.int32), (_signed(keys), np.int64)))
     weights = kept_weights(logits[place], sampling)
     time = torch.where(weights > 0, _variates(key, logits.shape[1]) / weights.double(), torch.inf)
     return torch.where(weights.amax(-1) > 0, time.argmin(-1), -1), weights
 
 
 def _draw_by_kernel(
-    logits: Float[torch.Tensor, "k v"],
-    place: Int[torch.Tensor, " r"],
-    key: Int[torch.Tensor, " r"],
-    sampling: Sequence[SamplingParams],
+    logits: Float[torch.Tensor, "k v"], rows: Sequence[int], sampling: Sequence[SamplingParams], keys: Sequence[int]
 ) -> tuple[Int[torch.Tensor, " r"], Int[torch.Tensor, "r v"]]:
     from foretell.model.triton import sampling as kernel
 
     vocab = logits.shape[1]
     bits = _weight_bits(vocab)
-    real = np.array([[_inverse(s.temperature), s.top_p, max(1, ceil(s.min_p * 2.0**bits))] for s in sampling])
-    top_k = to_device(np.array([min(s.top_k or vocab, vocab) for s in sampling]), logits.device)
-    whole = torch.stack([key, top_k], 1)
-    launch, tokens, weights = kernel.draw(logits, place, to_device(real, logits.device), whole, bits)
-    launch.run()
+    real = np.array([[_inverse(s.temperature), s.top_p] for s in sampling]).view(np.int64)
+    whole = [[max(1, ceil(s.min_p * 2.0**bits)), min(s.top_k or vocab, vocab)] for s in sampling]
+    fields = np.column_stack([np.array(rows), _signed(keys), real, np.array(whole)])
+    truncates = bool((fields[:, 5] < vocab).any()) or any(s.top_p < 1 for s in sampling)
+    launches, tokens, weights = kernel.draw(logits, to_device(fields, logits.device), bits, truncates)
+    for launch in launches:
+        launch.run()
     return tokens, weights
 
 

@@ -115,4 +115,4 @@ def test_drafts(
     results = {"accepted": tests.accepted, "chosen": tests.token, "chance": tests.chance, "left": tests.left}
     sizes = {"vocab": vocab, "most": most, "BLOCK": BLOCK}
     arguments = {"weights": weights, "place": place, "q": q, **drafts._asdict(), **results, **sizes}
-    return Launch(reject_kernel, (nodes,), arguments, WARPS), tests
+    return Launch(reject_kernel, (nodes,), arguments, WARPS, registers=128), tests
