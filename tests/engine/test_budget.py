@@ -21,6 +21,7 @@ from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.cache.layout import Layout
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, RootOnly, Trie
 from foretell.speculator.network.base import TargetInfo
@@ -349,7 +350,13 @@ def test_a_drafter_reads_only_the_requests_that_it_is_asked_for_and_then_all_of_
     budget, method = First(), eagle()
     drafter, read = method.draft, list[tuple[int, int]]()
     reserve = drafter._reserve_pending
-    drafter._reserve_pending = lambda rows, counts: read.extend(zip(rows, counts, strict=True)) or reserve(rows, counts)
+
+    def note(rows: Sequence[int], counts: Sequence[int]) -> Layout:
+        read.extend(zip(rows, counts, strict=True))
+        layout: Layout = reserve(rows, counts)
+        return layout
+
+    drafter._reserve_pending = note
     engine = Engine(DecoderRunner(target()), method, rows=3, chunk=16, budget=budget)
     prompts = [random_tokens(n, seed=n) for n in (9, 70, 21)]
     for prompt in prompts:

@@ -521,7 +521,7 @@ class Budget:
         seconds -= self._host + sum(self._drafting(offer.source, self._requests) for offer in before)
         plain, source = self._seconds[0], last.source
         if last.read:
-            token = (seconds - self._drafting(source, self._requests)) / last.read
+            token = max(seconds / 2, seconds - self._drafting(source, self._requests)) / last.read
             self.times.observe_draft(source.reading, _ANY, 1, token, PRIOR_READING * plain)
         else:
             self.times.observe_draft(source.name, self._key, self._requests, seconds, PRIOR_DRAFT * plain)
