@@ -182,6 +182,21 @@ def test_block_verification_accepts_no_less_than_token_by_token(seed: int) -> No
     assert greedy == pytest.approx(block, abs=1e-12) and traversal == pytest.approx(block, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        ([0.6, 0.3, 0.1, 0.0], [0.2, 0.3, 0.4, 0.1]),
+        ([0.6, 0.3, 0.1, 0.0], [0.6, 0.3, 0.1, 0.0]),
+        ([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.3, 0.7]),
+    ],
+    ids=["overlapping", "equal", "disjoint"],
+)
+def test_a_chain_under_a_constant_acceptance_has_the_length_of_the_closed_form(p: list[float], q: list[float]) -> None:
+    beta = np.minimum(p, q).sum()
+    accepted = expected_drafts(Rejection(), lambda s: s.chain(3), lambda _: np.array(p), lambda _: np.array(q))
+    assert accepted == pytest.approx(beta + beta**2 + beta**3, abs=1e-12)
+
+
 def uniform(prefix: Prefix) -> np.ndarray:
     return np.full(3, 1 / 3)
 

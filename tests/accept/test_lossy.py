@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from foretell.accept import (
     TypicalAcceptance,
 )
 from foretell.accept.fidelity import kl_divergence, total_variation
+from foretell.accept.lossy import LossyAcceptor
 from foretell.core.sampling import SamplingParams
 from foretell.draft import NoDrafter
 from foretell.engine.engine import Engine
@@ -139,6 +141,24 @@ def test_sets_of_tokens() -> None:
     assert BiLDRollback(-math.log(0.25)).acceptable(p).tolist() == [False, False, True, True, False]
     assert BiLDRollback(0).acceptable(p).tolist() == [False, False, True, False, False]
     assert BiLDRollback(math.inf).acceptable(p).all()
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [BiLDRollback(d) for d in (0.0, 0.5, 1.0, 3.0, math.inf)],
+        [LenientRejection(x) for x in (1.0, 0.7, 0.3, 0.05)],
+        [TopKAcceptor(k) for k in (1, 2, 4, 7)],
+        [DistanceAcceptor(e) for e in (0, 1, 3, 6)],
+        [TypicalAcceptance(x, 3 * x) for x in (0.5, 0.2, 0.09, 0.01)],
+    ],
+    ids=lambda rules: type(rules[0]).__name__,
+)
+def test_a_looser_rule_accepts_what_a_stricter_one_does(rules: list[LossyAcceptor]) -> None:
+    """So that of the same drafts no fewer are accepted, and there are no more rollbacks."""
+    for p in np.random.default_rng(0).dirichlet(np.full(7, 0.5), 40):
+        sets = [set(rule.acceptable(torch.from_numpy(p)).nonzero().flatten().tolist()) for rule in rules]
+        assert all(strict <= loose for strict, loose in pairwise(sets)), p
 
 
 @pytest.mark.parametrize(("entropy", "least"), [(0, 0.09), (1.204, 0.09), (2, 0.0406), (4, 0.0055)])

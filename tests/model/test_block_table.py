@@ -1,10 +1,11 @@
 """The blocks of a paged cache: rows share full ones, and write to blocks of their own only."""
 
+import numpy as np
 import pytest
 import torch
 
 from foretell.model.cache.base import LayeredCache
-from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, OutOfBlocksError
+from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, OutOfBlocksError, blocks_for
 from foretell.model.cache.kv_cache import KVCache
 
 
@@ -68,6 +69,32 @@ def test_blocks_come_back_when_their_last_row_ends() -> None:
     assert cache.blocks.blocks_in_use == 0
     write(cache, 2, 0, 250, 0)
     assert cache.blocks.blocks == 5  # the four of row 0 and the copy serve again
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_history_keeps_the_tokens_of_every_row_and_counts_the_blocks_that_rows_hold(seed: int) -> None:
+    """Blocks that no row holds are no numbers, and none of these is ever read."""
+    rng, cache, texts = np.random.default_rng(seed), filled(dict.fromkeys(range(4), 1)), [[1000 * r] for r in range(4)]
+    for step in range(4, 100):
+        row, source, length = (int(rng.integers(n)) for n in (4, 4, 300))
+        text = texts[row]
+        if text and rng.random() < 0.5:
+            del text[length:]
+            cache.truncate(row, len(text))
+        elif not text and texts[source]:
+            text += texts[source][:length]
+            cache.copy_row(source, row, len(text))
+        else:
+            first = len(text)
+            text += range(1000 * step + first, 1000 * step + first + 1 + length % 90)
+            write(cache, row, first, len(text), 1000 * step)
+        held = {block for r, t in enumerate(texts) for block in cache.blocks.table[r, : blocks_for(len(t))].tolist()}
+        assert cache.blocks.blocks_in_use == len(held)
+        cache.k[:, :, [block for block in range(cache.blocks.blocks) if block not in held]] = torch.nan
+        assert all(keys(cache, r, len(t)) == t for r, t in enumerate(texts))
+    for row in range(4):
+        cache.truncate(row, 0)
+    assert cache.blocks.blocks_in_use == 0
 
 
 def test_a_limited_cache_refuses_what_it_has_no_blocks_for_and_changes_nothing() -> None:

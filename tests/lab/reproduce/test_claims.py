@@ -8,6 +8,7 @@ import pytest
 from foretell.catalogue import find
 from foretell.lab.reproduce import CLAIMS, Claim, Finding, Interval, LabRun, claim_of, mixed_prompts, reproduce
 from foretell.lab.reproduce.counts import Counts, Totals, bootstrap
+from foretell.lab.reproduce.lab import library_sources
 
 PLAIN = Counts(tokens=60, passes=60, drafting=0, drafted=0, accepted=())
 GOOD = Counts(tokens=63, passes=21, drafting=20, drafted=100, accepted=(19, 14, 9))
@@ -98,6 +99,13 @@ def test_prompts_are_of_two_sources() -> None:
     prompts = mixed_prompts(4)
     assert len(prompts) == len(set(prompts)) == 36
     assert sum(p.startswith(("Summarise:\n\n", "Continue:\n\n")) for p in prompts) == 12
+
+
+def test_no_module_of_the_prompts_is_in_the_datastore() -> None:
+    held_back, corpus = library_sources()
+    documents = "\n".join(corpus)
+    assert len(held_back) == 24 and len(documents) > 5_000_000
+    assert not [name for name, source in held_back.items() if source[800:1400] in documents]
 
 
 def test_claims_are_one_per_method() -> None:

@@ -17,12 +17,13 @@ SPEC_BENCH = "Spec-Bench (arXiv 2401.07851), greedy, one sequence"
 @dataclass(frozen=True)
 class Run:
     """Answers of one method. `prompts`: which of the lab's. `repeat`: seeds per prompt. `corpus`: whether it drafts
-    from the lab's corpus. `free`: whether drafts cost no time, where measured times would choose them.
+    from modules of Python's library, of which none is in the prompts. `free`: whether drafts cost no time, where
+    measured times would choose them.
     """
 
     method: str
     options: Options = field(default_factory=dict)
-    prompts: Literal["mixed", "long"] = "mixed"
+    prompts: Literal["mixed", "long", "code"] = "mixed"
     temperature: float = 0.0
     repeat: int = 1
     corpus: bool = False

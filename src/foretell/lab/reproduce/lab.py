@@ -1,12 +1,12 @@
 """Decodes prompts with methods for the checks of claims, and keeps every run, so that a check can be repeated."""
 
 import json
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from pydoc_data.topics import topics
 
 from foretell.api import Model, named_inputs
 from foretell.bench.questions import BUILT_IN, load_questions
@@ -27,6 +27,12 @@ PLAIN = "autoregressive"
 _REQUESTS = ("Summarise", "Continue")
 _LONG = 24
 _LONG_CHARACTERS = 7000
+_HELD_BACK = (
+    "bisect", "calendar", "cmd", "colorsys", "configparser", "csv", "difflib", "fileinput", "fractions", "gzip",
+    "heapq", "imaplib", "mailbox", "netrc", "poplib", "pprint", "sched", "shelve", "shlex", "smtplib", "statistics",
+    "tarfile", "textwrap", "wave",
+)  # fmt: skip
+"""Modules of Python's library that are in no corpus: their code is to be continued."""
 _FREE = {n: 1 + 0.001 * (n - 1) for n in range(1, 65)}
 """Seconds of passes by their tokens, beside which drafting takes no time."""
 
@@ -44,6 +50,21 @@ def _texts() -> Iterator[str]:
     folder = files("foretell.lab.assess").joinpath("texts")
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         yield path.read_text(encoding="utf-8")[:600]
+
+
+def library_sources() -> tuple[dict[str, str], list[str]]:
+    """The source of every module of Python's library that is held back, by name, and those of all others but tests.
+
+    Raises:
+        ValueError: this Python has no sources of its library.
+    """
+    root, left_out = Path(sysconfig.get_path("stdlib")), {"test", "tests", "idle_test", "site-packages"}
+    paths = [path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts)]
+    sources = {path: path.read_text(encoding="utf-8", errors="ignore") for path in paths}
+    held = {path.stem: text for path, text in sources.items() if path.stem in _HELD_BACK and path.parent == root}
+    if len(held) < len(_HELD_BACK):
+        raise ValueError(f"{root}: this Python has no sources of its library, of which the claim makes its datastore")
+    return held, [text for path, text in sources.items() if path.stem not in _HELD_BACK]
 
 
 class LabSettings(FileModel):
@@ -106,6 +127,11 @@ class Lab:
         joined = ["\n\n".join((*texts[begin:], *texts[:begin]))[:_LONG_CHARACTERS] for begin in begins]
         return tuple(f"{text}\n\n{_REQUESTS[i % len(_REQUESTS)]} all of the above." for i, text in enumerate(joined))
 
+    @cached_property
+    def _code(self) -> tuple[str, ...]:
+        """Pieces of the modules that are held back, with a request to continue each."""
+        return tuple(f"Continue:\n\n```python\n{source[800:1400]}" for source in library_sources()[0].values())
+
     def run(self, run: Run) -> LabRun:
         """The answers of a run, which are decoded once per folder.
 
@@ -114,7 +140,7 @@ class Lab:
             ValueError: the method cannot be built for this model.
         """
         options = dict(run.options_for(self.model.config.layers))
-        prompts = self._long if run.prompts == "long" else self._mixed
+        prompts = {"mixed": lambda: self._mixed, "long": lambda: self._long, "code": lambda: self._code}[run.prompts]()
         lacks = "" if self.preparation is None else self.preparation.label(run.method)
         digest = sha256(json.dumps(prompts).encode()).hexdigest()[:16]
         what = [run.method, options, digest, run.temperature, run.repeat, run.corpus, run.free, lacks]
@@ -158,7 +184,7 @@ class Lab:
 
     def build(self, run: Run, options: Mapping[str, object], drafts: Sequence[Model | Path]) -> AnyMethod:
         """The method of a run."""
-        references = list(topics.values()) if run.corpus else ()
+        references = library_sources()[1] if run.corpus else ()
         return self.model.method(run.method, options or None, drafts=drafts, references=references, shared=True)
 
     def _engine(self, method: AnyMethod, free: bool) -> Engine:

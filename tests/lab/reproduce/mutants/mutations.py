@@ -11,16 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from foretell.accept import LenientRejection
+from foretell.accept import LenientRejection, Rejection
 from foretell.accept.base import Acceptor, AcceptResult
 from foretell.api import Model
+from foretell.catalogue import self_drafting
 from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.distributions.processed import ProcessedDistributions
+from foretell.draft.base import Continuation
 from foretell.engine.method import AnyMethod, Method
 from foretell.lab.reproduce import Lab, LabRun, Run
+from foretell.model.block.decoder import SkipSet
 from foretell.model.cache import layout
 from foretell.model.kernels.decoder import NativeDecoder
+from foretell.model.run.skip import default_skip
+from foretell.retrieval.datastore import Datastore
 
 Change = Callable[[TokenTree, np.random.Generator], TokenTree]
 """The tree of drafts with other tokens."""
@@ -91,6 +96,15 @@ def at_random(tree: TokenTree, rng: np.random.Generator) -> TokenTree:
     return with_tokens(tree, rng.integers(0, 1000, tree.token.shape))
 
 
+def copies_of_the_first(tree: TokenTree, rng: np.random.Generator) -> TokenTree:
+    """Every chain holds the tokens of the first one."""
+    token, q_index = tree.token.copy(), tree.q_index.copy()
+    for row, depth in np.ndindex(tree.rows, int(tree.depth.max())):
+        level = np.flatnonzero(tree.valid[row] & (tree.depth[row] == depth + 1))
+        token[row, level], q_index[row, level] = token[row, level[:1]], q_index[row, level[:1]]
+    return replace(tree, token=token, q_index=q_index)
+
+
 class AcceptsAll(Acceptor):
     """Accepts the first child of every node, whatever the target says."""
 
@@ -103,6 +117,15 @@ class AcceptsAll(Acceptor):
         while node in children and distributions.goes_on(row, children[node][0]):
             path.append(node := children[node][0])
         return AcceptResult(tuple(path), distributions.sample(row, node))
+
+
+class FirstBranchAlone(Rejection):
+    """Tests the first child of every node and none of its siblings, as if the tree were a chain."""
+
+    def _accept_child(
+        self, tree: TokenTree, row: int, node: int, children: list[int], distributions: ProcessedDistributions
+    ) -> tuple[int | None, int]:
+        return super()._accept_child(tree, row, node, children[:1], distributions)
 
 
 def accepts(acceptor: Acceptor) -> Callable[[AnyMethod], AnyMethod]:
@@ -170,6 +193,59 @@ def never_iterates(method: AnyMethod) -> AnyMethod:
     return method
 
 
+def successors_of_another(method: AnyMethod) -> AnyMethod:
+    """Every token gets the successors of the one with the next id."""
+    paths = method.draft._paths
+    method.draft._paths = lambda successors, *arguments: paths(np.roll(successors, 1, axis=0), *arguments)
+    return method
+
+
+def store_in_disorder(method: AnyMethod) -> AnyMethod:
+    """The datastore holds the same tokens in any order."""
+    tokens = np.random.default_rng(0).permutation(method.draft.store._tokens)
+    method.draft.store = Datastore.from_documents([tokens.tolist()])
+    return method
+
+
+def copies_any_tokens(method: AnyMethod) -> AnyMethod:
+    """The retriever promises as much as before, of other tokens."""
+    retrieve = method.draft.retriever.retrieve
+
+    def other(context: Context, budget: int) -> list[list[Continuation]]:
+        return [
+            [Continuation(tuple(t // 2 for t in c.tokens), c.cumulative_acceptance) for c in row]
+            for row in retrieve(context, budget)
+        ]
+
+    method.draft.retriever.retrieve = other
+    return method
+
+
+def equally_sure(method: AnyMethod) -> AnyMethod:
+    """All of a node's children have the same confidence."""
+    best = method.draft.top_tokens
+
+    def flat(*arguments: Any) -> Any:
+        tokens = best(*arguments)
+        return replace(tokens, probability=np.full_like(tokens.probability, 0.5))
+
+    method.draft.grow_dynamic_tree = lambda *_: None
+    method.draft.top_tokens = flat
+    return method
+
+
+@contextmanager
+def first_attention_skipped() -> Iterator[None]:
+    """As many sub-layers are left out, but the first ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            self_drafting,
+            "default_skip",
+            lambda layers: SkipSet(frozenset(range(len(default_skip(layers).attention)))),
+        )
+        yield
+
+
 @contextmanager
 def no_tree_mask() -> Iterator[None]:
     """Every node of a tree sees all that were drafted before it, not its ancestors alone."""
@@ -184,14 +260,23 @@ def no_tree_mask() -> Iterator[None]:
 
 
 MUTANTS: Mapping[str, Mutant] = {
-    "drafts at random": Mutant(("ngram", "draft_model", "quantised_draft", "eagle3"), redrafted(at_random)),
+    "drafts at random": Mutant(
+        ("ngram", "draft_model", "quantised_draft", "layer_skip", "eagle3"), redrafted(at_random)
+    ),
     "acceptor ignores the target": Mutant(("draft_model",), accepts(AcceptsAll())),
     "acceptor ignores its lenience": Mutant(("lenience_lossy",), accepts(LenientRejection(1.0))),
     "ancestors' mask dropped": Mutant(("eagle3",), world=no_tree_mask),
     "features of the target blank": Mutant(("eagle3",), blind_features),
-    "heads permuted": Mutant(("medusa",), permuted_heads),
+    "heads permuted": Mutant(("medusa", "blockwise"), permuted_heads),
     "stages read one token": Mutant(("mlp_speculator",), forgets_the_token),
     "any position copied": Mutant(("ngram",), any_position),
     "window unused": Mutant(("lookahead",), window_unused),
     "never iterates": Mutant(("jacobi",), never_iterates),
+    "first branch alone": Mutant(("specinfer",), accepts(FirstBranchAlone())),
+    "chains are copies": Mutant(("spectr",), redrafted(copies_of_the_first)),
+    "successors of another token": Mutant(("recycling",), successors_of_another),
+    "datastore in disorder": Mutant(("rest",), store_in_disorder),
+    "first attention skipped": Mutant(("self_speculative",), world=first_attention_skipped),
+    "copies of other tokens": Mutant(("hybrid_model",), copies_any_tokens),
+    "equally sure of all tokens": Mutant(("eagle2",), equally_sure),
 }
