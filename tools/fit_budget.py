@@ -116,6 +116,7 @@ class Simulation:
                 is_decode=True,
                 weights=[1.0] * count,
                 room=[client.left - 1 for client in clients],
+                left=[client.left for client in clients],
                 sampled=[client.sampled for client in clients],
                 accounts=[client.account for client in clients],
             )

@@ -11,8 +11,7 @@ import torch
 from foretell.accept import Match, Rejection
 from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
-from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever
-from foretell.draft.cached_states import _HELD_STEPS
+from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever, cached_states
 from foretell.draft.prediction import Prediction
 from foretell.engine.budget import Budget, Plan, StepLoad
 from foretell.engine.draft_account import DraftAccount
@@ -22,6 +21,7 @@ from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.cache.layout import Layout
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.shape import BranchingTree, Chain, DynamicTree, RootOnly, Trie
 from foretell.speculator.network.base import TargetInfo
@@ -77,7 +77,7 @@ class RandomBudget(Budget):
         super().depths(bound, indices)
         return self._rng.integers(0, 5, len(indices)).tolist()
 
-    def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
+    def plan(self, bound, number, which, unread=lambda i: 0):  # type: ignore[no-untyped-def]
         asked = [int(i) for i in self._rng.permutation(which) if self._rng.integers(0, 3)]
         return Plan(asked, *(self._rng.random(2) / 10)) if asked else None
 
@@ -97,7 +97,7 @@ class Scripted(Budget):
         if load.weights:
             self.seen.append(self._bits[len(self.seen) % len(self._bits)] == "1")
 
-    def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
+    def plan(self, bound, number, which, unread=lambda i: 0):  # type: ignore[no-untyped-def]
         return Plan(list(which)) if self.seen[-1] else None
 
     def _count(self, values):  # type: ignore[no-untyped-def]
@@ -199,7 +199,8 @@ def test_drafts_stop_where_nodes_are_expensive_and_return_when_they_pay() -> Non
 
 def _load(weights: Sequence[float]) -> StepLoad:
     accounts = [DraftAccount() for _ in weights]
-    return StepLoad(len(weights), True, weights, [9] * len(weights), [False] * len(weights), accounts)
+    rooms = [9] * len(weights)
+    return StepLoad(len(weights), True, weights, rooms, [r + 1 for r in rooms], [False] * len(weights), accounts)
 
 
 def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come_first() -> None:
@@ -251,7 +252,7 @@ def test_a_prediction_gives_the_same_text_in_fewer_passes_and_is_counted() -> No
 
 def test_forced_tokens_and_predictions_are_drafted_though_the_method_is_switched_off() -> None:
     class Off(Budget):
-        def plan(self, bound, number, which):  # type: ignore[no-untyped-def]
+        def plan(self, bound, number, which, unread=lambda i: 0):  # type: ignore[no-untyped-def]
             return None
 
     oracle = Oracle([])
@@ -324,11 +325,65 @@ def always_drafted(temperature: float) -> list[list[int]]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bits", ["0", "01", "1110000", "1" * 9 + "0" * (_HELD_STEPS + 8)])
-def test_the_text_is_the_same_however_drafting_is_switched(bits: str, temperature: float) -> None:
+@pytest.mark.parametrize("bits", ["0", "01", "1110000", "1" * 9 + "0" * 40])
+@pytest.mark.parametrize("held", [("_HELD_STEPS", 32), ("_HELD_POSITIONS", 24)], ids=["steps", "positions"])
+def test_the_text_is_the_same_however_drafting_is_switched(
+    bits: str, held: tuple[str, int], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_states, *held)
     budget = Scripted(bits)
     assert texts(eagle(), budget, temperature) == always_drafted(temperature)
     assert set(budget.seen) == {bit == "1" for bit in bits}
+
+
+class First(Budget):
+    """Asks for drafts of the first requests of a step alone, `count` of them."""
+
+    count = 1
+
+    def plan(self, bound, number, which, unread=lambda i: 0):  # type: ignore[no-untyped-def]
+        asked = [i for i in which if i < self.count]
+        return Plan(asked) if asked else None
+
+
+def test_a_drafter_reads_only_the_requests_that_it_is_asked_for_and_then_all_of_them() -> None:
+    budget, method = First(), eagle()
+    drafter, read = method.draft, list[tuple[int, int]]()
+    reserve = drafter._reserve_pending
+
+    def note(rows: Sequence[int], counts: Sequence[int]) -> Layout:
+        read.extend(zip(rows, counts, strict=True))
+        layout: Layout = reserve(rows, counts)
+        return layout
+
+    drafter._reserve_pending = note
+    engine = Engine(DecoderRunner(target()), method, rows=3, chunk=16, budget=budget)
+    prompts = [random_tokens(n, seed=n) for n in (9, 70, 21)]
+    for prompt in prompts:
+        engine.submit(Request(prompt, SamplingParams(0), max_new_tokens=60))
+    for _ in range(20):
+        engine.step()
+    rows = [r.row for r in engine._scheduler.running]
+    assert {row for row, _ in read} == {rows[0]}
+    read.clear()
+    texts = [r.sequence for r in engine._scheduler.running]
+    context = replace(context_of(*prompts), rows=tuple(rows), sequences=tuple(texts))
+    behind = {row: drafter.unread(context, i) for i, row in enumerate(rows)}
+    assert [behind[row] for row in rows[1:]] == [text.length - 1 for text in texts[1:]]
+    budget.count = 3
+    engine.step()
+    assert {row: sum(n for r, n in read if r == row) for row in rows} == behind
+    assert [drafter._prefixes[row].start for row in rows] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("left", "asked"), [(600, [0, 1]), (6, [0])])
+def test_a_request_is_read_only_if_its_drafts_can_pay_for_it(left: int, asked: list[int]) -> None:
+    bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
+    budget = Budget(PassTimes(CHEAP))
+    load = replace(_load([1.0, 1.0]), left=[600, left])
+    budget.begin(load)
+    plan = budget.plan(bound, 0, [0, 1], [0, 1500].__getitem__)
+    assert plan is not None and plan.asked == asked
 
 
 def test_no_drafts_are_verified_in_a_step_without_drafting() -> None:

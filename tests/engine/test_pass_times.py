@@ -20,7 +20,7 @@ def learned(times: PassTimes, noise: float = 0.0, steps: int = 400) -> PassTimes
     for i in range(steps):
         tokens, slow = (1, 4, 8, 12)[i % 4], 2.0 if random.random() < noise else 1.0
         times.observe_pass(ONE, 1, tokens, true(tokens) * slow * float(random.lognormal(0, 0.03)))
-        times.observe_draft("eagle", ONE, 1, 0.002 * slow, 0.01)
+        times.observe_draft("eagle", ONE, 1, 0.002 * slow, 0.001)
     return times
 
 

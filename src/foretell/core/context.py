@@ -192,6 +192,10 @@ class StepResult:
     """Tokens of each sequence that were in the target's cache before the step: the position of node 0."""
     drafting: bool = True
     """False: the method is not asked for drafts for now, so what only its next drafts need may be left out."""
+    budgeted: bool = False
+    """Whether the budget chooses the requests that the method drafts for: what only drafts of a request need may wait
+    until it is asked for.
+    """
     all_methods: "StepResult | None" = None
     """The step of the requests of all methods, if this one holds those of a single method out of several."""
 

@@ -76,6 +76,10 @@ class Drafter(EngineBound, ABC):
         """Update its state after every pass of the target, prefill included."""
         return
 
+    def unread(self, context: Context, i: int) -> int:
+        """About how many tokens of request `i` it reads before its next draft for it; reading takes time."""
+        return 0
+
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         return

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +17,12 @@ from foretell.draft.target_states import ObservedStep, PrefixState, TargetStates
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 
-_HELD_STEPS = 32
-"""Last steps that are held while the method does not draft; what came before is left out when it drafts again."""
+_HELD_STEPS, _HELD_POSITIONS = 256, 8192
+"""Last steps and positions whose states are held for requests that are not drafted for; a request begins with what is
+left of its own when it is.
+"""
+_PART = 512
+"""Positions that are read at once at most."""
 
 
 class CachedStatesNetwork(Protocol):
@@ -36,12 +41,13 @@ class CachedStatesPredictor(Predictor):
     """Keeps keys and values of the positions that the target has read, made from its hidden states.
 
     Up to `max_pending` positions that the target has read are pending until the next draft, which reads them first;
-    more of them are read at once, those of all requests together.
+    more of them are read at once, those of all requests together. Where the budget chooses who is drafted for, steps
+    are held, and a draft for a request reads what they have of it: others cost nothing.
 
     Of a prompt it reads the last `window` tokens; None: all.
 
     It may begin anywhere in a sequence: what lies before is not attended to. So a request need not read the prefix of
-    its prompt again that other requests have read, and steps in which the method does not draft cost nothing.
+    its prompt again that other requests have read.
     """
 
     resumes = True
@@ -55,22 +61,29 @@ class CachedStatesPredictor(Predictor):
         """How many pending positions of each row the drafts of a step have read. They count as read when the step is
         observed: after one that fails they are read again.
         """
-        self._held = deque[ObservedStep](maxlen=_HELD_STEPS)
-        """Steps without drafting."""
-        self._released: dict[int, int] = {}
-        """How many of the held steps do not count for a row: it was released, or they were taken in."""
+        self._held = deque[ObservedStep]()
+        self._steps, self._positions = 0, 0
+        """Steps that were held so far, and positions of those that still are."""
+        self._taken: dict[int, int] = {}
+        """How many of all held steps no longer count for a row: they were taken in, or it was released."""
 
     @abstractmethod
     def _read_pending(self, rows: Sequence[int], texts: Sequence[TokenBuffer], counts: Sequence[int]) -> object:
         """Read the next `counts` positions of some rows."""
 
+    def unread(self, context: Context, i: int) -> int:
+        """The positions after those that were read, or that begin the window."""
+        text, known = context.sequences[i], self._prefixes.get(context.rows[i])
+        first = 0 if self._window is None else max(0, text.prompt_length - self._window)
+        return text.length - 1 - (first if known is None else known.start + known.length)
+
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """0 for sequences that the target has not read up to their last token, and before the first new token: whether
         the target has read a prompt up to its last token depends on its chunks, and sampled answers must not.
         """
-        self._add_held()
         depths = super().max_depths(context)
         for i, (row, text) in enumerate(zip(context.rows, context.sequences, strict=True)):
+            self._add_held(row)
             known = self._prefixes.get(row)
             if text.length == text.prompt_length or known is None or known.end != text.length - 1:
                 depths[i] = 0
@@ -80,47 +93,52 @@ class CachedStatesPredictor(Predictor):
         """Keep the target's states at the accepted nodes."""
         for row, count in self._read_by_drafts.of(step.context, {}).items():
             self._prefixes[row].count_as_read(count)
-        if not step.drafting:
-            if len(self._held) == _HELD_STEPS:
-                self._released = {row: count - 1 for row, count in self._released.items() if count > 1}
-            self._held.append(ObservedStep.of(step, self._window))
-            return
-        self._add_held()
         observed = ObservedStep.of(step, self._window)
+        if step.budgeted:
+            self._hold(observed)
+            return
         for i in range(len(observed.rows)):
             self._add(observed, i)
-        long = [
-            (row, text)
-            for row, text in zip(step.context.rows, step.context.sequences, strict=True)
-            if row in self._prefixes and self._prefixes[row].pending_count > self._max_pending
-        ]
-        if long:
-            rows = [row for row, _ in long]
-            counts = [self._prefixes[row].pending_count - 1 for row in rows]
-            self._read_pending(rows, [text for _, text in long], counts)
-            for row, count in zip(rows, counts, strict=True):
+        pairs = zip(step.context.rows, step.context.sequences, strict=True)
+        self._catch_up({r: t for r, t in pairs if r in self._prefixes and self._pending_count(r) > self._max_pending})
+
+    def _pending_count(self, row: int) -> int:
+        return self._prefixes[row].pending_count
+
+    def _catch_up(self, texts: dict[int, TokenBuffer]) -> None:
+        """Read the pending positions of these rows but the last ones, in parts."""
+        while behind := [row for row in texts if self._pending_count(row) > 1]:
+            counts = [min(self._pending_count(row) - 1, max(1, _PART // len(behind))) for row in behind]
+            self._read_pending(behind, [texts[row] for row in behind], counts)
+            for row, count in zip(behind, counts, strict=True):
                 self._prefixes[row].count_as_read(count)
 
-    def _add_held(self) -> None:
-        """Take in the steps without drafting."""
-        if self._held:
-            for row in {row for step in self._held for row in step.rows}:
-                self._add_held_row(row)
-            self._held.clear()
-            self._released.clear()
+    def _hold(self, step: ObservedStep) -> None:
+        self._held.append(step)
+        self._steps += 1
+        self._positions += step.positions
+        most = max(_HELD_POSITIONS, step.positions)
+        while self._is_first_taken or len(self._held) > _HELD_STEPS or self._positions > most:
+            self._positions -= self._held.popleft().positions
 
-    def _add_held_row(self, row: int) -> None:
-        """Take in what they have of one row."""
-        first = self._released.get(row, 0)
-        for step in list(self._held)[first:]:
+    @property
+    def _is_first_taken(self) -> bool:
+        number = self._steps - len(self._held)
+        return number < self._steps and all(self._taken.get(row, 0) > number for row in self._held[0].rows)
+
+    def _add_held(self, row: int) -> None:
+        """Take in what the held steps have of a row."""
+        first = max(0, self._taken.get(row, 0) - self._steps + len(self._held))
+        for step in islice(self._held, first, None):
             if row in step.rows:
                 self._add(step, step.rows.index(row))
-        if self._held:
-            self._released[row] = len(self._held)
-        known = self._prefixes.get(row)
-        if known is not None and len(known.pending) > 2 * _HELD_STEPS:  # they hold the states of whole passes
-            self._forget(row)
-            self._prefixes[row] = known.latest(_HELD_STEPS)
+        self._taken[row] = self._steps
+
+    def _add_all(self, row: int) -> None:
+        """Take in what the held steps have of a row that may not be drafted for soon."""
+        self._add_held(row)
+        if row in self._prefixes and self._pending_count(row) > self._max_pending:
+            self._prefixes[row].detach()
 
     def _add(self, step: ObservedStep, i: int) -> None:
         """Add the states of request `i` of a step to those that are pending."""
@@ -139,8 +157,7 @@ class CachedStatesPredictor(Predictor):
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
-        if self._held:
-            self._released[row] = len(self._held)
+        self._taken[row] = self._steps
         self._forget(row)
 
     def _forget(self, row: int) -> None:
@@ -151,7 +168,7 @@ class CachedStatesPredictor(Predictor):
         """Keep the positions of the shared tokens, if all from some position on are known; otherwise begin after
         them.
         """
-        self._add_held_row(row)
+        self._add_all(row)
         known = self._prefixes.get(row)
         if known is None or not known.start <= length <= known.end:
             return self._begin_after(row, length)
@@ -163,7 +180,7 @@ class CachedStatesPredictor(Predictor):
         """What is kept serves if it begins where a request with this prompt begins to read, and has all that it
         shares.
         """
-        self._add_held_row(row)
+        self._add_all(row)
         first = 0 if self._window is None else max(0, prompt_length - self._window)
         known = self._prefixes.get(row)
         serves = known is not None and known.start == first and first <= length <= known.end
@@ -181,7 +198,7 @@ class CachedStatesPredictor(Predictor):
         """Copy the positions of the shared tokens, if all from some position on are known; otherwise begin after
         them.
         """
-        self._add_held_row(source)
+        self._add_all(source)
         self.release(target)
         known = self._prefixes.get(source)
         if known is None or not known.start <= length <= known.end:
@@ -193,8 +210,13 @@ class CachedStatesPredictor(Predictor):
         return length
 
     def _count_pending(self, rows: Sequence[int], context: Context) -> list[int]:
-        """The numbers of pending positions of some rows, all of which the drafts of a step read."""
-        counts = {row: self._prefixes[row].pending_count for row in rows}
+        """The numbers of pending positions of some rows, all of which the drafts of a step read; many are read at
+        once.
+        """
+        if sum(map(self._pending_count, rows)) > self._max_pending:
+            texts = dict(zip(context.rows, context.sequences, strict=True))
+            self._catch_up({row: texts[row] for row in rows})
+        counts = {row: self._pending_count(row) for row in rows}
         self._read_by_drafts.put(context, counts)
         return list(counts.values())
 

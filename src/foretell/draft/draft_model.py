@@ -31,6 +31,10 @@ class OwnCache(Predictor):
 
     runner: Runner
 
+    def unread(self, context: Context, i: int) -> int:
+        """The tokens that the model has not read."""
+        return context.sequences[i].length - self.runner.length(context.rows[i])
+
     def release(self, row: int) -> None:
         """Forget a row whose request has ended."""
         self.runner.truncate(row, 0)

@@ -76,8 +76,6 @@ class EagleDrafter(CachedStatesPredictor):
         token, states = self._pending(rows, [context.sequences[i] for i in which], counts)
         length = [self._prefixes[row].count for row in rows]
         self._cache.reserve(rows, [n + sizes[0] * sizes[1] for n in length])
-        if sum(counts) > self._max_pending:
-            token, states, counts = self._store_prefixes(rows, token, states, counts)
         part = context.select(which)
         trees = DynamicTrees(part.max_depth, sizes, bounds, rows, length, kernel_noise(part, sizes[0]))
         hidden_states = [h if h.dtype == torch.float32 else h.float() for h in states.hidden_states]
@@ -100,20 +98,6 @@ class EagleDrafter(CachedStatesPredictor):
         logit_index = np.full(tree.token.shape, -1, np.int64)
         logit_index[batch_row, node] = np.arange(len(batch_row))
         return out, logit_index
-
-    def _store_prefixes(
-        self, rows: Sequence[int], token: Int[np.ndarray, " t"], states: TargetStates, counts: Sequence[int]
-    ) -> tuple[Int[np.ndarray, " b"], TargetStates, list[int]]:
-        """Store the keys and values of pending positions but the last one of each row; what is left of them."""
-        slot = np.concatenate(
-            [np.arange(self._prefixes[r].count - n, self._prefixes[r].count) for r, n in zip(rows, counts, strict=True)]
-        )
-        last = np.cumsum(counts) - 1
-        before = np.delete(np.arange(len(token)), last)
-        layout = layout_of(np.repeat(rows, counts)[before], slot[before], slot[before], slot[before] + 1)
-        before_last = TargetStates(states.hidden_states, states.place[before])
-        store_states(self.network, token[before], before_last, layout, self._cache)
-        return token[last], TargetStates(states.hidden_states, states.place[last]), [1] * len(rows)
 
     def _forward_roots(self, active: Sequence[int], context: Context) -> Float[torch.Tensor, "a d"]:
         """Outputs at the roots of some requests, after reading the pending positions."""

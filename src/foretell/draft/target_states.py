@@ -78,10 +78,11 @@ class PrefixState:
         self.pending = left
         self.length += count
 
-    def latest(self, passes: int) -> "PrefixState":
-        """The pending positions of the last passes alone."""
-        kept = self.pending[-passes:]
-        return PrefixState(self.end - sum(len(part.place) for part in kept), 0, kept)
+    def detach(self) -> None:
+        """Copy the pending states, so that the passes that they are rows of can be forgotten."""
+        states, place = concatenate_states(self.pending)
+        index = torch.from_numpy(place)
+        self.pending = [TargetStates(tuple(s[index.to(s.device)] for s in states), np.arange(len(place)))]
 
     def _first(self, count: int) -> list[TargetStates]:
         """The first `count` pending positions."""
@@ -105,6 +106,11 @@ class ObservedStep(NamedTuple):
     hidden_states: tuple[Float[torch.Tensor, "n d"], ...]
     first: tuple[int, ...]
     """Position at which the drafter begins to read each sequence."""
+
+    @property
+    def positions(self) -> int:
+        """Number of positions whose states it holds."""
+        return len(self.hidden_states[0])
 
     @staticmethod
     def of(step: StepResult, window: int | None = None) -> "ObservedStep":

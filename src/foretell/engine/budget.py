@@ -6,7 +6,7 @@ as AdaServe (arXiv 2501.12162) serves them first.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -29,12 +29,17 @@ from foretell.engine.tuning import (
     FIRST_STEPS,
     FLOOR_SLACK,
     HORIZON,
+    LEAST_PROMPT,
+    LEAST_UNREAD,
     LEVEL_SHARE,
     MOST_CAUTION,
     MOST_EXPANDED,
     OFF,
     OFF_STEPS,
     ON,
+    PRIOR_DRAFT,
+    PRIOR_READING,
+    TOKENS_A_STEP,
     TRIAL_INTERVAL,
     TRIAL_NODES,
     TRIAL_REQUESTS,
@@ -46,7 +51,7 @@ from foretell.shape.chain import Chain
 NO_CHOICE, LOAD, MEASURED, COST = "no_choice", "load", "measured", "cost"
 REASONS = NO_CHOICE, LOAD, MEASURED, COST
 """Why a request got no drafts in a step: it may have none; more requests than `disable_by_batch_size`; a plain pass is
-measured; drafts would not pay; they would cost a request more than it may lose.
+measured, or none was before a prompt is read; drafts would not pay; they would cost a request more than it may lose.
 """
 
 
@@ -66,6 +71,8 @@ class StepLoad:
     """What a token of each request is worth; 0: it gets none in this step."""
     room: Sequence[int]
     """How deep its drafts may be; 0: it may have none."""
+    left: Sequence[int]
+    """Its tokens to come."""
     sampled: Sequence[bool]
     accounts: Sequence[DraftAccount]
     context: float = 0.0
@@ -132,8 +139,8 @@ class _Source:
     def __init__(self, name: str) -> None:
         self.name, self.steps, self.levels = name, 0, 1.0
         """Steps in which it drafted, and mean levels of its trees."""
-        self.scored, self.last = True, 0
-        """Whether its trees have scores, and the last step in which it drafted."""
+        self.scored, self.reading = True, f"{name} reading"
+        """Whether its trees have scores, and the name of the times of its reading."""
         self._acceptance = dict[tuple[bool, bool], Acceptance]()
         self.trials = dict[Key, _Trials]()
 
@@ -151,6 +158,8 @@ class _Offer:
     indices: list[int]
     tree: OfferedTree
     check: DrafterCheck | None
+    read: int
+    """Tokens that the drafter had to read before."""
 
 
 class _Offered(NamedTuple):
@@ -189,7 +198,7 @@ class Budget:
         self._sources: WeakKeyDictionary[Drafter, list[_Source]] = WeakKeyDictionary()
         """By the drafter of a method, which lives as long as the method does."""
         self._step = 0
-        self.begin(StepLoad(1, False, (), (), (), ()))
+        self.begin(StepLoad(1, False, (), (), (), (), ()))
 
     def governs(self, bound: BoundMethod) -> bool:
         """Whether it chooses the drafts of a method."""
@@ -215,12 +224,19 @@ class Budget:
         self._first = load.tokens - max(1, self._requests)
         self._key = load_key(self._requests, load.context)
         self._caution = 1 + max(
-            (load.accounts[i].deficit(load.room[i] + 1) ** 2 for i, w in enumerate(load.weights) if w), default=0
+            (load.accounts[i].deficit(load.left[i]) ** 2 for i, w in enumerate(load.weights) if w), default=0
         )
         self._seconds = self.times.seconds(self._key, max(1, self._requests))
         self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
-        self._measures = load.is_decode and self.times.needs_plain(self._key)
+        self._known, reads = self.times.is_known, self._first >= LEAST_PROMPT
+        self._token = self.times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and reads else 0.0
+        """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
+        self._measures = self.times.needs_plain(self._key) if load.is_decode else reads and not self._known
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
+        self._ahead = 0.0
+        """Seconds of reading that the drafts of later steps pay for."""
+        self._unread = dict[int, int]()
+        """Tokens of requests that the drafter asked last has to read before it drafts."""
         self._values, self._offers = list[float](), list[_Offer]()
         self._offered = dict[int, list[float]]()
         """Chances of the drafts offered to each request."""
@@ -240,14 +256,20 @@ class Budget:
 
     def _at(self, drafts: float) -> float:
         """Seconds of the pass with so many drafts."""
+        if self._token:
+            return (self._requests + self._first + drafts) * self._token
         extra, table = self._first + drafts, self._seconds
         low = int(extra)
         if low + 1 < len(table):
             return table[low] + (extra - low) * (table[low + 1] - table[low])
         return table[-1] * (self._requests + extra) / (self._requests + len(table) - 1)
 
-    def plan(self, bound: BoundMethod, number: int, which: Sequence[int]) -> Plan | None:
-        """Which of the requests `which` the drafter of this number of a method is asked for; None: for none."""
+    def plan(
+        self, bound: BoundMethod, number: int, which: Sequence[int], unread: Callable[[int], int] = lambda i: 0
+    ) -> Plan | None:
+        """Which of the requests `which` the drafter of this number of a method is asked for; None: for none. `unread`:
+        tokens of a request that it has to read before it drafts.
+        """
         open_ = [i for i in which if self._load.room[i] > 0]
         reason = NO_CHOICE
         if open_:
@@ -255,12 +277,13 @@ class Budget:
             reason = LOAD if crowded else MEASURED if self._measures else ""
         if not reason:
             check = bound.method.check_of(number)
-            plan = self._weigh(self._source(bound, number), open_) if check is None or check.fits else COST
+            plan = self._weigh(self._source(bound, number), open_, unread) if check is None or check.fits else COST
             if isinstance(plan, Plan):
                 return plan
             reason = plan
             if check is not None and check.undecided and self._caution < MOST_CAUTION:
                 self._looked.add((bound.method.draft, number))
+                self._count_unread(open_, unread)
                 return Plan(open_[:TRIAL_REQUESTS], deepest=1)
         if not number:
             self.statistics.undrafted[reason] += len(which)
@@ -274,24 +297,44 @@ class Budget:
         # Looks are as cheap as they can be: what they take and give says nothing about other drafts.
         return self._sources[method.draft][number + count * ((method.draft, number) in self._looked)]
 
-    def _weigh(self, source: _Source, which: list[int]) -> Plan | str:
+    def _count_unread(self, which: list[int], unread: Callable[[int], int]) -> None:
+        self._unread = {i: count for i in which if (count := unread(i)) >= LEAST_UNREAD}
+
+    def _drafting(self, source: _Source, requests: int) -> float:
+        """Seconds in which a drafter drafts for so many requests."""
+        return self.times.draft_seconds(source.name, self._key, requests, PRIOR_DRAFT * self._seconds[0])
+
+    def _reading(self, source: _Source, which: Sequence[int]) -> tuple[float, float]:
+        """Seconds in which a drafter reads what it has not read of requests, and those of them that count for this
+        step: the drafts of all tokens to come pay for it.
+        """
+        if not self._unread:
+            return 0.0, 0.0
+        token = self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * self._seconds[0])
+        seconds = [token * self._unread.get(i, 0) for i in which]
+        steps = [max(1, min(self._load.left[i], HORIZON) / TOKENS_A_STEP) for i in which]
+        return sum(seconds), sum(s / n for s, n in zip(seconds, steps, strict=True))
+
+    def _weigh(self, source: _Source, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
         trials = source.trials.setdefault(self._key, _Trials())
         if not trials.on and not trials.left and self._step < min(trials.until, trials.next):
             return COST
+        self._count_unread(which, unread)
         load, plain, before = self._load, self._at(0), self._so_far
         asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
         weights = dict[bool, list[float]]()
         for i in which:
             kind, offered = load.sampled[i], before.expected.get(i, 0.0)
             factor = load.accounts[i].factor(source.name)
-            if not offered or factor * source.acceptance(kind).hoped > offered:
+            hoped = factor * source.acceptance(kind).hoped
+            if hoped > offered and load.weights[i] * hoped > before.rate * self._reading(source, [i])[1]:
                 asked.append(i)
                 weights.setdefault(kind, []).append(factor * load.weights[i])
                 if offered:
                     nodes -= before.kept[i]
                     tokens -= offered * load.weights[i]
-        spent = self._spent + self.times.draft_seconds(source.name, self._key, len(asked), plain)
+        spent = self._spent + self._drafting(source, len(asked)) + self._reading(source, asked)[1]
         best = self._best_cut(source, weights, nodes, tokens, spent)
         is_new = source.steps < FIRST_STEPS and self._caution < MOST_CAUTION
         on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
@@ -357,7 +400,8 @@ class Budget:
             if self._step < trials.next or self._caution >= MOST_CAUTION:
                 return []
             lost = self._at(TRIAL_NODES) - plain
-            lost += self.times.draft_seconds(source.name, self._key, TRIAL_REQUESTS, plain)
+            lost += self._drafting(source, TRIAL_REQUESTS)
+            lost += self._reading(source, which)[0] * TRIAL_REQUESTS / len(which)
             trials.left = TRIAL_STEPS
             trials.next = self._step + max(TRIAL_INTERVAL, int(TRIAL_STEPS * lost / (TRIAL_SHARE * plain)))
         trials.left -= 1
@@ -370,9 +414,11 @@ class Budget:
         """Take the trees that a drafter offers to these requests of the step; the same with chances as scores."""
         source, load = self._source(bound, number), self._load
         source.scored = tree.score is not None
-        offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number))
+        read, (seconds, share) = sum(self._unread.get(i, 0) for i in indices), self._reading(source, indices)
+        offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number), read)
         self._offers.append(offer)
-        self._spent += self.times.draft_seconds(source.name, self._key, len(indices), self._at(0))
+        self._spent += self._drafting(source, len(indices)) + share
+        self._ahead += seconds - share
         chances = list[list[float]]()
         for i, rungs, valid in zip(indices, offer.tree.rungs, offer.tree.valid, strict=True):
             table, factor = source.acceptance(load.sampled[i]).chance, load.accounts[i].factor(source.name)
@@ -429,7 +475,7 @@ class Budget:
             i = parts[p].indices[row]
             self._expected[i] += value / weights[i]
         tokens, speed = self._requests + sum(self._expected.values()), self.times.speed
-        seconds = self._host + self._at(count) + self._spent
+        seconds = self._host + self._at(count) + self._spent + self._ahead
         self.last = Forecast(speed * seconds, speed * (self._host + self._at(0)), tokens)
 
     def _count(self, values: Sequence[float]) -> int:
@@ -443,7 +489,8 @@ class Budget:
         load, tree = self._load, step.tree
         if load.is_decode:
             drafts = tree.active_count - load.tokens
-            lost = (self._host + self._at(drafts - self._fixed) + self._spent) / (self._host + self._at(0))
+            seconds = self._host + self._at(drafts - self._fixed) + self._spent + self._ahead
+            lost = seconds / (self._host + self._at(0))
             for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
                 if load.weights[i]:
                     # What was to be expected counts, not luck: else one unlucky request ends the drafts of all.
@@ -451,8 +498,11 @@ class Budget:
             self.statistics.steps += 1
             self.statistics.drafting_steps += drafts > 0
             self.times.observe_pass(self._key, self._requests, tree.active_count, time.total - time.draft)
-            if not shared:
+            if self._known and not shared:
                 self._learn_drafting(time.draft + time.between)
+        elif self._first >= LEAST_PROMPT:
+            token = (time.total - time.draft) / tree.active_count
+            self.times.observe_draft(_PROMPT, _ANY, 1, token, self._at(0) / (self._requests + self._first))
         for offer in self._offers:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
@@ -461,14 +511,20 @@ class Budget:
                 account.count_chain(drafted, step.num_accepted(i))
 
     def _learn_drafting(self, seconds: float) -> None:
-        """Learn the time of the drafter that was asked last: what those before it and the engine take is known."""
-        *before, last = [_HOST, *(offer.source.name for offer in self._offers)]
-        known = sum(self.times.draft_seconds(name, self._key, self._requests, 0.0) for name in before)
-        plain = 0.0 if last == _HOST else self._at(0)
-        # After steps without it, a drafter has more to read.
-        if self._offers and (source := self._offers[-1].source).steps > 1 and source.last < self._step - 1:
+        """Learn the time of the drafter that was asked last, or of its reading: other times are known."""
+        if not self._offers:
+            self.times.observe_draft(_HOST, self._key, self._requests, seconds, 0.0)
             return
-        self.times.observe_draft(last, self._key, self._requests, seconds - known, plain)
+        *before, last = self._offers
+        if any(offer.read for offer in before):
+            return
+        seconds -= self._host + sum(self._drafting(offer.source, self._requests) for offer in before)
+        plain, source = self._seconds[0], last.source
+        if last.read:
+            token = max(seconds / 2, seconds - self._drafting(source, self._requests)) / last.read
+            self.times.observe_draft(source.reading, _ANY, 1, token, PRIOR_READING * plain)
+        else:
+            self.times.observe_draft(source.name, self._key, self._requests, seconds, PRIOR_DRAFT * plain)
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
         source, tree, load = offer.source, offer.tree, self._load
@@ -486,10 +542,11 @@ class Budget:
             acceptance.count(judged, right, load.room[i])
             predicted = sum(acceptance.chance[rung] for rung in judged)
             load.accounts[i].count(source.name, predicted, len(right))
-        source.last = self._step
         if levels:
             source.levels += (levels - source.levels) / min(source.steps, HORIZON)
 
 
-_HOST = "engine"
-"""Stands for what a step without drafts takes beside the pass."""
+_ANY = 0, 0
+"""Stands for all loads."""
+_HOST, _PROMPT = "engine", "prompt"
+"""Stand for what a step without drafts takes beside the pass, and for a token of a pass that reads prompts."""

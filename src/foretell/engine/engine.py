@@ -408,6 +408,7 @@ class Engine:
             is_decode=max(sizes) == 1,
             weights=[r.weight(soon) if yes else 0.0 for r, yes in zip(scheduled, ready, strict=True)],
             room=[r.room for r in scheduled],
+            left=[r.remaining_tokens for r in scheduled],
             sampled=[r.request.sampling_params.temperature > 0 for r in scheduled],
             accounts=[r.account for r in scheduled],
             context=sum(r.sequence.length for r in scheduled) / len(sizes),

@@ -133,7 +133,8 @@ class MethodGroups:
         """What the budget asks the drafters of a method for."""
         offers = list[tuple[list[int], TokenTree]]()
         for number in range(len(group.method.sources)):
-            plan = self._budget.plan(group.bound, number, indices)
+            unread = partial(group.method.sources[number][0].unread, context)
+            plan = self._budget.plan(group.bound, number, indices, unread)
             if plan is not None:
                 offers += self._tried(group, partial(self._offer, group, number, plan, context))
         asked = [i for i in indices if any(i in which for which, _ in offers)]
@@ -217,8 +218,8 @@ class MethodGroups:
 
     def result_of(self, group: MethodGroup, step: StepResult) -> StepResult:
         """A group's part of a step, with the hidden states that its drafter needs in the order in which it asked."""
-        if not group.drafts and self._budget.governs(group.bound):
-            step = replace(step, drafting=False)
+        if self._budget.governs(group.bound):
+            step = replace(step, drafting=group.drafts, budgeted=True)
         if len(self.groups) == 1:
             return step
         part = step.select(group.indices)

@@ -20,7 +20,6 @@ from foretell.engine.tuning import (
     DRIFT_WINDOW,
     EXPECTED_TIMES,
     PLAIN_INTERVALS,
-    PRIOR_DRAFT,
     PRIOR_SLOPE,
     QUANTILE,
     ROW_SLOPE,
@@ -163,6 +162,11 @@ class PassTimes:
             curve.seconds[requests] = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
         return curve.seconds[requests]
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any pass without prompts was measured: before, seconds mean something among themselves alone."""
+        return self.fixed or bool(self._curves)
+
     def needs_plain(self, key: Key) -> bool:
         """Whether a plain pass should be measured: none was for long."""
         curve = self._curves.get(key)
@@ -170,11 +174,11 @@ class PassTimes:
             return False
         return curve.steps - curve.plain_at >= PLAIN_INTERVALS[curve.plain_at > 0 or 0 in curve.windows]
 
-    def draft_seconds(self, drafter: str, key: Key, requests: int, plain: float) -> float:
-        """Seconds of a drafter's step for so many requests; `plain`: those of a plain pass."""
+    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
+        """Seconds of a drafter's step for so many requests; `expected`: before any was measured."""
         loads = self._drafts.get(drafter)
         if not loads:
-            return PRIOR_DRAFT * plain
+            return expected
         if key[0] in loads:
             return max(0.0, loads[key[0]].low)
         nearest = min(loads, key=lambda load: abs(load - key[0]))
@@ -192,15 +196,16 @@ class PassTimes:
             if known is not None and len(known.last) >= _KNOWN:
                 self._follow_speed(ratio / known.low)
             curve.add(extra, ratio / self.speed)
+            self._curves[key] = curve
         self.passes += 1
         if self._file is not None and self.passes >= _FIRST_SAVED and self.passes & (self.passes - 1) == 0:
             self.save()
 
-    def observe_draft(self, drafter: str, key: Key, requests: int, seconds: float, plain: float) -> None:
-        """Count a drafter's step for so many requests; negative: less than is measurable. `plain`: seconds of a plain
-        pass.
+    def observe_draft(self, drafter: str, key: Key, requests: int, seconds: float, expected: float) -> None:
+        """Count a drafter's step for so many requests; negative: less than is measurable. `expected`: as in
+        `draft_seconds`.
         """
-        expected = self.draft_seconds(drafter, key, requests, plain)
+        expected = self.draft_seconds(drafter, key, requests, expected)
         known = self._drafts.setdefault(drafter, {})
         known.setdefault(key[0], _Times([expected] * EXPECTED_TIMES)).add(seconds / self.speed)
 
@@ -211,16 +216,16 @@ class PassTimes:
         self.speed = now if abs(now - 1) > DRIFT else 1.0
 
     def _curve(self, key: Key) -> _Curve:
-        if key not in self._curves:
-            known = [k for k, curve in self._curves.items() if curve.windows]
-            start = [1.0] * len(_KNOTS)
-            if known:
-                nearest = min(known, key=lambda k: abs(k[0] - key[0]) + _FINE * abs(k[1] - key[1]))
-                further = round(2 ** (key[0] / _FINE)) - round(2 ** (nearest[0] / _FINE))
-                places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
-                start = self._curves[nearest].ratios[places].tolist()
-            self._curves[key] = _Curve(start)
-        return self._curves[key]
+        """That of a load; before any of its passes was measured, a new one by the nearest known load."""
+        if key in self._curves:
+            return self._curves[key]
+        start = [1.0] * len(_KNOTS)
+        if self._curves:
+            nearest = min(self._curves, key=lambda k: abs(k[0] - key[0]) + _FINE * abs(k[1] - key[1]))
+            further = round(2 ** (key[0] / _FINE)) - round(2 ** (nearest[0] / _FINE))
+            places = np.clip(np.array(_KNOTS) + further, 0, _LARGEST)
+            start = self._curves[nearest].ratios[places].tolist()
+        return _Curve(start)
 
     def _prior_of(self, tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         prior: Float[np.ndarray, " n"] = self._prior[np.minimum(tokens, _MOST_TOKENS) - 1]

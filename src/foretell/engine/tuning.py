@@ -10,6 +10,16 @@ PRIOR_SLOPE = 0.03
 """Time of a further token over that of a pass over one, before any is measured: about that of the CPU kernels."""
 PRIOR_DRAFT = 0.1
 """Time of drafting over that of a plain pass, before it is measured."""
+PRIOR_READING, LEAST_UNREAD = 0.01, 16
+"""Time of reading a token that a drafter has not read over that of a plain pass, before it is measured, and tokens of a
+request from which on reading is told from drafting.
+"""
+TOKENS_A_STEP = 2.0
+"""Tokens to come of a request for each step that has to pay for its reading: a step gives several, and drafting may
+end before.
+"""
+LEAST_PROMPT = 64
+"""Tokens of prompts from which on all tokens of a pass are assumed to take as long as those of others alike."""
 PRIOR_SURVIVAL = 0.7
 """Probability that a draft without a score is accepted if its parent is, before any is seen."""
 PRIOR_WEIGHT = 8.0
@@ -24,7 +34,7 @@ FADING = 0.95
 """Share of a request's counts that is kept per step."""
 MEMORY = 512.0
 """Drafts of a kind, and steps of a drafter, after which older ones begin to fade."""
-ROW_SLOPE = 0.1
+ROW_SLOPE = 0.2
 """Time of drafting for a further request over that for the first one, before it is measured."""
 LEVEL_SHARE = 0.5
 """Time of a further level over the mean time of a level: the first one reads what the target has accepted."""

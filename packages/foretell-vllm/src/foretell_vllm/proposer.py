@@ -160,6 +160,7 @@ class ForetellProposer:
                 is_decode=True,
                 weights=[1.0] * count,
                 room=depth,
+                left=[most + 1 for most in depth],
                 sampled=[False] * count,
                 accounts=[r.account for r in requests],
                 context=sum(r.text.length for r in requests) / count,
