@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from foretell.core.draft_tests import NodeDrafts
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.paged_layout import PagedLayout
-from foretell.model.triton import acceptance, elementwise, launch, sampling
+from foretell.model.triton import acceptance, elementwise, launch, products, sampling
 from foretell.model.triton.launch import AttentionCall, Launch
 
 META = torch.device("meta")
@@ -135,6 +135,7 @@ def sampling_launches() -> Iterator[Launch]:
     stream, weight = empty(8, 4096, dtype=torch.float32), empty(4096, dtype=torch.float32)
     yield elementwise.rms_norm(stream, weight, 1e-5, torch.bfloat16)[0]
     yield elementwise.gated_silu(empty(8, 28672, dtype=torch.bfloat16))[0]
+    yield products.linear(stream.to(torch.bfloat16), empty(6144, 4096, dtype=torch.bfloat16), None)[0]
     yield acceptance.test_drafts(weights, empty(16), logits, drafts)[0]
 
 

@@ -28,7 +28,7 @@ from foretell.model.cache.layout import Layout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
 from foretell.model.config.model import Activation, ModelConfig, NormedHeads
-from foretell.model.triton import runs_kernels
+from foretell.model.triton import batch_invariant, has_triton, runs_kernels
 from foretell.utils.transfer import to_device
 
 
@@ -439,10 +439,22 @@ class Decoder(nn.Module):
             "torch",
             self.device.type,
             precision,
+            batch_invariant=self._batch_invariant,
             cache_dtype=self.config.cache_dtype,
             cache_policy=page_policy(self.config),
             sparsity=self.sparsity,
             attention=self.attention_kind.name,
+        )
+
+    @property
+    def _batch_invariant(self) -> bool:
+        """Whether it consists of kernels that give a token the same bits in every pass."""
+        if not (batch_invariant() and has_triton(self.device) and self.attention_kind.name == "triton"):
+            return False
+        leaves = (module for module in self.modules() if not any(module.children()))
+        c, mixers = self.config, any(block.mixer for block in self._block_list())
+        return not (c.experts or c.centered or self.layer_inputs or mixers) and all(
+            isinstance(leaf, Linear | RMSNorm | nn.Identity) for leaf in leaves
         )
 
     def first_layers(self, layers: int) -> "Decoder":

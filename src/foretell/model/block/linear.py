@@ -7,6 +7,7 @@ from torch import nn
 
 from foretell.model.block.spec import LINEARS
 from foretell.model.matrices.hadamard import hadamard_matrix
+from foretell.model.triton import batch_invariant, runs_kernels
 
 INT8_BLOCK = 64
 """Inputs that are rotated together. The CPU kernels use the same arithmetic and the same sizes."""
@@ -32,7 +33,14 @@ class Linear(nn.Module):
     def forward(self, x: Float[torch.Tensor, "*t i"]) -> Float[torch.Tensor, "*t o"]:
         """Apply to the last axis; a wider input is rounded to the weight's dtype first."""
         weight = self.weight
-        return F.linear(x.to(weight.dtype) if x.dtype.itemsize > weight.dtype.itemsize else x, weight, self.bias)
+        x = x.to(weight.dtype) if x.dtype.itemsize > weight.dtype.itemsize else x
+        if x.dtype == weight.dtype != torch.float64 and batch_invariant() and runs_kernels(x):
+            from foretell.model.triton import products
+
+            launch, out = products.linear(x, weight, self.bias)
+            launch.run()
+            return out
+        return F.linear(x, weight, self.bias)
 
 
 class FactoredLinear(nn.Module):
