@@ -13,6 +13,7 @@ from foretell.model.cache.block_table import BLOCK_SLOTS, BlockTable, blocks_for
 from foretell.model.cache.numbers import quantize, rotate_blocks, widen
 from foretell.model.cache.packed_groups import GROUP_SLOTS, KIVI_BITS, PackedGroups, packed_slots
 from foretell.model.config.model import CacheDtype
+from foretell.utils.inference import in_inference_mode
 from foretell.utils.transfer import to_device
 
 _INTEGER_DTYPE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -157,8 +158,9 @@ class KVCache(Cache):
         """Bytes of one block in all layers; 0: a network without attention has no layers here."""
         return sum(math.prod((*part.shape[:2], *part.shape[3:])) * part.element_size() for part in self._parts())
 
+    @in_inference_mode
     def _copy_table(self) -> None:
-        """Follow a change of the table of the blocks."""
+        """Follow a change of the table of the blocks, inside of inference mode and outside."""
         table = torch.from_numpy(self.blocks.table)
         if self.table.device.type != "cpu" and self.table.shape == table.shape:
             self.table.copy_(table, non_blocking=True)

@@ -127,7 +127,6 @@ class NetworkRunner(Runner, LimitsCache):
             states[layers + 1] = self.network.final_norm(states[layers])
         return states, output.routes
 
-    @in_inference_mode
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         self._length += [0] * (max(rows) + 1 - len(self._length))
         self.cache.reserve(rows, [self._length[row] + nodes for row in rows])
