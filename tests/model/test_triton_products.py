@@ -26,7 +26,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     launch, out = products.linear(x, weight, bias)
     launch.run()
-    return out
+    result: torch.Tensor = out
+    return result
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

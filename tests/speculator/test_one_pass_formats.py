@@ -14,6 +14,7 @@ from test_eagle_formats import attention, feed_forward, norm, spread
 from test_export import KEPT, TARGET, VERIFIER, random
 
 from command import expect_error, tiny_target
+from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.request import Request
 from foretell.load import load
@@ -158,7 +159,9 @@ def test_exported_pard_is_a_model_with_a_mask_token(tmp_path: Path) -> None:
     assert load(str(tmp_path / "out"), "float32").config.mask_token == MASK
 
 
-def test_a_published_pard_model_drafts_several_tokens_in_a_pass(tmp_path: Path) -> None:
+def test_a_published_pard_model_drafts_several_tokens_in_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A language model with `pard_token`: lossless, and what follows the text is what masks behind it predict."""
     target = load(str(tiny_target()), "float32")
     c = target.config
@@ -170,7 +173,8 @@ def test_a_published_pard_model_drafts_several_tokens_in_a_pass(tmp_path: Path) 
     export(network, replace(VERIFIER, config=c, codec=target.codec), "hf", tmp_path / "out")
     method = target.method("pard", {"num_steps": 3}, drafts=[load(str(tmp_path / "out"), "float32")])
     request = Request(target.codec.encode("abc"), max_new_tokens=12)
-    engines = (Engine(target.runner(), m) for m in (method, target.method()))  # no budget: it drafts at any cost
+    monkeypatch.setattr(Budget, "governs", lambda self, bound: False)  # it drafts at any cost
+    engines = (Engine(target.runner(), m) for m in (method, target.method()))
     drafted, plain = (engine.complete([request])[0] for engine in engines)
     assert drafted.tokens == plain.tokens and drafted.statistics.drafted > 0 and method.lossless
     common = ("generate", "abc", "--model", tiny_target(), "--dtype", "float32")
