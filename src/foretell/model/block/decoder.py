@@ -54,12 +54,9 @@ class RMSNorm(nn.Module):
 
 def _norm_for(norm: nn.Module, x: Float[torch.Tensor, "*t d"], reader: nn.Module) -> Float[torch.Tensor, "*t d"]:
     """The output of a norm that only `reader` reads, in the dtype that it would round it to."""
-    out: torch.Tensor = norm(x, reader.weight.dtype) if _rounds(norm, reader) else norm(x)
+    rounds = isinstance(norm, RMSNorm) and isinstance(reader, Linear)
+    out: torch.Tensor = norm(x, reader.weight.dtype) if rounds else norm(x)
     return out
-
-
-def _rounds(norm: nn.Module, reader: nn.Module) -> bool:
-    return isinstance(norm, RMSNorm) and isinstance(reader, Linear) and reader.weight.is_floating_point()
 
 
 class FeedForward(nn.Module):
