@@ -203,6 +203,24 @@ def _load(weights: Sequence[float]) -> StepLoad:
     return StepLoad(len(weights), True, weights, rooms, [r + 1 for r in rooms], [False] * len(weights), accounts)
 
 
+def test_a_drafter_that_another_one_outdoes_in_a_step_is_asked_in_the_next() -> None:
+    bound = BoundMethod(next(v for v in VARIANTS if v.name == "hybrid_model").make(VOCAB))
+    budget = Budget(PassTimes(CHEAP))
+
+    class Sure(Retriever):
+        def retrieve(self, context: Context, budget: int) -> list[list[Continuation]]:
+            return [[Continuation((1, 2, 3, 4, 5), (1.0,) * 5)]]
+
+    tree = Method(Sure(), Trie(6), Match()).grow(context_of([1]))
+    for copies in (True, False):
+        budget.begin(_load([1.0]))
+        if copies:
+            assert budget.plan(bound, 0, [0]) is not None
+            budget.offer(bound, 0, [0], tree)
+        assert (budget.plan(bound, 1, [0]) is None) is copies
+    assert not budget.statistics.switched_off
+
+
 def test_the_likeliest_nodes_of_all_requests_are_verified_and_late_requests_come_first() -> None:
     bound = BoundMethod(Method(Oracle([]), Trie(4), Match()))
     continuations = [[Continuation((1, 2, 3), (p, p**2, p**3))] for p in (0.9, 0.5)]

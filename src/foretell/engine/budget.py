@@ -323,17 +323,20 @@ class Budget:
         self._count_unread(which, unread)
         load, plain, before = self._load, self._at(0), self._so_far
         asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
-        weights = dict[bool, list[float]]()
+        weights, outdone = dict[bool, list[float]](), 0
         for i in which:
             kind, offered = load.sampled[i], before.expected.get(i, 0.0)
             factor = load.accounts[i].factor(source.name)
             hoped = factor * source.acceptance(kind).hoped
+            outdone += offered >= hoped > 0
             if hoped > offered and load.weights[i] * hoped > before.rate * self._reading(source, [i])[1]:
                 asked.append(i)
                 weights.setdefault(kind, []).append(factor * load.weights[i])
                 if offered:
                     nodes -= before.kept[i]
                     tokens -= offered * load.weights[i]
+        if outdone == len(which):
+            return COST  # in this step alone: the next one may be offered less before
         spent = self._spent + self._drafting(source, len(asked)) + self._reading(source, asked)[1]
         best = self._best_cut(source, weights, nodes, tokens, spent)
         is_new = source.steps < FIRST_STEPS and self._caution < MOST_CAUTION

@@ -16,7 +16,7 @@ from foretell.core.sampling import SamplingParams
 from foretell.engine.budget import Budget
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod
-from foretell.engine.pass_times import PassTimes
+from foretell.engine.pass_times import Key, PassTimes
 from foretell.engine.request import Request
 from foretell.lab.reproduce.claim import Run
 from foretell.lab.reproduce.counts import Counts
@@ -33,8 +33,16 @@ _HELD_BACK = (
     "tarfile", "textwrap", "wave",
 )  # fmt: skip
 """Modules of Python's library that are in no corpus: their code is to be continued."""
-_FREE = {n: 1 + 0.001 * (n - 1) for n in range(1, 65)}
-"""Seconds of passes by their tokens, beside which drafting takes no time."""
+
+
+class _FreeDrafts(PassTimes):
+    """Passes of one request take a second, drafts a thousandth of one to verify and nothing to make."""
+
+    def __init__(self) -> None:
+        super().__init__({n: 1 + 0.001 * (n - 1) for n in range(1, 65)})
+
+    def draft_seconds(self, drafter: str, key: Key, requests: int, expected: float) -> float:
+        return 0.0
 
 
 def mixed_prompts(per_category: int) -> tuple[str, ...]:
@@ -190,8 +198,8 @@ class Lab:
     def _engine(self, method: AnyMethod, free: bool) -> Engine:
         if not free:
             return self.model.engine(method, rows=self._rows)
-        budget = Budget(PassTimes(_FREE))
-        return Engine(self.model.runner(), method, self._rows, detokenizer=self.model.codec.detokenizer, budget=budget)
+        budget = Budget(_FreeDrafts())
+        return Engine(self.model.runner(), method, 1, detokenizer=self.model.codec.detokenizer, budget=budget)
 
     def _check_length(self, requests: Sequence[Request], run: Run) -> None:
         longest, most = max(len(r.prompt) for r in requests), self.model.config.context - 1
