@@ -81,6 +81,11 @@ def test_the_energy_that_is_dropped_is_the_error_of_the_truncation(shape: tuple[
         assert error / output_error(weight, inputs) == pytest.approx(float(lost[min(shape) - rank]), rel=1e-3)
 
 
+def test_inputs_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ValueError, match="calibration inputs of a matrix are not finite"):
+        dropped_energy(torch.ones(4, 3), torch.full((3, 3), torch.inf))
+
+
 def lost_of(seed: int, blocks: int) -> dict[Matrix, torch.Tensor]:
     return {
         (i, role): dropped_energy(torch.randn(shape, generator=generator(100 * seed + i)), moment(i, shape[1]))

@@ -347,6 +347,23 @@ def test_an_interrupted_run_goes_on_and_writes_the_same(tmp_path: Path, monkeypa
     assert started == [0, 1, 2, 3], "the work of another job is not continued"
 
 
+def test_what_was_measured_is_kept_when_a_run_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("--rank-share", "0.5", "--allocation", "loss")
+    compress(tmp_path / "whole", "svd_llm", *given)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("foretell.lab.compress.job.collect", interrupt)
+        run_foretell(*arguments(tmp_path / "out", "svd_llm", *given))
+    assert (tmp_path / ".out.compress" / "ranks.json").is_file() and not (tmp_path / "out").exists()
+    monkeypatch.setattr("foretell.lab.compress.allocation.collect", interrupt)
+    compress(tmp_path / "out", "svd_llm", *given)
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert same[0] == same[1]
+
+
 @pytest.mark.parametrize("method", ["wanda", "svd", "slicegpt"])
 def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp_path: Path) -> None:
     compress(tmp_path / "out", method)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 
-from foretell.lab.compress.low_rank import LowRankCompressor, fitting, saves
+from foretell.lab.compress.low_rank import LowRankCompressor, fitting, require_finite, saves
 from foretell.lab.quantize.base import InputStatistics, Role, linears
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
 from foretell.lab.quantize.job import Source
@@ -65,7 +65,11 @@ def shares_by_outliers(outliers: Sequence[float], share: float) -> list[float]:
 def dropped_energy(weight: Float[Tensor, "o i"], moment: Float[Tensor, "i i"]) -> Float[Tensor, " r"]:
     """Share of the mean squared outputs, on inputs of this second moment, that a matrix loses with its least directions
     0, 1, ... all of them: the least squared singular values of W S^(1/2).
+
+    Raises:
+        ValueError: the moment is not finite.
     """
+    require_finite(moment)
     wide, values_of = weight.double(), torch.linalg.eigvalsh
     if len(wide) <= wide.shape[1]:
         energy = values_of(wide @ moment.double() @ wide.T)

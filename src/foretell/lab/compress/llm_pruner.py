@@ -40,6 +40,9 @@ def importance(source: Source, tokens: Int[Tensor, "b s"], progress: Callable[[i
 
     The model and the gradients of its blocks are in memory in float32. `progress` is called with the share of the text
     that is done, in blocks.
+
+    Raises:
+        ValueError: the loss on the text is not finite.
     """
     c, rows = source.config, len(tokens)
     decoder = build_decoder(c, source.weights, torch.float32, torch.device("cpu"))
@@ -50,7 +53,10 @@ def importance(source: Source, tokens: Int[Tensor, "b s"], progress: Callable[[i
     for row, sequence in enumerate(tokens, 1):
         x = full_forward(decoder, decoder.embed(sequence)[None])
         logits = decoder.logits(decoder.final_norm(x)[0, :-1])
-        (F.cross_entropy(logits, sequence[1:]) / rows).backward()  # type: ignore[no-untyped-call]
+        loss = F.cross_entropy(logits, sequence[1:]) / rows
+        if not loss.isfinite():
+            raise ValueError(f"the loss of {source.name} on the calibration text is not finite; give other --text")
+        loss.backward()  # type: ignore[no-untyped-call]
         progress(row * c.layers // rows)
     by_block = [group_sums(c, {role: _scores(linear) for role, linear in linears(block).items()}) for block in blocks]
     return Groups(torch.stack([g.heads for g in by_block]), torch.stack([g.channels for g in by_block]))

@@ -142,6 +142,16 @@ class SVDLLM(LowRankCompressor):
         return inputs.second_moment
 
 
+def require_finite(moment: Float[Tensor, "i i"]) -> None:
+    """Refuse a moment of inputs that is not finite.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not moment.isfinite().all():
+        raise ValueError("the calibration inputs of a matrix are not finite; give other --text")
+
+
 def project(
     weight: Float[Tensor, "o i"], moment: Float[Tensor, "i i"], rank: int
 ) -> tuple[Float[Tensor, "o r"], Float[Tensor, "r i"]]:
@@ -150,8 +160,7 @@ def project(
     Raises:
         ValueError: the moment is not finite.
     """
-    if not moment.isfinite().all():
-        raise ValueError("the calibration inputs of a matrix are not finite; give other --text")
+    require_finite(moment)
     damping = _DAMPING * moment.diagonal().mean().clamp_min(_LEAST)
     damped = moment + damping * torch.eye(len(moment), dtype=moment.dtype)
     if len(weight) <= weight.shape[1]:
