@@ -400,7 +400,7 @@ def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp
             ["--rank-share", "0.5", "--allocation", "loss"],
             "loss is for --method svd_llm, found svd",
         ),
-        ("wanda", ["--pattern", "2:4", "--allocation", "owl"], "shares zeros out, and --pattern 2:4 fixes them"),
+        ("wanda", ["--pattern", "2:4", "--allocation", "owl"], "takes --sparsity, found --pattern"),
         ("wanda", ["--sparsity", "0.5", "--refit"], "--refit fits factors again, of --method svd, asvd, svd_llm"),
         ("slicegpt", ["--rank-share", "0.5"], "--method slicegpt takes --sparsity, found --rank-share"),
         ("slicegpt", ["--sparsity", "1"], "--sparsity 1: slicegpt deletes a share of the hidden size"),

@@ -50,12 +50,7 @@ def compress(
         typer.Option(metavar="N", min=2, max=8, help="sparsegpt: round the weights that stay to so many bits, too."),
     ] = None,
     allocation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Share the amount out among the blocks: owl (pruning, by outliers) or loss (svd_llm). "
-            "[default: all alike]",
-        ),
+        str | None, typer.Option(metavar="NAME", help="Unequal blocks: owl (pruning), loss (svd_llm). [default: equal]")
     ] = None,
     refit: Annotated[
         bool,

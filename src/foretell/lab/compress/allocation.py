@@ -1,7 +1,6 @@
 """What every block gives up: zeros where it has few outliers (OWL), ranks where that adds least to the loss."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
@@ -20,6 +19,8 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 Matrix = tuple[int, Role]
 """A block and a matrix in it."""
+_Form = tuple[int, float, int]
+"""Numbers that a matrix stores, what it loses, and its rank; 0: dense."""
 OWL, LOSS = "owl", "loss"
 _OUTLIER = 5.0
 """Times the mean of a block above which a weight's score is an outlier (M in OWL)."""
@@ -28,9 +29,7 @@ _SPREAD = 0.08
 
 
 def measure_blocks(
-    source: Source,
-    text: CalibrationText,
-    measure: Callable[[DecoderBlock, Mapping[Role, InputStatistics]], T],
+    source: Source, text: CalibrationText, measure: Callable[[DecoderBlock, Mapping[Role, InputStatistics]], T]
 ) -> list[T]:
     """What `measure` gives for every block of the source and the inputs of its matrices on the calibration text."""
     c, weights, ropes, measured = source.config, source.weights, model_rope_tables(source.config), list[T]()
@@ -45,11 +44,8 @@ def measure_blocks(
 
 def outlier_share(block: DecoderBlock, inputs: Mapping[Role, InputStatistics]) -> float:
     """Share of the weights of a block whose score, |w_ij| * ||x_j||, is above 5 times the mean over the block."""
-    scores = [
-        (linear.weight.abs() * inputs[role].second_moment.diagonal().sqrt()).flatten()
-        for role, linear in linears(block).items()
-    ]
-    score = torch.cat(scores)
+    sizes = {role: inputs[role].second_moment.diagonal().sqrt() for role in inputs}
+    score = torch.cat([(linear.weight.abs() * sizes[role]).flatten() for role, linear in linears(block).items()])
     return float((score > _OUTLIER * score.mean()).float().mean())
 
 
@@ -90,42 +86,28 @@ def allocate_ranks(source: Source, text: CalibrationText, compressor: LowRankCom
             for role, linear in linears(block).items()
         }
 
-    by_block, shapes = measure_blocks(source, text, lost), shapes_of(source.config)
-    ranks = ranks_by_loss(
-        {(i, role): each[role] for i, each in enumerate(by_block) for role in shapes}, shapes, compressor
-    )
-    return {role: [ranks[i, role] for i in range(len(by_block))] for role in shapes}
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A matrix of a rank (0: dense), the numbers that it stores, and what it loses."""
-
-    rank: int
-    numbers: int
-    loss: float
+    shapes, measured = shapes_of(source.config), enumerate(measure_blocks(source, text, lost))
+    ranks = ranks_by_loss({(i, role): each[role] for i, each in measured for role in shapes}, shapes, compressor)
+    return {role: [ranks[i, role] for i in range(source.config.layers)] for role in shapes}
 
 
 def ranks_by_loss(
     lost: Mapping[Matrix, Float[Tensor, " r"]], shapes: Mapping[Role, tuple[int, int]], compressor: LowRankCompressor
 ) -> dict[Matrix, int]:
-    """Ranks (0: dense) that store no more numbers than those of the compressor and lose least, as `dropped_energy`
-    says, summed over all matrices.
-
-    From the smallest factors on, the numbers go where they lower the loss most, along the convex hull of each matrix.
+    """Ranks (0: dense) that store no more numbers than those of the compressor and lose least `dropped_energy`: from
+    the smallest factors on, numbers go where they lower the loss most, along the convex hull of each matrix.
     """
-    budget = sum(stored_numbers(compressor.stored_rank(*shapes[role]), *shapes[role]) for _, role in lost)
     hulls = {at: _hull(_forms(energy, *shapes[at[1]])) for at, energy in lost.items()}
     chosen = {at: hull[0] for at, hull in hulls.items()}
-    left = budget - sum(form.numbers for form in chosen.values())
-    steps = [(at, *step) for at, hull in hulls.items() for step in pairwise(hull)]
-    full = set[Matrix]()
-    for at, before, after in sorted(steps, key=lambda step: -_slope(step[1], step[2])):
-        if after.numbers - before.numbers > left:
+    budget = sum(stored_numbers(compressor.stored_rank(*shapes[role]), *shapes[role]) for _, role in lost)
+    left, full = budget - sum(numbers for numbers, _, _ in chosen.values()), set[Matrix]()
+    steps = [(_slope(*step), at, step) for at, hull in hulls.items() for step in pairwise(hull)]
+    for _, at, (before, after) in sorted(steps, key=lambda step: -step[0]):
+        if after[0] - before[0] > left:
             full.add(at)
         elif at not in full:
-            chosen[at], left = after, left - (after.numbers - before.numbers)
-    return {at: form.rank for at, form in chosen.items()}
+            chosen[at], left = after, left - (after[0] - before[0])
+    return {at: rank for at, (_, _, rank) in chosen.items()}
 
 
 def stored_numbers(rank: int, outputs: int, inputs: int) -> int:
@@ -137,17 +119,14 @@ def _forms(lost: Tensor, outputs: int, inputs: int) -> list[_Form]:
     """What a matrix can be stored as, the smallest first."""
     least = min(outputs, inputs)
     ranks = sorted({fitting(rank, outputs, inputs) for rank in range(1, least)})
-    forms = [
-        _Form(rank, stored_numbers(rank, outputs, inputs), float(lost[least - rank]))
-        for rank in ranks
-        if saves(rank, outputs, inputs)
-    ]
-    return [*forms, _Form(0, outputs * inputs, 0.0)]
+    factors = [rank for rank in ranks if saves(rank, outputs, inputs)]
+    forms = [(stored_numbers(rank, outputs, inputs), float(lost[least - rank]), rank) for rank in factors]
+    return [*forms, (outputs * inputs, 0.0, 0)]
 
 
 def _slope(before: _Form, after: _Form) -> float:
     """Loss that is saved by a further number."""
-    return (before.loss - after.loss) / (after.numbers - before.numbers)
+    return (before[1] - after[1]) / (after[0] - before[0])
 
 
 def _hull(forms: Sequence[_Form]) -> list[_Form]:

@@ -62,17 +62,11 @@ class Card:
         dense = ", ".join(role for role in ROLES if role not in self.ranks)
         if not self.ranks:
             return "It runs dense, as fast as the source: two factors of this rank would be no smaller than any matrix."
-        factored = ", ".join(f"{role} (rank {_in_words(ranks)})" for role, ranks in self.ranks.items())
+        spans = {role: (r if isinstance(r, tuple) else (r,)) for role, r in self.ranks.items()}
+        ranks = {role: " to ".join(map(str, sorted({min(r), max(r)}))) for role, r in spans.items()}
+        factored = ", ".join(f"{role} (rank {span})" for role, span in ranks.items())
         rest = f" Two factors would be no smaller than {dense}, which run dense." if dense else ""
         return f"It is stored and run as two factors in {factored}, so a pass reads less.{rest}"
-
-
-def _in_words(ranks: Ranks) -> str:
-    if not isinstance(ranks, tuple):
-        return str(ranks)
-    factored = [rank for rank in ranks if rank]
-    dense = len(ranks) - len(factored)
-    return f"{min(factored)} to {max(factored)}" + (f", dense in {dense} of {len(ranks)} blocks" if dense else "")
 
 
 def write_card(folder: Path, card: Card) -> None:

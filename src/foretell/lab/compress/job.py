@@ -114,11 +114,11 @@ def plan(
     if bits is not None and method != SPARSEGPT:
         raise ValueError(f"--bits rounds the weights that sparsegpt keeps, found --method {method}; leave it out")
     if allocation is not None:
-        _check_allocation(method, allocation, pattern)
+        _check_allocation(method, allocation)
     if refit and method not in LOW_RANK:
         raise ValueError(f"--refit fits factors again, of --method {', '.join(LOW_RANK)}, found {method}; leave it out")
     given = {"--sparsity": sparsity, "--pattern": pattern, "--rank-share": rank_share}
-    wanted = list(given)[:2]
+    wanted = list(given)[: 1 if allocation else 2]
     if method in (*LOW_RANK, LASER):
         wanted = ["--rank-share"]
     elif method in (SHORTGPT, SLICEGPT, LLM_PRUNER):
@@ -153,17 +153,13 @@ def plan(
     return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks, allocation=allocation, refit=refit)
 
 
-def _check_allocation(method: str, allocation: str, pattern: str | None) -> None:
+def _check_allocation(method: str, allocation: str) -> None:
     """Refuse an allocation that is not the method's."""
     if allocation not in ALLOCATIONS:
         raise unknown("allocation", allocation, ALLOCATIONS)
     wanted = ALLOCATIONS[allocation]
     if method not in wanted:
         raise ValueError(f"--allocation {allocation} is for --method {', '.join(wanted)}, found {method}")
-    if pattern is not None:
-        raise ValueError(
-            f"--allocation {allocation} shares zeros out, and --pattern {pattern} fixes them; leave one out"
-        )
 
 
 def _within_two_of_four(pattern: Pattern) -> bool:

@@ -7,7 +7,8 @@ so the result is an ordinary, smaller model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,7 @@ _STEP = 32
 """Channels of a panel of the kernels; so many are removed together where they divide the width."""
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(NamedTuple):
     """Of every block the importance of its key-value heads and channels, or the indices of those that are kept."""
 
     heads: Tensor
@@ -59,14 +59,13 @@ def importance(source: Source, tokens: Int[Tensor, "b s"], progress: Callable[[i
         loss.backward()  # type: ignore[no-untyped-call]
         progress(row * c.layers // rows)
     by_block = [group_sums(c, {role: _scores(linear) for role, linear in linears(block).items()}) for block in blocks]
-    return Groups(torch.stack([g.heads for g in by_block]), torch.stack([g.channels for g in by_block]))
+    return Groups(*map(torch.stack, zip(*by_block, strict=True)))
 
 
 def _scores(linear: Linear) -> Float[Tensor, "o i"]:
     """|w dL/dw|."""
-    gradient = linear.weight.grad
-    assert gradient is not None
-    return (linear.weight.detach() * gradient).abs()
+    assert linear.weight.grad is not None
+    return (linear.weight.detach() * linear.weight.grad).abs()
 
 
 def group_sums(config: ModelConfig, scores: Mapping[Role, Float[Tensor, "o i"]]) -> Groups:
@@ -103,17 +102,13 @@ def choose(groups: Groups, removable: Sequence[tuple[int, int]]) -> Groups:
     """The groups that every block keeps, [layers, g] and [layers, f], by their importance: of the numbers of groups
     that may be removed those whose groups are least important together.
     """
-    least = [each.sort(-1).values.cumsum(-1) for each in (groups.heads, groups.channels)]
+    least = [each.sort(-1).values.cumsum(-1) for each in groups]
 
     def lost(removed: tuple[int, int]) -> float:
         return sum(float(sums[:, count - 1].sum()) for sums, count in zip(least, removed, strict=True) if count)
 
-    removed = min(removable, key=lost)
-    kept = [
-        each.argsort(stable=True)[:, count:].sort(-1).values
-        for each, count in zip((groups.heads, groups.channels), removed, strict=True)
-    ]
-    return Groups(*kept)
+    orders = zip(groups, min(removable, key=lost), strict=True)
+    return Groups(*(each.argsort(stable=True)[:, count:].sort(-1).values for each, count in orders))
 
 
 def narrow_config(config: ModelConfig, kept: Groups) -> ModelConfig:

@@ -143,11 +143,7 @@ class SVDLLM(LowRankCompressor):
 
 
 def require_finite(moment: Float[Tensor, "i i"]) -> None:
-    """Refuse a moment of inputs that is not finite.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raises ValueError where a moment of inputs is not finite."""
     if not moment.isfinite().all():
         raise ValueError("the calibration inputs of a matrix are not finite; give other --text")
 

@@ -1,7 +1,5 @@
-"""SVD-LLM's update after truncation (Wang et al., arXiv 2403.07378): outer factors are fitted again, in closed form.
-
-The truncation is best for the inputs that a matrix had before those ahead of it were compressed. So A is fitted again:
-least squares of ||W x - A B x'||, with x the inputs in the source and x' those in the compressed model.
+"""SVD-LLM's update after truncation (Wang et al., arXiv 2403.07378): outer factors A are fitted again, by least squares
+of ||W x - A B x'||, with x the inputs in the source and x' those in the compressed model.
 """
 
 from contextlib import ExitStack

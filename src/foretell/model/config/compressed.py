@@ -25,9 +25,7 @@ class LowRank:
     @property
     def stored(self) -> dict[str, Ranks]:
         """The ranks of the matrices that some block stores as two factors, by name."""
-        return {
-            name: ranks for name, ranks in vars(self).items() if (any(ranks) if isinstance(ranks, tuple) else ranks)
-        }
+        return {name: r for name, r in vars(self).items() if any(r if isinstance(r, tuple) else (r,))}
 
     def rank(self, name: str, layer: int) -> int:
         """The rank of the matrix of this name in one layer."""

@@ -87,9 +87,7 @@ def read_compressed(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _read_ranks(ranks: Fields, name: str, layers: int) -> Ranks:
-    if not isinstance(ranks.raw[name], list):
-        return ranks.integer(name, least=1)
-    by_layer = ranks.integers(name)
-    if len(by_layer) != layers or min(by_layer, default=0) < 0:
+    by_layer, whole = ranks.integers(name), not isinstance(ranks.raw[name], list)
+    if len(by_layer) != (1 if whole else layers) or min(by_layer) < whole:
         raise ranks.wrong(name, f"a positive rank, or {layers} ranks from 0 on", ranks.raw[name])
-    return by_layer
+    return by_layer[0] if whole else by_layer
