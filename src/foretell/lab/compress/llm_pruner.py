@@ -107,8 +107,9 @@ def choose(groups: Groups, removable: Sequence[tuple[int, int]]) -> Groups:
     def lost(removed: tuple[int, int]) -> float:
         return sum(float(sums[:, count - 1].sum()) for sums, count in zip(least, removed, strict=True) if count)
 
-    orders = zip(groups, min(removable, key=lost), strict=True)
-    return Groups(*(each.argsort(stable=True)[:, count:].sort(-1).values for each, count in orders))
+    removed = min(removable, key=lost)
+    orders = [each.argsort(stable=True)[:, count:] for each, count in zip(groups, removed, strict=True)]
+    return Groups(*(order.sort(-1).values for order in orders))
 
 
 def narrow_config(config: ModelConfig, kept: Groups) -> ModelConfig:
