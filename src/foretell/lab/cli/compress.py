@@ -50,7 +50,7 @@ def compress(
         typer.Option(metavar="N", min=2, max=8, help="sparsegpt: round the weights that stay to so many bits, too."),
     ] = None,
     allocation: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Unequal blocks: owl (pruning), loss (svd_llm). [default: equal]")
+        str | None, typer.Option(metavar="NAME", help="Unequal blocks, when pruning: owl. [default: equal]")
     ] = None,
     text: quantize.Text = None,
     calibration_tokens: quantize.CalibrationTokens = 16384,

@@ -17,14 +17,7 @@ from foretell.lab.compress import (
     SLICEGPT,
     SPARSEGPT,
 )
-from foretell.lab.compress.allocation import (
-    LOSS,
-    OWL,
-    allocate_ranks,
-    measure_blocks,
-    outlier_share,
-    shares_by_outliers,
-)
+from foretell.lab.compress.allocation import OWL, measure_blocks, outlier_share, shares_by_outliers
 from foretell.lab.compress.base import Compressor
 from foretell.lab.compress.card import Card, write_card
 from foretell.lab.compress.checkpoint import (
@@ -38,7 +31,7 @@ from foretell.lab.compress.checkpoint import (
 )
 from foretell.lab.compress.laser import SHARES, best_reduction
 from foretell.lab.compress.llm_pruner import choose, importance, narrow_block, narrow_config, removals
-from foretell.lab.compress.low_rank import LowRankCompressor, check_share, ranks_of
+from foretell.lab.compress.low_rank import check_share, ranks_of
 from foretell.lab.compress.pruning import Magnitude
 from foretell.lab.compress.slicing import kept_width, sliced_config
 from foretell.lab.compress.sparsegpt import GROUP, SparseGPT
@@ -221,7 +214,7 @@ def compress_model(
             source=source.name,
             blocks=tuple(kept),
             two_of_four=_runs_two_of_four(source, chosen),
-            ranks=chosen.ranks.stored,
+            ranks={role: rank for role, rank in vars(chosen.ranks).items() if rank},
             zeros=share_of_zeros(part),
             calibration=text.origin if chosen.calibrated else "none",
             calibration_tokens=text.calibration.numel(),
@@ -272,13 +265,6 @@ def _share_out(source: Source, chosen: Plan, text: CalibrationText, work: Unfini
         shares = map(Sparsity, shares_by_outliers(outliers, compressor.sparsity.share))
         pruned = tuple(dict.fromkeys(shapes, replace(compressor, sparsity=share)) for share in shares)
         return replace(chosen, by_block=pruned)
-    if chosen.allocation == LOSS:
-        assert isinstance(compressor, LowRankCompressor)
-        by_role = work.kept("ranks", lambda: allocate_ranks(source, text, compressor))
-        ranks = [dict(zip(by_role, of_block, strict=True)) for of_block in zip(*by_role.values(), strict=True)]
-        factored = tuple({role: replace(compressor, given=rank) for role, rank in block.items()} for block in ranks)
-        stored = LowRank(**{role: tuple(values) for role, values in by_role.items()})
-        return replace(chosen, by_block=factored, ranks=stored)
     return chosen
 
 
