@@ -7,7 +7,8 @@ from torch import nn
 from foretell.model.block.attention import AttentionBackend
 from foretell.model.block.decoder import HeadSizes, StreamAndRoutes
 from foretell.model.block.rope import RopeAngles
-from foretell.speculator.network.layer import EagleLayer, EagleLayerConfig
+from foretell.model.config.model import ModelConfig
+from foretell.speculator.network.layer import EagleLayer
 
 
 class TwoTapConvolution(nn.Module):
@@ -44,7 +45,7 @@ class TwoTapConvolution(nn.Module):
 class BlockLayer(EagleLayer):
     """A layer over the slots of blocks with such a convolution around its attention and its feed-forward network."""
 
-    def __init__(self, config: EagleLayerConfig, slots: int, group: int = 16) -> None:
+    def __init__(self, config: ModelConfig, slots: int, group: int = 16) -> None:
         super().__init__(config)
         self.attention_convolution = TwoTapConvolution(config.hidden, slots, group)
         self.mlp_convolution = TwoTapConvolution(config.hidden, slots, group)

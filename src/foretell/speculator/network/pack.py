@@ -194,19 +194,18 @@ def _linear(layer: nn.Module) -> NativeLinear:
 def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
     """The record of a layer as it is packed."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
+    vectors = {n: v if isinstance(v, torch.Tensor) else v.weight for n, v in attention.vectors.items()}
     weights = BlockWeights(
         # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
         qkv=LinearWeights((attention.qkv_proj.weight,), attention.qkv_proj.bias),
-        q_norm=None if attention.q_norm is None else attention.q_norm.weight,
-        k_norm=None if attention.k_norm is None else attention.k_norm.weight,
         output=LinearWeights((attention.o_proj.weight,)),
         mlp_norm=norm,
         mlp=GatedWeights(
             LinearWeights(tuple(layer.mlp.gate_up_proj.weight.chunk(2))),
             LinearWeights((layer.mlp.down_proj.weight,)),
         ),
-        sinks=attention.sinks,
+        **vectors,
     )
     return map_matrices(weights, lambda path, matrix: form.matrix(matrix))
 
