@@ -31,6 +31,9 @@ from foretell.model.config.model import Activation, ModelConfig, NormedHeads
 from foretell.model.triton import batch_invariant, has_triton, runs_kernels
 from foretell.utils.transfer import to_device
 
+Stream = Float[torch.Tensor, "*t d"]
+"""The residual stream, or what a norm or a sub-layer makes of it."""
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang & Sennrich, arXiv 1910.07467) over the last axis, computed in float32 or wider."""
@@ -40,7 +43,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(weight.float() + offset, requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: Float[torch.Tensor, "*t d"], dtype: torch.dtype | None = None) -> Float[torch.Tensor, "*t d"]:
+    def forward(self, x: Stream, dtype: torch.dtype | None = None) -> Stream:
         """Normalise and scale. `dtype`: of the output; None: that of the input."""
         wide, dtype = widen(x), dtype or x.dtype
         if wide.dtype == torch.float32 and runs_kernels(wide):
@@ -52,7 +55,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(dtype)
 
 
-def _norm_for(norm: nn.Module, x: Float[torch.Tensor, "*t d"], reader: nn.Module) -> Float[torch.Tensor, "*t d"]:
+def _norm_for(norm: nn.Module, x: Stream, reader: nn.Module) -> Stream:
     """The output of a norm that only `reader` reads, in the dtype that it would round it to."""
     rounds = isinstance(norm, RMSNorm) and isinstance(reader, Linear)
     out: torch.Tensor = norm(x, reader.weight.dtype) if rounds else norm(x)
@@ -68,14 +71,12 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
-    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def forward(self, x: Stream) -> Stream:
         """`down(activation(gate(x)) * up(x))`."""
         return gated_mlp(x, self.gate_up, self.down, self.activation)
 
 
-def gated_mlp(
-    x: Float[torch.Tensor, "*t d"], gate_up: nn.Module, down: nn.Module, activation: Activation
-) -> Float[torch.Tensor, "*t d"]:
+def gated_mlp(x: Stream, gate_up: nn.Module, down: nn.Module, activation: Activation) -> Stream:
     """Gated feed-forward network (Shazeer, arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
     out: torch.Tensor = down(activated(gate_up(x), activation))
     return out
@@ -102,7 +103,7 @@ def _normed(p: "LayerModules | DecoderBlock", qk: torch.Tensor, heads: int) -> t
     return torch.cat([norm(part) for norm, part in parts], -2)
 
 
-def _centered(x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+def _centered(x: Stream) -> Stream:
     return x - x.mean(-1, keepdim=True)
 
 
@@ -121,7 +122,7 @@ Projected = tuple[
     Float[torch.Tensor, "*t h e"], Float[torch.Tensor, "*t g e"] | None, Float[torch.Tensor, "*t g e"] | None
 ]
 """Queries, keys and values; None: those of an earlier layer."""
-StreamAndRoutes = tuple[Float[torch.Tensor, "*t d"], Int[torch.Tensor, "t k"] | None]
+StreamAndRoutes = tuple[Stream, Int[torch.Tensor, "t k"] | None]
 """The residual stream, and every token's experts (None: the layer is dense)."""
 
 
@@ -196,13 +197,13 @@ class DecoderLayer(nn.Module, ABC):
 
     def add_attention(
         self,
-        x: Float[torch.Tensor, "*t d"],
+        x: Stream,
         attention_input: Float[torch.Tensor, "*t i"],
         sizes: HeadSizes,
         angles: RopeAngles | None,
         layer: int,
         attention: AttentionBackend,
-    ) -> Float[torch.Tensor, "*t d"]:
+    ) -> Stream:
         """Add the attention to the residual stream `x`; `layer` is the layer's index for `attention`."""
         p = self.layer_modules
         projected = p.qkv(attention_input)
@@ -227,17 +228,15 @@ class DecoderLayer(nn.Module, ABC):
         """The input of the output projection from the output of the attention."""
         return out
 
-    def shortcut_attention(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def shortcut_attention(self, x: Stream) -> Stream:
         """The residual stream that the output of attention is added to."""
         return _shortcut(x, self.layer_modules.attention_shortcut)
 
-    def shortcut_mlp(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def shortcut_mlp(self, x: Stream) -> Stream:
         """The residual stream that the output of the feed-forward network is added to."""
         return _shortcut(x, self.layer_modules.mlp_shortcut)
 
-    def add_mlp(
-        self, x: Float[torch.Tensor, "*t d"], before: Float[torch.Tensor, "*t d"] | None = None
-    ) -> StreamAndRoutes:
+    def add_mlp(self, x: Stream, before: Stream | None = None) -> StreamAndRoutes:
         """Add the feed-forward network to the residual stream; returns also every token's experts (None: dense).
         `before`: the stream before the attention, which parallel blocks read.
         """
@@ -303,14 +302,12 @@ class DecoderBlock(DecoderLayer):
         """Itself: its modules have the common names."""
         return self
 
-    def attention_input(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def attention_input(self, x: Stream) -> Stream:
         """The stream after the first norm; in the dtype of `qkv` where nothing else reads it."""
         out: torch.Tensor = self.attention_norm(x) if self.mixer else _norm_for(self.attention_norm, x, self.qkv)
         return out
 
-    def finish(
-        self, x: Float[torch.Tensor, "*t d"], inputs: Float[torch.Tensor, "*t w"] | None = None
-    ) -> Float[torch.Tensor, "*t d"]:
+    def finish(self, x: Stream, inputs: Float[torch.Tensor, "*t w"] | None = None) -> Stream:
         """The residual stream after attention and feed-forward with what follows them; `inputs`: the layer's own.
 
         Raises:
@@ -324,13 +321,8 @@ class DecoderBlock(DecoderLayer):
         return x if self.scale == 1 else x * self.scale
 
     def forward(
-        self,
-        x: Float[torch.Tensor, "*t d"],
-        sizes: HeadSizes,
-        angles: RopeAngles | None,
-        layer: int,
-        attention: AttentionBackend,
-    ) -> Float[torch.Tensor, "*t d"]:
+        self, x: Stream, sizes: HeadSizes, angles: RopeAngles | None, layer: int, attention: AttentionBackend
+    ) -> Stream:
         """The residual stream after the block."""
         after = self.add_attention(x, self.attention_input(x), sizes, angles, layer, attention)
         return self.finish(self.add_mlp(after, x)[0])
@@ -553,7 +545,7 @@ class Decoder(nn.Module):
 
         return forward
 
-    def final_norm(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def final_norm(self, x: Stream) -> Stream:
         """The final norm, from the last block's output to the input of the head."""
         return self.norm(x)
 

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from foretell.model.block.attention import AttentionBackend
-from foretell.model.block.decoder import DecoderLayer, LayerModules, RMSNorm, gated_mlp
+from foretell.model.block.attention import AttentionBackend, HeadScores, Keys, Merged, Queries
+from foretell.model.block.decoder import DecoderLayer, LayerModules, RMSNorm, Stream, gated_mlp
 from foretell.model.block.rope import RopeAngles
 from foretell.model.block.weights import places_of
 from foretell.model.config.model import ModelConfig
@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
         self.gate_up_proj = nn.Linear(config.hidden, 2 * config.ffn, bias=False)
         self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
 
-    def forward(self, x: Float[torch.Tensor, "*t d"]) -> Float[torch.Tensor, "*t d"]:
+    def forward(self, x: Stream) -> Stream:
         """Apply to the last axis."""
         return gated_mlp(x, self.gate_up_proj, self.down_proj, "silu")
 
@@ -80,9 +80,7 @@ class EagleLayer(DecoderLayer):
         a = self.self_attn
         return LayerModules(a.qkv_proj, a.o_proj, self.post_attention_layernorm, self.mlp, **a.vectors)
 
-    def forward(
-        self, x: Float[torch.Tensor, "*t d"], angles: RopeAngles, layer: int, attention: AttentionBackend
-    ) -> Float[torch.Tensor, "*t d"]:
+    def forward(self, x: Stream, angles: RopeAngles, layer: int, attention: AttentionBackend) -> Stream:
         """The residual stream after the layer."""
         return self.forward_from_input(
             x, x if self.input_layernorm is None else self.input_layernorm(x), angles, layer, attention
@@ -90,12 +88,12 @@ class EagleLayer(DecoderLayer):
 
     def forward_from_input(
         self,
-        x: Float[torch.Tensor, "*t d"],
+        x: Stream,
         attention_input: Float[torch.Tensor, "*t i"],
         angles: RopeAngles,
         layer: int,
         attention: AttentionBackend,
-    ) -> Float[torch.Tensor, "*t d"]:
+    ) -> Stream:
         """The residual stream after the layer, with this input of the attention."""
         return self.add_mlp(self.add_attention(x, attention_input, self.self_attn.config, angles, layer, attention))[0]
 
@@ -113,9 +111,7 @@ class Eagle3FirstLayer(EagleLayer):
         self.hidden_norm = make_norm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config, 2 * config.hidden)
 
-    def prepare_inputs(
-        self, embedded: Float[torch.Tensor, "*t d"], feature: Float[torch.Tensor, "*t d"]
-    ) -> tuple[Float[torch.Tensor, "*t d"], Float[torch.Tensor, "*t dd"]]:
+    def prepare_inputs(self, embedded: Stream, feature: Stream) -> tuple[Stream, Float[torch.Tensor, "*t dd"]]:
         """The residual stream, and the input of the attention."""
         normed = self.hidden_norm(feature)
         return normed if self.norm_before_residual else feature, torch.cat((self.input_layernorm(embedded), normed), -1)
@@ -135,14 +131,7 @@ class TrainingTimeTestAttention(AttentionBackend):
         self._past: dict[int, list[KeyValue]] = {}
         """Keys and values of every step so far, per layer."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[torch.Tensor, "b s h e"],
-        k: Float[torch.Tensor, "b s g e"],
-        v: Float[torch.Tensor, "b s g e"],
-        extra: Float[torch.Tensor, " h"] | None = None,
-    ) -> Float[torch.Tensor, "b s he"]:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Keys, extra: HeadScores = None) -> Merged:
         """Causal attention in step 0; later steps add their own diagonal."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         past = self._past.setdefault(layer, [])
