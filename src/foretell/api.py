@@ -32,8 +32,8 @@ from foretell.model.run.adapting_runner import AdaptingRunner
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.evicting_runner import EvictingRunner
 from foretell.model.run.network import Network
-from foretell.model.run.resized_vocabulary import ResizedVocabulary
 from foretell.model.run.runner import Runner
+from foretell.model.run.vocabulary import ResizedVocabulary
 from foretell.plan import Plan, PlanEngine, PlanReport, PlanRun, PlanTask, parse_plan, question_of
 from foretell.speculator.network import NETWORKS
 from foretell.speculator.network.base import Speculator

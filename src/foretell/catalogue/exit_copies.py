@@ -14,7 +14,7 @@ from foretell.model.block.decoder import Decoder, DecoderBlock
 from foretell.model.kernels.decoder import NativeDecoder
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.reduced_vocabulary import ReducedVocabulary
+from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.speculator.network.pack import DraftPrecision, pack_decoder
 
 ExitWeights = Literal["target", "int8", "int4"]

@@ -23,7 +23,7 @@ from foretell.model.load.build import build_block
 from foretell.model.load.weights import Weights
 from foretell.model.run.decoder_runner import DecoderRunner
 from foretell.model.run.network import Network
-from foretell.model.run.reduced_vocabulary import ReducedVocabulary
+from foretell.model.run.vocabulary import ReducedVocabulary
 from foretell.model.training.full_forward import forward_blocks
 from foretell.speculator.network.base import Speculator, SpeculatorConfig
 

@@ -14,9 +14,8 @@ from foretell.model.block.modules import to_weights
 from foretell.model.block.rope import rope_tables
 from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights
 from foretell.model.block.weights import map_matrices
-from foretell.model.kernels.block_drafts import BlockDraftWeights, NativeBlockDrafts
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.kernels.eagle import EagleWeights, NativeEagle
+from foretell.model.kernels.drafts import BlockDraftWeights, EagleWeights, NativeBlockDrafts, NativeEagle
 from foretell.model.kernels.embedding import NativeEmbedding
 from foretell.model.kernels.linear import NativeLinear
 from foretell.model.kernels.mlp_speculator import NativeStage, NativeStages
