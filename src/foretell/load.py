@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from foretell.api import Model
-from foretell.model.cache.policy import parse_target_policy
+from foretell.model.cache.policy import CachePolicy, parse_target_policy
 from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
 from foretell.model.config.readers.compressed import check_card
 from foretell.model.config.readers.hf import from_hf, is_decoder_family
@@ -139,18 +139,7 @@ def load(
         own, changed = with_adapter(opened.config, opened.weights, each)
         opened = opened._replace(config=own, weights=changed)
     config = with_context(with_rope_scaling(opened.config, rope_scaling), max_model_len)
-    if config.latent is not None and kv_cache_dtype != "auto":
-        raise ValueError(
-            f"{reference}: kv_cache_dtype {kv_cache_dtype} is not for multi-head latent attention; use auto"
-        )
-    if kv_cache_dtype == "fp8" and device == "cpu":
-        raise ValueError(f"{reference}: kv_cache_dtype fp8 is for GPUs; use int8, which has as many bytes")
-    config = replace(config, cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
-    check_cache_dtype(reference, config)
-    if policy is not None:
-        check_compactible(config)
-        if policy.selects:
-            config, policy = replace(config, page_budget=policy.budget), None
+    config = _with_cache(reference, config, kv_cache_dtype, policy, device)
     precision = choose_precision(reference, dtype, config, opened.weights, torch_device)
     weights = RoundedWeights(opened.weights) if dtype == "int4" else opened.weights
     if memory_limit is None and runs_on_kernels(config, torch_device):
@@ -170,7 +159,28 @@ def load(
         )
     plain = _FileCheckpoint(config, opened.weights, precision, torch_device)
     adapted = _adapted(plain, network, adapters, RoundedWeights if dtype == "int4" else lambda weights: weights)
-    return Model(name, config, tokenizer, network, variant, eos, checkpoint, policy, adapted=adapted)
+    evicts = policy if policy is not None and not policy.selects else None
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, evicts, adapted=adapted)
+
+
+def _with_cache(
+    reference: str, config: ModelConfig, dtype: str, policy: CachePolicy | None, device: str
+) -> ModelConfig:
+    """The configuration with a cache of these numbers, of which tokens select keys where the policy says so.
+
+    Raises:
+        ValueError: the model or the device has no such cache.
+    """
+    if config.latent is not None and dtype != "auto":
+        raise ValueError(f"{reference}: kv_cache_dtype {dtype} is not for multi-head latent attention; use auto")
+    if dtype == "fp8" and device == "cpu":
+        raise ValueError(f"{reference}: kv_cache_dtype fp8 is for GPUs; use int8, which has as many bytes")
+    config = replace(config, cache_dtype=dtype)  # type: ignore[arg-type]
+    check_cache_dtype(reference, config)
+    if policy is None:
+        return config
+    check_compactible(config)
+    return replace(config, page_budget=policy.budget) if policy.selects else config
 
 
 def _adapted(
@@ -395,10 +405,6 @@ def open_checkpoint(
         config = gguf_config(file)
         return OpenCheckpoint(
             config, GGUFWeights(file, config), partial(codec_from_gguf, file.metadata, pre_tokenizer), config.eos
-        )
-    if pre_tokenizer is not None:
-        raise ValueError(
-            f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
         )
     check_card(path, raw)
     config, quantization = from_hf(raw, source), parse_quantization(raw, source)

@@ -28,7 +28,7 @@ from foretell.model.cache.layout import Layout
 from foretell.model.cache.pages import page_policy
 from foretell.model.cache.state_store import StateStore, build_cache
 from foretell.model.config.model import Activation, ModelConfig, NormedHeads
-from foretell.model.triton import batch_invariant, has_triton, runs_kernels
+from foretell.model.triton import batch_invariant, has_triton, run, runs_kernels
 from foretell.utils.transfer import to_device
 
 Stream = Float[torch.Tensor, "*t d"]
@@ -49,9 +49,7 @@ class RMSNorm(nn.Module):
         if wide.dtype == torch.float32 and runs_kernels(wide):
             from foretell.model.triton import elementwise
 
-            launch, out = elementwise.rms_norm(wide, self.weight, self.eps, dtype)
-            launch.run()
-            return out
+            return run(elementwise.rms_norm(wide, self.weight, self.eps, dtype))
         return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(dtype)
 
 

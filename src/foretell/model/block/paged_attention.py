@@ -16,6 +16,7 @@ from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.cache.paged_layout import PagedLayout
 from foretell.model.config.model import ModelConfig
+from foretell.model.triton import run
 
 WIDEST_HEAD = 128 if torch.version.hip else 256
 """Numbers of a head that fit the memory of a multiprocessor; AMD's has 64 KiB."""
@@ -95,9 +96,7 @@ class PagedAttention(CachedAttention):
 
         (store, index), scaling = self._store(layer), self._config.query_scaling_of(layer)
         factors = None if scaling is None or q is None else query_factors(scaling, self.position)
-        write, queries = launch.write_pages(q, k, v, angles, factors, store, index, self._placed)
-        write.run()
-        return queries
+        return run(launch.write_pages(q, k, v, angles, factors, store, index, self._placed))
 
 
 def _tile(config: ModelConfig) -> int:
