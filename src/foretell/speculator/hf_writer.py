@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.modules import to_weights
 from foretell.model.block.spec import LinearWeights
 from foretell.model.block.weights import further_fields, map_linears, places_of, tensor_at

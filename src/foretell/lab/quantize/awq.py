@@ -8,7 +8,7 @@ from jaxtyping import Float
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role, linears, output_error
 from foretell.lab.quantize.grid import Grid, QuantizedRows
 from foretell.lab.quantize.rtn import round_to_nearest
-from foretell.model.block.decoder import DecoderBlock, RMSNorm
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.config.model import ModelConfig
 
 Tensor = torch.Tensor

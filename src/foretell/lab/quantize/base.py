@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.grid import Grid, QuantizedRows
-from foretell.model.block.decoder import DecoderBlock, FeedForward
+from foretell.model.block.layer import DecoderBlock, FeedForward
 from foretell.model.block.linear import AnyLinear, FactoredLinear, Linear
 from foretell.model.config.model import ModelConfig
 

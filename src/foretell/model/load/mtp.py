@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from foretell.model.block.decoder import Decoder, RMSNorm, decoder_rope_tables
+from foretell.model.block.decoder import Decoder, decoder_rope_tables
+from foretell.model.block.layer import RMSNorm
 from foretell.model.block.linear import Int8Linear, Linear, quantize_int8
 from foretell.model.config.families import KINDS, family_of
 from foretell.model.config.families.base import PredictionNames

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from foretell.model.block.decoder import BlockRange, RMSNorm
+from foretell.model.block.decoder import BlockRange
+from foretell.model.block.layer import RMSNorm
 from foretell.model.cache.kv_cache import KVCache
 from foretell.model.cache.layout import Layout
 from foretell.model.kernels import NativeEagle

@@ -15,7 +15,8 @@ from foretell.model.block.attention import (
     masked_attention,
     scale_queries,
 )
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.rope import RopeTables, rope_angles
 from foretell.model.config.model import ModelConfig
 from foretell.model.training.chunked_attention import causal_attention

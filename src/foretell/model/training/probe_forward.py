@@ -14,7 +14,8 @@ from foretell.model.block.attention import (
     masked_attention,
     scale_queries,
 )
-from foretell.model.block.decoder import Decoder, DecoderBlock
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.rope import rope_angles
 from foretell.model.config.model import ModelConfig
 

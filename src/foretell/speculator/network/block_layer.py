@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.block.attention import AttentionBackend
-from foretell.model.block.decoder import HeadSizes, Stream, StreamAndRoutes
+from foretell.model.block.layer import HeadSizes, Stream, StreamAndRoutes
 from foretell.model.block.rope import RopeAngles
 from foretell.model.config.model import ModelConfig
 from foretell.speculator.network.layer import EagleLayer

@@ -12,8 +12,9 @@ from pydantic import Field
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.block.decoder import Decoder, DecoderBlock, RMSNorm
+from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.layer import DecoderBlock, RMSNorm
 from foretell.model.block.linear import Linear
 from foretell.model.block.rope import RopeTables, rope_tables
 from foretell.model.config.model import ModelConfig

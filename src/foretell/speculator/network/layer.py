@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model.block.attention import AttentionBackend, HeadScores, Keys, Merged, Queries
-from foretell.model.block.decoder import DecoderLayer, LayerModules, RMSNorm, Stream, gated_mlp
+from foretell.model.block.layer import DecoderLayer, LayerModules, RMSNorm, Stream, gated_mlp
 from foretell.model.block.rope import RopeAngles
 from foretell.model.block.weights import places_of
 from foretell.model.config.model import ModelConfig

@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field, model_validator
 from torch import nn
 
-from foretell.model.block.decoder import Decoder, RMSNorm
+from foretell.model.block.decoder import Decoder
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
+from foretell.model.block.layer import RMSNorm
 from foretell.model.block.linear import Linear
 from foretell.model.block.rope import rope_tables
 from foretell.model.config.model import ModelConfig

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import nn
 
 from foretell.model import kernels as native
-from foretell.model.block.decoder import Decoder, RMSNorm
+from foretell.model.block.decoder import Decoder
+from foretell.model.block.layer import RMSNorm
 from foretell.model.block.modules import to_weights
 from foretell.model.block.rope import rope_tables
 from foretell.model.block.spec import BlockWeights, GatedWeights, LinearWeights
