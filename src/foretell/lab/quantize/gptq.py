@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 
 from foretell.lab.quantize.base import InputStatistics, Quantizer, Role
-from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows
+from foretell.lab.quantize.grid import Grid, Parameters, QuantizedRows, Weight
 
 Tensor = torch.Tensor
 _LAZY = 128
@@ -23,9 +23,7 @@ class GPTQ(Quantizer):
     damping: float = 0.01
     act_order: bool = True
 
-    def quantize(
-        self, role: Role, weight: Float[Tensor, "o i"], grid: Grid, inputs: InputStatistics | None
-    ) -> QuantizedRows:
+    def quantize(self, role: Role, weight: Weight, grid: Grid, inputs: InputStatistics | None) -> QuantizedRows:
         """Quantise a matrix.
 
         Raises:
