@@ -6,17 +6,18 @@ stores together.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int, UInt8
 
 Tensor = torch.Tensor
-Weight = Float[Tensor, "o i"]
-Groups = Float[Tensor, "o n g w"]
+Weight: TypeAlias = Float[Tensor, "o i"]
+Groups: TypeAlias = Float[Tensor, "o n g w"]
 """Rows of a matrix in blocks and groups of numbers."""
-Scales = Float[Tensor, "o n g"]
+Scales: TypeAlias = Float[Tensor, "o n g"]
 """A number per group."""
-Importance = Float[Tensor, "n g w"] | None
+Importance: TypeAlias = Float[Tensor, "n g w"] | None
 """Weights of the squared errors of inputs."""
 
 

@@ -1,6 +1,7 @@
 """The attention of a decoder layer: its interface, and what all its implementations compute."""
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +12,12 @@ from foretell.model.block.rope import RopeAngles, apply_rope
 from foretell.model.cache.state_store import LayerStates
 from foretell.model.config.attention import QueryScaling
 
-Queries = Float[torch.Tensor, "*t h e"]
-Keys = Float[torch.Tensor, "*t g e"]
+Queries: TypeAlias = Float[torch.Tensor, "*t h e"]
+Keys: TypeAlias = Float[torch.Tensor, "*t g e"]
 """Keys or values, of the heads that several query heads share."""
-Merged = Float[torch.Tensor, "*t he"]
+Merged: TypeAlias = Float[torch.Tensor, "*t he"]
 """What all query heads give, one after the other."""
-HeadScores = Float[torch.Tensor, " h"] | None
+HeadScores: TypeAlias = Float[torch.Tensor, " h"] | None
 """A score per query head that joins the softmax and is dropped afterwards (gpt-oss, arXiv 2508.10925); None: none."""
 
 

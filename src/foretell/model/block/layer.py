@@ -3,7 +3,7 @@ modules hold weights only; key-value caches are arguments.
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from foretell.model.block.state_layers import StateMixer
 from foretell.model.config.model import Activation, NormedHeads
 from foretell.model.triton import run, runs_kernels
 
-Stream = Float[torch.Tensor, "*t d"]
+Stream: TypeAlias = Float[torch.Tensor, "*t d"]
 """The residual stream, or what a norm or a sub-layer makes of it."""
 
 

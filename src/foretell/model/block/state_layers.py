@@ -1,6 +1,7 @@
 """What layers with a recurrent state do between their input and output projections."""
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from foretell.model.block.linear import Linear, widen
 from foretell.model.cache.state_store import LayerStates
 from foretell.model.config.states import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
-Projected = Float[torch.Tensor, "t p"]
-Mixed = Float[torch.Tensor, "t o"]
+Projected: TypeAlias = Float[torch.Tensor, "t p"]
+Mixed: TypeAlias = Float[torch.Tensor, "t o"]
 _NORM_EPS = 1e-6
 """Added to the squared length of DeltaNet's queries and keys (as in transformers)."""
 

@@ -4,7 +4,7 @@ Domino, XPress and LiLiCorr. Their parameters have the names of published checkp
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from foretell.speculator.network.layer import make_norm
 
 Embed = Callable[[Int[torch.Tensor, "*t"]], Float[torch.Tensor, "*t d"]]
 """The target's embedding of tokens."""
-Columns = Int[torch.Tensor, " w"] | None
+Columns: TypeAlias = Int[torch.Tensor, " w"] | None
 """The tokens of the draft vocabulary that logits are of; None: all of them."""
-Logits = Float[torch.Tensor, "k w"]
+Logits: TypeAlias = Float[torch.Tensor, "k w"]
 _FEATURES = 5
 """What LiLiCorr reads of a candidate: log-probability, probability, distance from the best, rank, if it is best."""
 

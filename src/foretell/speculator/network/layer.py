@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self._vectors = [place.path for place in own]
         for place in own:
             if place.path.endswith("_norm"):
-                self.add_module(place.path, make_norm(*place.shape, config.norm_eps))
+                self.add_module(place.path, make_norm(place.shape[0], config.norm_eps))
             else:
                 self.register_parameter(place.path, nn.Parameter(torch.zeros(place.shape)))
 

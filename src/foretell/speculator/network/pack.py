@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -194,7 +194,7 @@ def _linear(layer: nn.Module) -> NativeLinear:
 def _block(layer: EagleLayer, form: _Format) -> BlockWeights:
     """The record of a layer as it is packed."""
     attention, norm = layer.self_attn, layer.post_attention_layernorm.weight
-    vectors = {n: v if isinstance(v, torch.Tensor) else v.weight for n, v in attention.vectors.items()}
+    vectors: dict[str, Any] = {n: v if isinstance(v, torch.Tensor) else v.weight for n, v in attention.vectors.items()}
     weights = BlockWeights(
         # Ignored in a layer without an input norm.
         attention_norm=norm if layer.input_layernorm is None else layer.input_layernorm.weight,
