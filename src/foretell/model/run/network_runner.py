@@ -44,6 +44,10 @@ class NetworkRunner(Runner, LimitsCache):
         """Number of committed tokens of a row."""
         return self._length[row] if row < len(self._length) else 0
 
+    def slots(self, row: int) -> int:
+        """Number of slots that the tokens of a row take."""
+        return self.length(row)
+
     @torch.inference_mode()
     def _forward_layers(
         self,
@@ -129,14 +133,15 @@ class NetworkRunner(Runner, LimitsCache):
 
     def _reserve(self, rows: Sequence[int], nodes: int) -> None:
         self._length += [0] * (max(rows) + 1 - len(self._length))
-        self.cache.reserve(rows, [self._length[row] + nodes for row in rows])
+        self.cache.reserve(rows, [self.slots(row) + nodes for row in rows])
 
     @in_inference_mode
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep these nodes of the last tree as the row's next tokens."""
-        self.cache.keep(row, self._length[row], path)
+        slots = self.slots(row)
+        self.cache.keep(row, slots, path)
         if self.attention_sums is not None:
-            self.attention_sums.commit(row, path, self._length[row])
+            self.attention_sums.commit(row, path, slots)
         self._length[row] += len(path)
 
     @torch.inference_mode()
@@ -144,9 +149,9 @@ class NetworkRunner(Runner, LimitsCache):
         """Forget a row's tokens from `length` on; see `Runner.truncate`."""
         if row < len(self._length):
             self._length[row] = self.restorable(row, length)
-            self.cache.truncate(row, int(self._length[row]))
+            self.cache.truncate(row, self.slots(row))
             if self.attention_sums is not None:
-                self.attention_sums.truncate(row, self._length[row])
+                self.attention_sums.truncate(row, self.slots(row))
 
     def restorable(self, row: int, length: int) -> int:
         """The number of tokens that `truncate(row, length)` leaves."""
