@@ -128,12 +128,10 @@ def with_hidden_layers(step: StepResult, available_layers: Sequence[int], hidden
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: plain decoding; with `drafts_forced`, only the tokens that constraints leave next."""
+    """Drafts nothing: plain decoding."""
 
     label = "nothing"
-
-    def __init__(self, drafts_forced: bool = False) -> None:
-        self.drafts_forced = drafts_forced
+    drafts_forced = False
 
     def bind(self, engine: BindingEngine) -> bool:
         """Do nothing: without state, any number of engines may share it."""
