@@ -1,5 +1,6 @@
 """Drafters: they propose the next tokens. One file per drafter."""
 
+from foretell.draft.assistant import AssistantDrafter
 from foretell.draft.base import Continuation, Drafter, NoDrafter, Predictor, Retriever
 from foretell.draft.cascade import CascadeDrafter
 from foretell.draft.combined import CombinedRetriever
@@ -29,6 +30,7 @@ from foretell.draft.sparse_target import SparseTargetDrafter
 from foretell.draft.suffix import SuffixRetriever
 
 __all__ = [
+    "AssistantDrafter",
     "CascadeDrafter",
     "CombinedRetriever",
     "Continuation",
