@@ -98,7 +98,8 @@ def load_mtp(config: ModelConfig, weights: Weights, target: Network, file: Path 
     if names is None:
         raise ValueError(
             f"mtp drafts with the multi-token prediction layer of a checkpoint, and {config.architecture} has none; "
-            f"architectures that have one: {', '.join(_known())}"
+            f"architectures that have one: {', '.join(_known())}; name the directory of Gemma 4's assistant with "
+            "--draft-model"
         )
     if file is None and weights.get(f"{weights.prediction_names(names).combine}.weight") is None:
         file = _beside(weights)
