@@ -19,6 +19,7 @@ from foretell.draft import (
     EagleDrafter,
     MLPSpeculatorDrafter,
     MTPDrafter,
+    MTPModulesDrafter,
     PardDrafter,
     PEagleDrafter,
     Predictor,
@@ -90,7 +91,8 @@ def mtp(context: BuildContext, options: EagleTreeOptions) -> AnyMethod:
     if context.checkpoint is None:
         raise ValueError("mtp drafts with a layer of the target's checkpoint, which cannot be read again here")
     layer = context.checkpoint.mtp_layer(network, context.speculator)
-    return feature_method(MTPDrafter(layer, window=options.prompt_window), options)
+    drafter = MTPDrafter if len(layer.modules) == 1 else MTPModulesDrafter
+    return feature_method(drafter(layer, window=options.prompt_window), options)
 
 
 def eagle_method(network: EagleNetwork, options: EagleTreeOptions) -> AnyMethod:

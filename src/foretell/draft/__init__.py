@@ -17,6 +17,7 @@ from foretell.draft.lookahead import LookaheadDrafter
 from foretell.draft.masked_diffusion import MaskedDiffusionDrafter
 from foretell.draft.mixture import MixtureDrafter
 from foretell.draft.mlp_speculator import MLPSpeculatorDrafter, ReDrafterDrafter
+from foretell.draft.mtp_modules import MTPModulesDrafter
 from foretell.draft.online import OnlineDrafter
 from foretell.draft.p_eagle import PEagleDrafter
 from foretell.draft.parallel_sampling import ParallelDrafter
@@ -47,6 +48,7 @@ __all__ = [
     "LookaheadDrafter",
     "MLPSpeculatorDrafter",
     "MTPDrafter",
+    "MTPModulesDrafter",
     "MaskedDiffusionDrafter",
     "MixtureDrafter",
     "NoDrafter",

@@ -51,8 +51,16 @@ class PredictionNames:
     combine: str
     embedding_norm: str
     hidden_norm: str
-    norms_states: bool
-    """See `foretell.model.run.mtp.MTPLayer`."""
+    several: bool = False
+    """Whether more such layers may follow, each with parts of its own under the next number."""
+
+    def of_module(self, index: int) -> "PredictionNames":
+        """Names of the parts of one of several layers, by its index."""
+        moved = self.layer.replace(number := self.layer.split(".")[-2], str(int(number) + index))
+        names = (
+            n.replace(self.layer, moved, 1) for n in (self.norm, self.combine, self.embedding_norm, self.hidden_norm)
+        )
+        return PredictionNames(moved, *names, self.several)
 
 
 @dataclass(frozen=True)
