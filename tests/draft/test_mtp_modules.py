@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,7 +17,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from foretell.catalogue import BuildContext, build
-from foretell.core.context import StepResult
+from foretell.core.context import Context, StepResult
 from foretell.core.sampling import SamplingParams
 from foretell.core.tree import tree_from_lists
 from foretell.draft import MTPModulesDrafter
@@ -81,13 +82,13 @@ def oracle_of(kind: str) -> tuple[Any, MtpModel, Path]:
 
 
 @torch.no_grad()
-def reference(kind: str, text: Sequence[int], path: Sequence[int]) -> torch.Tensor:
-    """Scores after the last token of a path of drafts, by the layers of transformers over the whole text."""
+def reference(kind: str, text: Sequence[int], path: Sequence[int], first: int = 0) -> torch.Tensor:
+    """Scores after the last token of a path of drafts, by the layers of transformers over the text from `first` on."""
     model, layers, _ = oracle_of(kind)
     read = torch.tensor([text[:-1]])
-    states, tokens = model.model(read).last_hidden_state, torch.tensor([[*text, *path]])
+    states, tokens = model.model(read).last_hidden_state[:, first:], torch.tensor([[*text, *path][first:]])
     for k in range(len(path) + 1):
-        end = k + 1 + read.shape[1]
+        end = k + 1 + states.shape[1]
         states = layers.forward_layer(
             k, states, torch.arange(k + 1, end)[None], MtpCache(config=layers.config), tokens[:, k + 1 : end]
         )
@@ -103,18 +104,25 @@ def target_of(kind: str, native: bool) -> tuple[Network, SafetensorsWeights]:
     return build_decoder(config, weights, torch.float32, torch.device("cpu")), weights
 
 
-def observe(runner: DecoderRunner, drafter: MTPModulesDrafter, start: int, end: int) -> None:
+def context_in(row: int, length: int = 1) -> Context:
+    """The context of a request with the first tokens of the text, all but the last of which were read."""
+    return replace(context_of(TEXT[:length]), rows=(row,))
+
+
+def read_on(runner: DecoderRunner, drafter: MTPModulesDrafter, context: Context, end: int) -> None:
     """Let the target read tokens up to the last one of the first `end`."""
-    tree = chain_tree(TEXT[start : end - 1])
-    output = runner.forward([0], tree, hidden_layers=drafter.hidden_layers)
+    [row], [text] = context.rows, context.sequences
+    start, tree = text.length - 1, chain_tree(TEXT[text.length - 1 : end - 1])
+    output = runner.forward([row], tree, hidden_layers=drafter.hidden_layers)
     path = tuple(range(tree.nodes))
-    runner.commit(0, path)
-    drafter.observe(StepResult(context_of(TEXT[:end]), tree, output, (path,), ((TEXT[end - 1],),), (start,)))
+    runner.commit(row, path)
+    text.append(TEXT[text.length : end])
+    drafter.observe(StepResult(context, tree, output, (path,), ((TEXT[end - 1],),), (start,)))
 
 
-def draft(drafter: MTPModulesDrafter, text: Sequence[int], *paths: Sequence[int]) -> list[torch.Tensor]:
+def draft(drafter: MTPModulesDrafter, context: Context, *paths: Sequence[int]) -> list[torch.Tensor]:
     """Scores after the last tokens of paths of one length below one root."""
-    context, tokens, parents, ends = context_of(text), [text[-1]], [-1], [0] * len(paths)
+    tokens, parents, ends = list(context.last_tokens), [-1], [0] * len(paths)
     logits, at = drafter.expand(tree_from_lists([tokens], [parents]), np.array([[0]]), context)
     for depth in range(len(paths[0])):
         for i, path in enumerate(paths):
@@ -128,29 +136,38 @@ def draft(drafter: MTPModulesDrafter, text: Sequence[int], *paths: Sequence[int]
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("ends", [(24,), (2, 3, 4, 9, 10, 24), (5, 6, 24), (23, 24)])
 def test_scores_are_those_of_transformers(kind: str, native: bool, ends: Sequence[int]) -> None:
-    """Also where drafts of other tokens were read before, after every step."""
+    """Also where drafts of other tokens were read before, after every step, and after a step that failed."""
     network, weights = target_of(kind, native)
     layer = load_mtp(network.config, weights, network)
     assert len(layer.modules) == MODULES
-    runner, drafter, start = DecoderRunner(network), MTPModulesDrafter(layer, max_pending=4), 0
+    runner, drafter, context = DecoderRunner(network), MTPModulesDrafter(layer, max_pending=4), context_in(0)
     for end in ends:
-        observe(runner, drafter, start, end)
-        text, start = TEXT[:end], end - 1
+        read_on(runner, drafter, context, end)
         for depth in range(MODULES):
             other = random_tokens(depth, VOCAB, seed=end)
-            for found, path in zip(draft(drafter, text, PATH[:depth], other), (PATH[:depth], other), strict=True):
-                torch.testing.assert_close(found, reference(kind, text, path), rtol=0, atol=1e-4)
+            for scores, path in zip(draft(drafter, context, PATH[:depth], other), (PATH[:depth], other), strict=True):
+                torch.testing.assert_close(scores, reference(kind, TEXT[:end], path), rtol=0, atol=1e-4)
 
 
-def test_a_row_goes_on_from_another_or_after_what_it_lost() -> None:
+@pytest.mark.parametrize(("length", "first"), [(16, 0), (13, 0), (10, 10)])
+def test_a_row_goes_on_from_another_or_begins_after_what_it_does_not_know(length: int, first: int) -> None:
+    """Of 13 read positions it knows what the layers carry over behind the last one alone."""
     network, weights = target_of("glm4_moe", False)
     runner, drafter = DecoderRunner(network), MTPModulesDrafter(load_mtp(network.config, weights, network))
-    observe(runner, drafter, 0, 14)
-    draft(drafter, TEXT[:14], PATH)
-    assert drafter.copy_row(0, 1, 10) == 10 and drafter.copy_row(0, 2, 13) == 13
-    observe(runner, drafter, 13, 24)
-    [found] = draft(drafter, TEXT, PATH)
-    torch.testing.assert_close(found, reference("glm4_moe", TEXT, PATH), rtol=0, atol=1e-4)
+    context = context_in(0)
+    read_on(runner, drafter, context, 14)
+    draft(drafter, context, PATH)
+    read_on(runner, drafter, context, 20)
+    for row in (1, 0):
+        if row:
+            assert drafter.copy_row(0, row, length) == length and runner.copy_row(0, row, length)
+        else:
+            assert drafter.rewind(row, length) == length
+            runner.truncate(row, length)
+        context = context_in(row, length + 1)
+        read_on(runner, drafter, context, 24)
+        [scores] = draft(drafter, context, PATH)
+        torch.testing.assert_close(scores, reference("glm4_moe", TEXT, PATH, first), rtol=0, atol=1e-4)
 
 
 @backends
