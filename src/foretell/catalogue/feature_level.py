@@ -273,16 +273,16 @@ ENTRIES = (
     _entry(
         name="mtp",
         description=(
-            "The multi-token prediction layer of the target's own checkpoint (Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4 "
-            "MoE) drafts from its last hidden state; a dynamic tree is verified."
+            "The multi-token prediction layers of the target's own checkpoint (Qwen3-Next, Qwen3.5, DeepSeek-V3, GLM-4 "
+            "MoE), or Gemma 4's assistant, draft from its last hidden state; a dynamic tree is verified."
         ),
         when_to_use="where the checkpoint has such a layer: it was trained with the model.",
         papers=(Paper("DeepSeek-V3 Technical Report", "2412.19437"),),
         drafter=MTPDrafter,
         builder=mtp,
         options=EagleTreeOptions,
-        needs="a checkpoint with such a layer",
-        aliases=("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),
+        needs="a checkpoint with such a layer, or an assistant",
+        aliases=("deepseek_mtp", "gemma4_mtp", "glm4_moe_mtp", "qwen3_next_mtp"),
     ),
     _entry(
         name="mlp_speculator",

@@ -135,4 +135,5 @@ class MTPModulesDrafter(MTPDrafter):
         position = prefix + [len(slots) - 1 for slots in seen]
         layout = layout_of(np.array(row), np.array(slot), position, prefix, seen)
         out = self.network.forward_module(depth, torch.tensor(token), torch.cat(hidden), layout, self._cache)
-        return out.split(sizes)
+        parts: tuple[torch.Tensor, ...] = out.split(sizes)
+        return parts

@@ -78,7 +78,7 @@ def _config(read: Fields, target: ModelConfig, folder: Path) -> tuple[ModelConfi
         (read.integer("backbone_hidden_size", default=1536), target.hidden, "the width"),
         (own.vocab, target.vocab, "the size of the vocabulary"),
         ((own.head_dim, own.local_head_dim), (target.head_dim, target.local_head_dim), "the width of the heads"),
-        (own.layer_inputs, None, "the width of inputs of each layer"),
+        (own.layer_inputs.width if own.layer_inputs else 0, 0, "the width of the inputs of each layer"),
     ):
         if of_file != of_model:
             raise ValueError(f"{folder}: an assistant of another model: {what} is {of_file}, and {of_model} is needed")
@@ -129,7 +129,9 @@ def _torch(config: ModelConfig, weights: Weights, target: Decoder) -> _Parts:
     return target.embed, lambda x, layout, cache: decoder.run(x, layout, cache, whole).hidden_states[-1], matrix
 
 
-def _head(read: Fields, config: ModelConfig, weights: Weights, matrix: _Matrix, target: Network) -> Function:
+def _head(
+    read: Fields, config: ModelConfig, weights: Weights, matrix: _Matrix, target: NativeDecoder | Decoder
+) -> Function:
     name = "lm_head" if weights.get("lm_head.weight") is not None else EMBEDDING.removesuffix(".weight")
     if not read.flag("use_ordered_embeddings", default=False):
         return matrix(name, config.vocab, config.hidden)

@@ -56,11 +56,20 @@ class PredictionNames:
 
     def of_module(self, index: int) -> "PredictionNames":
         """Names of the parts of one of several layers, by its index."""
-        moved = self.layer.replace(number := self.layer.split(".")[-2], str(int(number) + index))
-        names = (
-            n.replace(self.layer, moved, 1) for n in (self.norm, self.combine, self.embedding_norm, self.hidden_norm)
+        number = self.layer.split(".")[-2]
+        moved = self.layer.replace(number, str(int(number) + index))
+
+        def name(part: str) -> str:
+            return part.replace(self.layer, moved, 1)
+
+        return PredictionNames(
+            moved,
+            name(self.norm),
+            name(self.combine),
+            name(self.embedding_norm),
+            name(self.hidden_norm),
+            self.several,
         )
-        return PredictionNames(moved, *names, self.several)
 
 
 @dataclass(frozen=True)
