@@ -169,13 +169,17 @@ class CachedStatesPredictor(Predictor):
         self._prefixes.pop(row, None)
         self._cache.truncate(row, 0)
 
+    def _can_truncate(self, row: int, known: PrefixState, length: int) -> bool:
+        """Whether what is known of a row can be cut to this position."""
+        return known.start <= length <= known.end
+
     def rewind(self, row: int, length: int) -> int:
         """Keep the positions of the shared tokens, if all from some position on are known; otherwise begin after
         them.
         """
         self._add_all(row)
         known = self._prefixes.get(row)
-        if known is None or not known.start <= length <= known.end:
+        if known is None or not self._can_truncate(row, known, length):
             return self._begin_after(row, length)
         known.truncate(length)
         self._cache.truncate(row, known.length)
@@ -188,7 +192,7 @@ class CachedStatesPredictor(Predictor):
         self._add_all(row)
         first = 0 if self._window is None else max(0, prompt_length - self._window)
         known = self._prefixes.get(row)
-        serves = known is not None and known.start == first and first <= length <= known.end
+        serves = known is not None and known.start == first and self._can_truncate(row, known, length)
         return None if serves else min(first, length)
 
     def _begin_after(self, row: int, length: int) -> int:
@@ -206,7 +210,7 @@ class CachedStatesPredictor(Predictor):
         self._add_all(source)
         self.release(target)
         known = self._prefixes.get(source)
-        if known is None or not known.start <= length <= known.end:
+        if known is None or not self._can_truncate(source, known, length):
             return self._begin_after(target, length)
         copied = self._prefixes[target] = replace(known)
         copied.truncate(length)

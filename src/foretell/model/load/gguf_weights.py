@@ -153,7 +153,6 @@ class GGUFWeights(Weights):
             combine=f"{at}nextn.eh_proj",
             embedding_norm=f"{at}nextn.enorm",
             hidden_norm=f"{at}nextn.hnorm",
-            norms_states=names.norms_states,
         )
 
     @property
