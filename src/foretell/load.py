@@ -430,9 +430,7 @@ def _load_with_transformers(
 ) -> Model:
     """A model in parts, or of an architecture that the own decoder does not support, run by transformers."""
     if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(
-            f"{reference}: {dtype} is for the own decoder; use --dtype float32 or bfloat16"
-        )
+        raise ValueError(f"{reference}: {dtype} is for the own decoder; use --dtype float32 or bfloat16")
     dtype = "bfloat16" if dtype == "auto" else dtype
     refuse_quantization(raw, str(path))
     # Damaged shards, quantised tensors and layers too many are errors, which transformers does not check.

@@ -57,9 +57,7 @@ WHOLE = Split()
 """One process has all weights."""
 
 
-def load_split(
-    path: Path, dtype: torch.dtype, device: torch.device, split: Split
-) -> tuple[Any, Callable[[], Runner]]:
+def load_split(path: Path, dtype: torch.dtype, device: torch.device, split: Split) -> tuple[Any, Callable[[], Runner]]:
     """Load the part of this process, as `load_hf` does; the model, and what makes its runners. The call returns in the
     first process only: in the others it ends when the first one ends, by `SystemExit`.
 
@@ -68,12 +66,18 @@ def load_split(
             model before; or transformers has no plan for this architecture.
     """
     if min(split.tensor, split.pipeline) < 1:
-        raise ValueError(f"a model has 1 part or more, found {split.tensor} of every layer and {split.pipeline} of layers")
+        raise ValueError(
+            f"a model has 1 part or more, found {split.tensor} of every layer and {split.pipeline} of layers"
+        )
     _meet(device, split)
-    model = load_hf(path, dtype, device, distributed_config=_plan(path, split))
-    group = dist.new_group(backend="gloo", timeout=_IDLE)
-    if dist.get_rank():
-        _follow(model, group)
+    try:
+        model = load_hf(path, dtype, device, distributed_config=_plan(path, split))
+        group = dist.new_group(backend="gloo", timeout=_IDLE)
+        if dist.get_rank():
+            _follow(model, group)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
     lead = _Lead(group)
     atexit.register(lead.end)
     return model, partial(SplitRunner, model, split, lead)
@@ -84,8 +88,8 @@ def _meet(device: torch.device, split: Split) -> None:
     n, started = split.processes, int(os.environ.get("WORLD_SIZE", 1))
     if started != n:
         raise ValueError(
-            f"a model in {n} parts needs {n} processes with the same command, and {started} was started: "
-            f"torchrun --nproc-per-node {n} --no-python foretell …, or torchrun --nproc-per-node {n} SCRIPT"
+            f"a model in {n} parts needs {n} processes with the same command, found {started}; start them by "
+            f"torchrun --nproc-per-node {n} -m foretell …, or torchrun --nproc-per-node {n} SCRIPT"
         )
     if dist.is_initialized():
         raise ValueError("torch.distributed is in use in this process already: it can load one model in parts")
@@ -107,7 +111,9 @@ def _plan(path: Path, split: Split) -> Any:
         plan = parts()
     except (ImportError, TypeError):
         version = import_transformers().__version__
-        raise ValueError(f"transformers {version} cannot split models as this needs: pip install -U transformers") from None
+        raise ValueError(
+            f"transformers {version} cannot split models as this needs: pip install -U transformers"
+        ) from None
     if split.tensor == 1:
         return plan
     with torch.device("meta"):
@@ -166,8 +172,10 @@ class _Lead:
         """Let the others end."""
         with self.lock, suppress(RuntimeError):
             if self._connected:
-                self._send(None)
-                self._part()
+                try:
+                    self._send(None)
+                finally:
+                    self._part()
 
     def _send(self, calls: list[_Call] | None) -> None:
         dist.broadcast_object_list([calls], src=0, group=self._group)
@@ -189,7 +197,6 @@ def _follow(model: Any, group: dist.ProcessGroup) -> NoReturn:
         try:
             dist.broadcast_object_list(received, src=0, group=group)
             if received[0] is None:
-                dist.destroy_process_group()
                 sys.exit()
             for number, name, arguments, options in received[0]:
                 if name == _FORGET:
@@ -197,7 +204,8 @@ def _follow(model: Any, group: dist.ProcessGroup) -> NoReturn:
                 else:
                     getattr(runners[number], name)(*arguments, **options)
         except RuntimeError as error:
-            sys.exit(f"foretell: process {dist.get_rank()} of {dist.get_world_size()} of a model in parts ends: {error}")
+            reason = str(error).partition(". ")[0]
+            sys.exit(f"foretell: process {dist.get_rank()} of a model in parts ends: {reason}")
 
 
 class SplitRunner(HFRunner):
