@@ -225,6 +225,11 @@ class TargetOptions:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
 
+    @property
+    def split(self) -> Split:
+        """The parts of the target."""
+        return Split(self.tensor_parallel, self.pipeline_parallel)
+
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options."""
         scaling = None if self.rope_scaling is None else parse_object(self.rope_scaling, "--rope-scaling")

@@ -110,9 +110,10 @@ def in_two(path: Path, tensor: int, pipeline: int, out: Path, dies: bool = False
     return backend, answers
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tensor", "pipeline"),
-    [(4, 2, 2, 1), pytest.param(3, 1, 2, 1, marks=pytest.mark.exhaustive), (4, 2, 1, 2)],
+    [(4, 2, 2, 1), (3, 1, 2, 1), (4, 2, 1, 2)],
     ids=["tensor", "whole attention", "pipeline"],
 )
 def test_two_processes_decode_what_one_does(
@@ -128,6 +129,7 @@ def test_two_processes_decode_what_one_does(
     assert answers[0] == own[0, len(prompt) :].tolist()
 
 
+@pytest.mark.exhaustive
 def test_the_death_of_a_process_ends_requests_and_does_not_hang(tmp_path: Path) -> None:
     path = save_model(tmp_path / "model", 4, 2)
     _, ends = in_two(path, 2, 1, tmp_path / "out", dies=True)
@@ -145,6 +147,6 @@ def test_a_model_in_parts_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: 
         ({"tensor_parallel": 2, "kv_cache_dtype": "int8"}, "for the own decoder"),
     ):
         with pytest.raises(ValueError, match=message):
-            foretell.load(str(path), "float32", **options)  # type: ignore[arg-type]
+            foretell.load(str(path), "float32", **options)
     with pytest.raises(ValueError, match="directories of safetensors"):
         foretell.load(tensor_parallel=2)

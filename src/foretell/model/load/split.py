@@ -52,6 +52,11 @@ class Split:
         """How many there are."""
         return self.tensor * self.pipeline
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of them."""
+        return self.processes == 1 or os.environ.get("RANK", "0") == "0"
+
 
 WHOLE = Split()
 """One process has all weights."""
