@@ -40,12 +40,14 @@ from foretell.model.load.quantization_config import parse_quantization, refuse_q
 from foretell.model.load.quantized import QuantizedWeights
 from foretell.model.load.reference import DEFAULT_MODEL, resolve_reference
 from foretell.model.load.rounding import RoundedWeights
+from foretell.model.load.split import WHOLE, Split, load_split
 from foretell.model.load.transformers import HFRunner, load_hf, model_config_of, reads_images
 from foretell.model.load.transforms import DecoderTransform
 from foretell.model.load.weights import SafetensorsWeights, Weights
 from foretell.model.offload.sparsity_file import directory_of, read_sparsity
 from foretell.model.run.compact_runner import check_compactible
 from foretell.model.run.network import Network
+from foretell.model.run.runner import Runner
 from foretell.speculator.formats.files import missing_weights
 from foretell.speculator.load import is_speculator
 from foretell.tokenizer.codec import TextCodec, from_directory
@@ -75,6 +77,8 @@ def load(
     chat_template_date: datetime | None = None,
     lora: str | Path | Sequence[str | Path] | None = None,
     adapters: Sequence[str] = (),
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> Model:
     """Load a model.
 
@@ -105,11 +109,15 @@ def load(
     `lora`: adapters that are merged into the weights while they are read, directories of PEFT or GGUF files, also as
     NAME=PLACE; the file of the model stays as it is. Matrices that they change are not quantised afterwards.
     `adapters`: adapters as NAME=PLACE, of which a `Request` names its own.
-    Architectures that the own decoder does not support run through transformers, more slowly (extra `hf`).
+    `tensor_parallel`: processes, started by `torchrun`, that share every layer; `pipeline_parallel`: parts of the list
+    of layers, a process each, or as many as share its layers. The call returns in the first process only; the others
+    run their parts until it ends, and exit.
+    Such models, and architectures that the own decoder does not support, run through transformers, more slowly (extra
+    `hf`).
 
     Raises:
-        ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, or the limit is
-            too small.
+        ValueError: the reference, dtype or device is unknown, the checkpoint is incomplete or damaged, the limit is too
+            small, or the processes are not as many as the parts.
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("kv_cache_dtype", kv_cache_dtype, get_args(CacheDtype))):
         if value not in known:
@@ -124,14 +132,17 @@ def load(
             f"--pre-tokenizer {pre_tokenizer} is for GGUF files; the files of {path} say how texts are cut"
         )
     refuse_other_kinds(reference, path, raw)
-    if raw is not None and not is_decoder_family(raw):
+    split = Split(tensor_parallel, pipeline_parallel)
+    if raw is None and split != WHOLE:
+        raise ValueError(f"{reference}: transformers splits models in directories of safetensors, and this is GGUF")
+    if raw is not None and (split != WHOLE or not is_decoder_family(raw)):
         options = rope_scaling, max_model_len, policy, sparsity, *merged, *adapters
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
                 f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity and lora are for "
-                "architectures of the own decoder"
+                "the own decoder, and transformers runs models of other architectures and models in parts"
             )
-        model = _load_with_transformers(reference, path, raw, dtype, torch_device)
+        model = _load_with_transformers(reference, path, raw, dtype, torch_device, split)
         model.codec = replace(model.codec, template_date=chat_template_date)
         return model
     opened = open_checkpoint(path, raw, pre_tokenizer)
@@ -221,6 +232,13 @@ class TargetOptions:
     """In the form of ISO 8601."""
     lora: Sequence[str] = ()
     adapters: Sequence[str] = ()
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def split(self) -> Split:
+        """The parts of the target."""
+        return Split(self.tensor_parallel, self.pipeline_parallel)
 
     def load(self, model: str, dtype: str, device: str, memory_limit: int | None = None) -> Model:
         """Load a target with these options."""
@@ -240,6 +258,8 @@ class TargetOptions:
             chat_template_date=date,
             lora=self.lora,
             adapters=self.adapters,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
         )
 
 
@@ -417,22 +437,26 @@ def open_checkpoint(
 
 
 def _load_with_transformers(
-    reference: str, path: Path, raw: Mapping[str, Any], dtype: str, device: torch.device
+    reference: str, path: Path, raw: Mapping[str, Any], dtype: str, device: torch.device, split: Split
 ) -> Model:
-    """A model of an architecture that the own decoder does not support, run by transformers."""
+    """A model in parts, or of an architecture that the own decoder does not support, run by transformers."""
     if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(
-            f"{reference}: {dtype} is for architectures of the own decoder; use --dtype float32 or bfloat16"
-        )
+        raise ValueError(f"{reference}: {dtype} is for the own decoder; use --dtype float32 or bfloat16")
     dtype = "bfloat16" if dtype == "auto" else dtype
     refuse_quantization(raw, str(path))
     # Damaged shards, quantised tensors and layers too many are errors, which transformers does not check.
     weights = SafetensorsWeights(path)
-    model = load_hf(path, torch.float32 if dtype == "float32" else torch.bfloat16, device)
+    torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+    runner: Callable[[], Runner]
+    if split == WHOLE:
+        model = load_hf(path, torch_dtype, device)
+        runner = partial(HFRunner, model)
+    else:
+        model, runner = load_split(path, torch_dtype, device, split)
     config = model_config_of(model)
     weights.check_layers(config.layers)
-    vision = VisionLanguage(model, path) if reads_images(model) else None
-    runner, codec = partial(HFRunner, model), from_directory(path)
+    vision = VisionLanguage(model, path) if split == WHOLE and reads_images(model) else None
+    codec = from_directory(path)
     eos = tuple(sorted({*_eos_tokens(path, config), *codec.eos_ids}))
     return Model(reference, config, codec, runner, dtype, eos, vision=vision)
 

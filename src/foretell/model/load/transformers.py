@@ -135,17 +135,9 @@ class HFRunner(Runner):
         """Run nodes of a tree; see `Runner.forward`.
 
         Raises:
-            ValueError: the last block's output before the final norm is asked for, which transformers does not return;
-                or the tree has probe embeddings.
+            ValueError: as `check`.
         """
-        if self.config.layers in hidden_layers:
-            raise ValueError(
-                "transformers does not return the last block's output before the final norm; use another hidden layer"
-            )
-        if tree.probe_embeddings is not None:
-            raise ValueError(
-                "this method passes embeddings to the target, which needs foretell's own decoder: use another method"
-            )
+        self.check(tree, hidden_layers)
         active = tree.active if active is None else active
         wanted = active if scored is None else active & scored
         outputs = [
@@ -159,6 +151,22 @@ class HFRunner(Runner):
         )
         chosen = torch.from_numpy(wanted[active]).to(logits.device)
         return ModelOutput(widen(logits[chosen]), index_marked(wanted), hidden_states, index_marked(active))
+
+    def check(self, tree: TokenTree, hidden_layers: Layers) -> None:
+        """Check that transformers can run this tree and return these hidden states.
+
+        Raises:
+            ValueError: the last block's output before the final norm is asked for, which transformers does not return;
+                or the tree has probe embeddings.
+        """
+        if self.config.layers in hidden_layers:
+            raise ValueError(
+                "transformers does not return the last block's output before the final norm; use another hidden layer"
+            )
+        if tree.probe_embeddings is not None:
+            raise ValueError(
+                "this method passes embeddings to the target, which needs foretell's own decoder: use another method"
+            )
 
     def _row(self, row: int) -> _Row:
         if row not in self._rows:
@@ -229,8 +237,9 @@ def model_config_of(model: Any) -> ModelConfig:
     )
 
 
-def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def load_hf(path: Path, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
     """Load a causal or a vision-language model with transformers, and check that it runs token trees correctly.
+    `options`: further ones of `from_pretrained`.
 
     Raises:
         ValueError: transformers is missing or cannot load the model, there is no safetensors file, a weight is missing,
@@ -239,7 +248,7 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     transformers = import_transformers()
     try:
         with _quiet(transformers):
-            model, report = _model_class(transformers, path).from_pretrained(
+            model, report = model_class(path)[0].from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation="eager",
@@ -248,6 +257,7 @@ def load_hf(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **options,
             )
     except Exception as error:  # Depends on the architecture and on what is wrong with the configuration.
         raise load_error(path, error) from error
@@ -291,12 +301,13 @@ def reads_images(model: Any) -> bool:
     return getattr(model.config, "vision_config", None) is not None
 
 
-def _model_class(transformers: Any, path: Path) -> Any:
-    """The class that loads causal language models, or vision-language models."""
+def model_class(path: Path) -> tuple[Any, Any]:
+    """The class that loads causal language models, or vision-language models, and the configuration."""
+    transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "vision_config", None) is not None:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText, config
+    return transformers.AutoModelForCausalLM, config
 
 
 def load_error(path: Path, error: Exception) -> ValueError:
