@@ -17,9 +17,9 @@ from foretell.api import Answer, Model
 from foretell.core.sampling import SamplingParams
 from foretell.model.config.readers.hf import from_hf
 from foretell.model.kernels.decoder import NativeDecoder
-from foretell.model.run.decoder_runner import DecoderRunner
+from foretell.model.run.runner import ReadsImages
 from foretell.verify.logits import read_chunk
-from vision import FAMILIES, IMAGE, IMAGE_TOKEN, picture, reference, vision_model
+from vision import FAMILIES, IMAGE, IMAGE_TOKEN, picture, reference, two_way_model, vision_model
 
 TEXT = "abcabcabcab"
 PICTURES = picture(1, 40, 24), picture(2, 8, 16)
@@ -49,7 +49,7 @@ def answer(behind: Model, method: str, temperature: float = 0.0) -> Answer:
 def logits_of(behind: Model, chunks: Sequence[int]) -> torch.Tensor:
     """Logits of the whole prompt, read in chunks of these sizes and the rest."""
     request, runner = behind.request(TEXT), behind.runner()
-    assert isinstance(runner, DecoderRunner)
+    assert isinstance(runner, ReadsImages)
     runner.show(0, request.images)
     out, at = list[torch.Tensor](), 0
     for size in (*chunks, len(request.prompt) - sum(chunks)):
@@ -138,9 +138,15 @@ def test_a_configuration_of_llava_leaves_out_what_is_llama_s() -> None:
     assert (config.heads, config.kv_heads, config.vocab, config.eos, config.tied) == (32, 32, 32064, (2,), False)
 
 
+@pytest.mark.filterwarnings("ignore:__array__")  # of the image processor
+def test_a_model_whose_image_tokens_attend_to_each_other_is_refused() -> None:
+    with pytest.raises(ValueError, match="in a way that token trees cannot follow"):
+        foretell.load(str(two_way_model()), "float32").with_images([picture(1)], TEXT)
+
+
 def test_from_the_command_line() -> None:
-    result = run_foretell("generate", TEXT, "--model", vision_model("smolvlm"), "--image", PICTURES[0], "--method",
-                          "suffix", "--dtype", "float32", "--max-new-tokens", "8", "--ignore-eos", "--json")  # fmt: skip
+    result = run_foretell("generate", TEXT, "--model", vision_model("smolvlm"), "--image", PICTURES[0], "--dtype",
+                          "float32", "--max-new-tokens", "8", "--ignore-eos", "--json")  # fmt: skip
     assert result.exit_code == 0, (result.output, result.exception)
     tokens = answer(model().with_images(PICTURES[:1], TEXT), "autoregressive").tokens[:8]
     assert json.loads(result.stdout)["text"] == model().codec.decode(tokens)

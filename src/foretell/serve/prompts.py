@@ -261,8 +261,9 @@ def _plain(number: int, message: ChatMessage, template: str, as_text: bool) -> d
     """A message as its chat template reads it: a developer's is a system message; contents are texts (always where
     `as_text`) or parts, and arguments of calls objects or texts.
     """
-    parts = not as_text and isinstance(message.content, list) and (reads_parts(template) or bool(message.images))
-    content = [part if "text" in part else {"type": "image"} for part in message.content] if parts else message.text
+    content: Any = message.text
+    if isinstance(message.content, list) and not as_text and (message.images or reads_parts(template)):
+        content = [part if "text" in part else {"type": "image"} for part in message.content]
     calls = [
         {"type": "function", "function": _called(number, call.function, template), **(call.model_extra or {})}
         | ({"id": call.id} if call.id else {})

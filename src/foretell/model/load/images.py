@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.core.tree import tree_from_lists
-from foretell.model.load.transformers import HFRunner, import_transformers, load_error, load_vision
+from foretell.model.load.transformers import HFRunner, import_transformers, load_error, load_vision, quiet
 from foretell.model.run.runner import PromptImages
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -98,7 +98,8 @@ class VisionLanguage:
         # SmolVLM's own processor needs packages for videos, and writes images as that of Idefics 3 does.
         reader = transformers.Idefics3Processor if kind == "smolvlm" else transformers.AutoProcessor
         try:
-            return reader.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+            with quiet(transformers):
+                return reader.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # Depends on the files that are there.
             raise load_error(self.path, error) from error
 

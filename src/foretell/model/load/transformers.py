@@ -267,7 +267,7 @@ def _from_pretrained(transformers: Any, path: Path, dtype: torch.dtype, config: 
         ValueError: see `load_hf`.
     """
     try:
-        with _quiet(transformers):
+        with quiet(transformers):
             model, report = _model_class(transformers, path).from_pretrained(
                 path,
                 **({} if config is None else {"config": config}),
@@ -295,7 +295,7 @@ def _from_pretrained(transformers: Any, path: Path, dtype: torch.dtype, config: 
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     """Without bars and warnings of transformers, whose report about the weights is checked here instead."""
     logging = transformers.utils.logging
     logging.disable_progress_bar()

@@ -123,6 +123,8 @@ class NetworkRunner(Runner, LimitsCache, ReadsImages):
             x = network.embed(torch.from_numpy(token))
         else:
             x = self._embed_probes(token, probe_embeddings)
+        if not self._images:
+            return x
         row, position = layout.row.numpy(), layout.position.numpy()
         for each in set(row.tolist()).intersection(self._images):
             images = self._images[each]
