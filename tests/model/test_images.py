@@ -114,6 +114,26 @@ def test_a_request_beside_others_and_from_the_prefix_cache_reads_its_own_image()
     assert all(c.statistics.cached_tokens == len(text.prompt) - 1 for c in again)
 
 
+@pytest.mark.parametrize("method", ["suffix", "layer_skip", "early_exit"])
+def test_a_prompt_with_an_image_is_read_beside_a_request_that_drafts(method: str) -> None:
+    behind = model().with_images(PICTURES[:1], TEXT)
+    engine = model().engine(method, rows=2)
+    engine.submit(model().request(TEXT, max_new_tokens=40, ignore_eos=True))
+    while not next(iter(engine.statistics.values())).drafted:
+        engine.step()
+    number = engine.submit(behind.request(TEXT, max_new_tokens=24, ignore_eos=True))
+    tokens = [t for update in engine.run() if update.request == number for t in update.tokens]
+    assert tokens == list(answer(behind, "autoregressive").tokens)
+
+
+def test_a_row_of_an_image_is_used_again_for_text() -> None:
+    request = model().with_images(PICTURES[:1], TEXT).request(TEXT, max_new_tokens=12, ignore_eos=True)
+    text, engine = replace(request, images=None), model().engine(rows=1)
+    (alone,) = model().engine(rows=1).complete([text])
+    engine.complete([request])
+    assert engine.complete([text])[0].tokens == alone.tokens
+
+
 def test_a_fork_reads_the_images_of_its_source() -> None:
     behind = model().with_images(PICTURES[:1], TEXT)
     request = behind.request(TEXT, max_new_tokens=12, ignore_eos=True)
