@@ -15,7 +15,7 @@ from foretell.api import Model
 from foretell.model.cache.policy import CachePolicy, parse_target_policy
 from foretell.model.config.model import CacheDtype, ModelConfig, with_context, with_rope_scaling
 from foretell.model.config.readers.compressed import check_card
-from foretell.model.config.readers.hf import from_hf, is_decoder_family
+from foretell.model.config.readers.hf import IMAGE_READERS, from_hf, is_decoder_family
 from foretell.model.config.readers.values import eos_token_ids
 from foretell.model.diffusion.config import is_diffusion
 from foretell.model.kernels.decoder import NativeDecoder
@@ -171,7 +171,11 @@ def load(
     plain = _FileCheckpoint(config, opened.weights, precision, torch_device)
     adapted = _adapted(plain, network, adapters, RoundedWeights if dtype == "int4" else lambda weights: weights)
     evicts = policy if policy is not None and not policy.selects else None
-    return Model(name, config, tokenizer, network, variant, eos, checkpoint, evicts, adapted=adapted)
+    vision = None
+    if raw is not None and raw.get("model_type") in IMAGE_READERS:
+        exact = device == "cpu" or precision == "float32"
+        vision = VisionLanguage(path, _image_token(path, raw), torch_device, torch.float32 if exact else torch.bfloat16)
+    return Model(name, config, tokenizer, network, variant, eos, checkpoint, evicts, vision, adapted)
 
 
 def _with_cache(
@@ -455,10 +459,17 @@ def _load_with_transformers(
         model, runner = load_split(path, torch_dtype, device, split)
     config = model_config_of(model)
     weights.check_layers(config.layers)
-    vision = VisionLanguage(model, path) if split == WHOLE and reads_images(model) else None
+    vision = None
+    if split == WHOLE and reads_images(model):
+        vision = VisionLanguage(path, _image_token(path, raw), device, model.dtype, model)
     codec = from_directory(path)
     eos = tuple(sorted({*_eos_tokens(path, config), *codec.eos_ids}))
     return Model(reference, config, codec, runner, dtype, eos, vision=vision)
+
+
+def _image_token(path: Path, raw: Mapping[str, Any]) -> int:
+    """The token in whose places a vision-language model reads images; -1: its configuration names none."""
+    return Fields(raw, str(path / "config.json")).integer("image_token_id", "image_token_index", default=-1, least=-1)
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:

@@ -122,7 +122,7 @@ def observe_queries(
         extra_slots=torch.zeros(count, 0, dtype=torch.int32),
         queries=queries,
     )
-    network.run(network.embed(torch.tensor(tokens)), layout, runner.cache, BlockRange(0, c.layers))
+    network.run(runner.embed(np.array(tokens), layout), layout, runner.cache, BlockRange(0, c.layers))
     return queries.view(c.layers, count, c.kv_heads, -1, c.head_dim) * c.scale
 
 
