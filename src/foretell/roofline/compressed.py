@@ -18,9 +18,9 @@ _SHORTCUTS = {"attn_add": "attention_shortcut", "mlp_add": "mlp_shortcut"}
 
 
 def compressed_layer(config: ModelConfig, ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """The operations of a layer with those of its compression; of other models as they are."""
+    """The operations of a layer with those of its compression, its ranks those of the configuration's only layer."""
     for role, names in _MATRICES.items():
-        rank = getattr(config.low_rank, role)
+        rank = config.low_rank.rank(role, 0)
         if rank:
             ops = _factored(ops, names, rank, _inputs(config)[role], f"{role}_factor")
     return _with_shortcuts(config, ops) if config.shortcuts else ops

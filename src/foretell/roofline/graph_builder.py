@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.attention import RMS_NORM_OPS, Fusion, grouped_query_attention, latent_attention
@@ -25,19 +26,20 @@ def build_graph(
     the activation, and the residual addition with the next norm. absorbed: how latent attention runs (see
     `latent_attention`). square: count causal attention as the full square.
     """
-    kinds: dict[tuple[bool, bool, bool], int] = {}
+    kinds: dict[tuple[bool, bool, bool, LowRank], int] = {}
     for layer in range(config.layers):
         has_experts = config.experts is not None and layer in config.experts.layers
-        kind = (layer in config.state_layers, config.window_of(layer) > 0, has_experts)
+        ranks = config.low_rank.of_layers([layer])
+        kind = (layer in config.state_layers, config.window_of(layer) > 0, has_experts, ranks)
         kinds[kind] = kinds.get(kind, 0) + 1
     residual = LinearCost(rows=float(config.hidden))
     groups = [_embedding_group(config)]
-    for (has_state, windowed, has_experts), count in kinds.items():
+    for (has_state, windowed, has_experts, ranks), count in kinds.items():
         label = " ".join(["recurrent"] * has_state + ["sliding"] * windowed + ["experts"] * has_experts) or "full"
         group = LayerGroup(
             label if len(kinds) > 1 else "layer",
             count,
-            compressed_layer(config, _layer(config, has_state, has_experts, fusion, absorbed)),
+            compressed_layer(replace(config, low_rank=ranks), _layer(config, has_state, has_experts, fusion, absorbed)),
             config.window if windowed else 0,
             kv_elements=0.0 if has_state else _kv_elements(config),
             kv_heads=_delta_net(config).key_heads if has_state else 1 if config.latent else config.kv_heads,

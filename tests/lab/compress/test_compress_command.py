@@ -19,8 +19,9 @@ from foretell.lab.quantize import calibration
 from foretell.lab.quantize.base import linears, matrices
 from foretell.lab.quantize.evaluate import compare
 from foretell.load import load, open_checkpoint
-from foretell.model.load.build import build_block
-from helpers import chain_tree, random_tokens
+from foretell.model.load.build import build_block, build_decoder
+from foretell.roofline.graph_builder import build_graph
+from helpers import all_logits, chain_tree, random_tokens
 
 AMOUNT = {
     **dict.fromkeys(("magnitude", "wanda", "sparsegpt"), ("--pattern", "2:4")),
@@ -28,6 +29,7 @@ AMOUNT = {
     "shortgpt": ("--sparsity", "0.25"),
     "slicegpt": ("--sparsity", "0.5"),
     "laser": ("--rank-share", "0.25"),
+    "llm_pruner": ("--sparsity", "0.25"),
 }
 
 
@@ -120,6 +122,64 @@ def test_low_rank_is_stored_as_factors_where_these_are_smaller(tmp_path: Path) -
     assert compress(tmp_path / "whole", "svd", "--rank-share", "1")["ranks"] == {}
     assert "It runs dense, as fast as the source" in (tmp_path / "whole" / "README.md").read_text()
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["model_type"] == "llama"
+
+
+def zeros_by_block(path: Path) -> list[float]:
+    tensors = load_file(path / "model.safetensors")
+    blocks = [[t for name, t in tensors.items() if f".{i}." in name and "_proj" in name] for i in range(4)]
+    return [sum(int((t == 0).sum()) for t in block) / sum(t.numel() for t in block) for block in blocks]
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_owl_prunes_blocks_unequally_and_keeps_the_share(method: str, tmp_path: Path) -> None:
+    found = compress(tmp_path / "out", method, "--sparsity", "0.5", "--allocation", "owl")
+    assert found["amount"] == "sparsity 0.5, shared out by owl" and found["calibration_tokens"] == 2048
+    zeros = zeros_by_block(tmp_path / "out")
+    assert sum(zeros) / 4 == pytest.approx(0.5, abs=0.02) and 0.1 < max(zeros) - min(zeros) < 0.22
+
+
+def test_ranks_by_loss_are_stored_by_block_and_run_in_the_kernels_and_in_torch(tmp_path: Path) -> None:
+    whole = compress(tmp_path / "whole", "svd_llm", "--rank-share", "0.5")
+    found = compress(tmp_path / "out", "svd_llm", "--rank-share", "0.5", "--allocation", "loss")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["low_rank"]
+    assert said == found["ranks"] and all(len(ranks) == 4 for ranks in said.values())
+    assert any(len(set(ranks)) > 1 for ranks in said.values())
+    refuse_elsewhere(tmp_path / "out")
+    numbers = [sum(t.numel() for t in load_file(tmp_path / n / "model.safetensors").values()) for n in ("whole", "out")]
+    assert numbers[0] - 16 * 48 < numbers[1] <= numbers[0]
+    config, weights, _, _ = open_checkpoint(tmp_path / "out")
+    assert config.of_layers([2, 0]).low_rank.rank("down", 1) == config.low_rank.rank("down", 0)
+    assert build_graph(config).parameters == numbers[1] + config.vocab * config.hidden * config.tied
+    tokens = random_tokens(30, 257)
+    native = load(str(tmp_path / "out"), "float32").runner().forward([0], chain_tree(tokens)).logits
+    in_torch = all_logits(build_decoder(config, weights, torch.float32, torch.device("cpu")), tokens)
+    torch.testing.assert_close(native.reshape(30, -1), torch.from_numpy(in_torch).float(), rtol=1e-4, atol=1e-4)
+    assert "to" in str((tmp_path / "out" / "README.md").read_text()) and whole["ranks"] != found["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [([1, 2], "down should be a positive rank, or 4 ranks from 0 on"), ([-1] * 4, "4 ranks from 0 on"), ("a", "down")],
+)
+def test_ranks_that_are_not_those_of_all_blocks_are_refused(ranks: object, said: str, tmp_path: Path) -> None:
+    shutil.copytree(thin(), tmp_path / "thin")
+    file = tmp_path / "thin" / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"low_rank": raw["low_rank"] | {"down": ranks}}))
+    assert said in expect_error("generate", "a", "--model", tmp_path / "thin", "--max-new-tokens", "2")
+
+
+def test_refitted_factors_are_nearer_to_the_source_on_the_calibration_text(tmp_path: Path) -> None:
+    for name, more in (("plain", ()), ("again", ("--refit",))):
+        compress(tmp_path / name, "svd_llm", "--rank-share", "0.4", *more)
+    tokens = torch.tensor(
+        load(str(model())).tokens(" ".join(json.loads(line)["text"] for line in text().read_text().splitlines()))
+    )
+    read = tokens[: 4 * 512].view(4, 512)
+    kl = [compare(open_checkpoint(model())[:2], open_checkpoint(tmp_path / n)[:2], read).kl for n in ("plain", "again")]
+    assert kl[1] < kl[0]
+    names = [set(load_file(tmp_path / n / "model.safetensors")) for n in ("plain", "again")]
+    assert names[0] == names[1]
 
 
 def narrow_model(path: Path) -> Path:
@@ -287,6 +347,23 @@ def test_an_interrupted_run_goes_on_and_writes_the_same(tmp_path: Path, monkeypa
     assert started == [0, 1, 2, 3], "the work of another job is not continued"
 
 
+def test_what_was_measured_is_kept_when_a_run_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("--rank-share", "0.5", "--allocation", "loss")
+    compress(tmp_path / "whole", "svd_llm", *given)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("foretell.lab.compress.job.collect", interrupt)
+        run_foretell(*arguments(tmp_path / "out", "svd_llm", *given))
+    assert (tmp_path / ".out.compress" / "ranks.json").is_file() and not (tmp_path / "out").exists()
+    monkeypatch.setattr("foretell.lab.compress.allocation.collect", interrupt)
+    compress(tmp_path / "out", "svd_llm", *given)
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert same[0] == same[1]
+
+
 @pytest.mark.parametrize("method", ["wanda", "svd", "slicegpt"])
 def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp_path: Path) -> None:
     compress(tmp_path / "out", method)
@@ -315,6 +392,16 @@ def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp
         ("wanda", ["--sparsity", "0.5", "--bits", "4"], "--bits rounds the weights that sparsegpt keeps"),
         ("sparsegpt", ["--sparsity", "0.5", "--bits", "4"], "are no whole groups of 32, as --bits needs"),
         ("svd", ["--rank-share", "0"], "--rank-share 0: the share of the rank"),
+        ("llm_pruner", ["--rank-share", "0.5"], "--method llm_pruner takes --sparsity, found --rank-share"),
+        ("llm_pruner", ["--sparsity", "0"], "the latter in steps of 1 of 24, and keeps some of both"),
+        ("wanda", ["--sparsity", "0.5", "--allocation", "oul"], "did you mean 'owl'"),
+        (
+            "svd",
+            ["--rank-share", "0.5", "--allocation", "loss"],
+            "loss is for --method svd_llm, found svd",
+        ),
+        ("wanda", ["--pattern", "2:4", "--allocation", "owl"], "takes --sparsity, found --pattern"),
+        ("wanda", ["--sparsity", "0.5", "--refit"], "--refit fits factors again, of --method svd, asvd, svd_llm"),
         ("slicegpt", ["--rank-share", "0.5"], "--method slicegpt takes --sparsity, found --rank-share"),
         ("slicegpt", ["--sparsity", "1"], "--sparsity 1: slicegpt deletes a share of the hidden size"),
         ("slicegpt", ["--sparsity", "0.5", "--calibration-tokens", "40000"], "tokens of text were found, and 41,024"),

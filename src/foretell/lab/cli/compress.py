@@ -34,7 +34,8 @@ def compress(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Weights that become zero; of shortgpt, blocks that are left out; of slicegpt, hidden size.",
+            help="Weights that become zero; of shortgpt, blocks that are left out; of slicegpt, hidden size; "
+            "of llm_pruner, numbers that are removed.",
         ),
     ] = None,
     pattern: Annotated[
@@ -48,6 +49,13 @@ def compress(
         int | None,
         typer.Option(metavar="N", min=2, max=8, help="sparsegpt: round the weights that stay to so many bits, too."),
     ] = None,
+    allocation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Unequal blocks: owl (pruning), loss (svd_llm). [default: equal]")
+    ] = None,
+    refit: Annotated[
+        bool,
+        typer.Option("--refit", help="svd, asvd, svd_llm: fit the outer factors again to the outputs of the source."),
+    ] = False,
     text: quantize.Text = None,
     calibration_tokens: quantize.CalibrationTokens = 16384,
     held_back_tokens: quantize.HeldBackTokens = 4096,
@@ -71,7 +79,7 @@ def compress(
         raise ValueError(f"{out}: compress writes a directory; quantise that into a .gguf file with foretell quantize")
     path = resolve_reference(model)
     source = Source.open(model, path, "compressed")
-    chosen = plan(source, method, sparsity, pattern, rank_share, bits)
+    chosen = plan(source, method, sparsity, pattern, rank_share, bits, allocation, refit)
     wanted = calibration_tokens if chosen.calibrated else 0
 
     def read_text() -> CalibrationText:

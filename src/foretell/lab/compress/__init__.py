@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from foretell.lab.compress.allocation import LOSS, OWL
 from foretell.lab.compress.base import Compressor
 from foretell.lab.compress.low_rank import ASVD, SVD, SVDLLM, LowRankCompressor
 from foretell.lab.compress.pruning import Magnitude, Wanda
@@ -24,7 +25,11 @@ SLICEGPT = "slicegpt"
 """The method that rotates the residual stream and cuts it."""
 LASER = "laser"
 """The method that lowers the rank of one matrix."""
-METHODS = (*PRUNING, *LOW_RANK, SHORTGPT, SLICEGPT, LASER)
+LLM_PRUNER = "llm_pruner"
+"""The method that removes heads and channels."""
+METHODS = (*PRUNING, *LOW_RANK, SHORTGPT, SLICEGPT, LASER, LLM_PRUNER)
 """Names of all methods."""
+ALLOCATIONS: Mapping[str, tuple[str, ...]] = {OWL: tuple(PRUNING), LOSS: ("svd_llm",)}
+"""Ways to share an amount out among the blocks, with the methods that they are for."""
 
-__all__ = ["LASER", "LOW_RANK", "METHODS", "PRUNING", "SHORTGPT", "SLICEGPT", "SPARSEGPT"]
+__all__ = ["ALLOCATIONS", "LASER", "LLM_PRUNER", "LOW_RANK", "METHODS", "PRUNING", "SHORTGPT", "SLICEGPT", "SPARSEGPT"]

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foretell.lab.compress import LASER, LOW_RANK, SHORTGPT, SLICEGPT
+from foretell.lab.compress import LASER, LLM_PRUNER, LOW_RANK, SHORTGPT, SLICEGPT
 from foretell.lab.quantize.base import ROLES
+from foretell.model.config.compressed import Ranks
 from foretell.model.config.readers.compressed import CARD, COMPRESSED_BY
 from foretell.utils.validation import read_json
 from foretell.verify.comparison import Comparison
@@ -23,7 +24,7 @@ class Card:
     """Blocks of the source that are left."""
     two_of_four: bool
     """Whether the CPU kernels have a product of their own for its matrices."""
-    ranks: Mapping[str, int]
+    ranks: Mapping[str, Ranks]
     """Of the matrices of the blocks that are stored and run as two factors; the others are dense."""
     zeros: float
     """Share of zeros in the matrices of the blocks."""
@@ -41,6 +42,8 @@ class Card:
         """How Foretell runs the model, in a sentence."""
         if self.method == SHORTGPT:
             return "It has fewer blocks, so a pass reads less."
+        if self.method == LLM_PRUNER:
+            return "Its blocks have fewer heads or channels, so a pass reads less."
         if self.method == SLICEGPT:
             return (
                 "Its residual stream has fewer numbers, so every matrix is smaller; two more per block multiply "
@@ -59,7 +62,9 @@ class Card:
         dense = ", ".join(role for role in ROLES if role not in self.ranks)
         if not self.ranks:
             return "It runs dense, as fast as the source: two factors of this rank would be no smaller than any matrix."
-        factored = ", ".join(f"{role} (rank {rank})" for role, rank in self.ranks.items())
+        spans = {role: (r if isinstance(r, tuple) else (r,)) for role, r in self.ranks.items()}
+        ranks = {role: " to ".join(map(str, sorted({min(r), max(r)}))) for role, r in spans.items()}
+        factored = ", ".join(f"{role} (rank {span})" for role, span in ranks.items())
         rest = f" Two factors would be no smaller than {dense}, which run dense." if dense else ""
         return f"It is stored and run as two factors in {factored}, so a pass reads less.{rest}"
 

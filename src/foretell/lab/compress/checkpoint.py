@@ -79,6 +79,9 @@ def _further_keys(
         for key, value in raw.items()
         if isinstance(value, list) and key.startswith("layer") and len(value) == old.layers
     }
+    if (new.kv_heads, new.ffn) != (old.kv_heads, old.ffn):
+        keys |= {"num_attention_heads": new.heads, "num_key_value_heads": new.kv_heads, "head_dim": new.head_dim}
+        keys["intermediate_size"] = new.ffn
     if new.shortcuts:
         keys |= {"hidden_size": new.hidden, "head_dim": new.head_dim, "rms_norm_eps": new.norm_eps}
         keys["tie_word_embeddings"] = False

@@ -6,7 +6,25 @@ from pathlib import Path
 
 import torch
 
-from foretell.lab.compress import LASER, LOW_RANK, METHODS, PRUNING, SHORTGPT, SLICEGPT, SPARSEGPT
+from foretell.lab.compress import (
+    ALLOCATIONS,
+    LASER,
+    LLM_PRUNER,
+    LOW_RANK,
+    METHODS,
+    PRUNING,
+    SHORTGPT,
+    SLICEGPT,
+    SPARSEGPT,
+)
+from foretell.lab.compress.allocation import (
+    LOSS,
+    OWL,
+    allocate_ranks,
+    measure_blocks,
+    outlier_share,
+    shares_by_outliers,
+)
 from foretell.lab.compress.base import Compressor
 from foretell.lab.compress.card import Card, write_card
 from foretell.lab.compress.checkpoint import (
@@ -19,12 +37,15 @@ from foretell.lab.compress.checkpoint import (
     write_checkpoint,
 )
 from foretell.lab.compress.laser import SHARES, best_reduction
-from foretell.lab.compress.low_rank import check_share, ranks_of
+from foretell.lab.compress.llm_pruner import choose, importance, narrow_block, narrow_config, removals
+from foretell.lab.compress.low_rank import LowRankCompressor, check_share, ranks_of
+from foretell.lab.compress.pruning import Magnitude
+from foretell.lab.compress.refit import refit_block
 from foretell.lab.compress.slicing import kept_width, sliced_config
 from foretell.lab.compress.sparsegpt import GROUP, SparseGPT
 from foretell.lab.compress.sparsity import Pattern, Sparsity
 from foretell.lab.compress.unfinished import UnfinishedResult, text_digest
-from foretell.lab.quantize.base import linears, set_matrix
+from foretell.lab.quantize.base import Role, linears, set_matrix
 from foretell.lab.quantize.calibration import CalibrationText, collect, model_rope_tables, run_block
 from foretell.lab.quantize.evaluate import compare
 from foretell.lab.quantize.job import Source
@@ -56,13 +77,21 @@ class Plan:
     """Whether at most two of four consecutive weights stay."""
     ranks: LowRank = field(default_factory=LowRank)
     """Of matrices that become two factors."""
-    width: int = 0
-    """Of SliceGPT, numbers of the residual stream that are left."""
+    form: ModelConfig | None = None
+    """The configuration of a narrower model; None: that of the source."""
+    removable: tuple[tuple[int, int], ...] = ()
+    """Of LLM-Pruner, the numbers of heads and channels that may be removed from every block."""
+    allocation: str = ""
+    """What shares the amount out among the blocks; empty: all have the same."""
+    by_block: tuple[Mapping[Role, Compressor], ...] = ()
+    """The compressors of every block, where the amount is shared out."""
+    refit: bool = False
+    """Whether outer factors are fitted again."""
 
     @property
     def calibrated(self) -> bool:
         """Whether the method needs calibration text."""
-        return self.compressor is None or self.compressor.calibrated
+        return self.compressor is None or self.compressor.calibrated or self.allocation == OWL or self.refit
 
 
 def plan(
@@ -72,6 +101,8 @@ def plan(
     pattern: str | None,
     rank_share: float | None,
     bits: int | None = None,
+    allocation: str | None = None,
+    refit: bool = False,
 ) -> Plan:
     """Choose what is done.
 
@@ -82,11 +113,15 @@ def plan(
         raise unknown("method", method, METHODS)
     if bits is not None and method != SPARSEGPT:
         raise ValueError(f"--bits rounds the weights that sparsegpt keeps, found --method {method}; leave it out")
+    if allocation is not None:
+        _check_allocation(method, allocation)
+    if refit and method not in LOW_RANK:
+        raise ValueError(f"--refit fits factors again, of --method {', '.join(LOW_RANK)}, found {method}; leave it out")
     given = {"--sparsity": sparsity, "--pattern": pattern, "--rank-share": rank_share}
-    wanted = list(given)[:2]
+    wanted = list(given)[: 1 if allocation else 2]
     if method in (*LOW_RANK, LASER):
         wanted = ["--rank-share"]
-    elif method in (SHORTGPT, SLICEGPT):
+    elif method in (SHORTGPT, SLICEGPT, LLM_PRUNER):
         wanted = ["--sparsity"]
     named = [name for name, value in given.items() if value is not None]
     if method == LASER and named in ([], ["--rank-share"]):
@@ -97,19 +132,34 @@ def plan(
         return _plan_blocks(source, Sparsity(sparsity or 0).share)
     if method == SLICEGPT:
         width = kept_width(source.config, sparsity or 0, source.name)
-        return Plan(SLICEGPT, f"{width} of {source.config.hidden} numbers of the residual stream", width=width)
+        amount = f"{width} of {source.config.hidden} numbers of the residual stream"
+        return Plan(SLICEGPT, amount, form=sliced_config(source.config, width))
+    if method == LLM_PRUNER:
+        share = Sparsity(sparsity or 0).share
+        return Plan(LLM_PRUNER, f"sparsity {share:g}", removable=tuple(removals(source.config, share)))
     chosen: Compressor
     if rank_share is not None:
         chosen, amount = LOW_RANK[method](rank_share), f"rank share {rank_share:g}"
     else:
-        share = Sparsity.of(Pattern.parse(pattern)) if pattern is not None else Sparsity(sparsity or 0)
-        chosen, amount = PRUNING[method](share), f"sparsity {share}"
+        zeros = Sparsity.of(Pattern.parse(pattern)) if pattern is not None else Sparsity(sparsity or 0)
+        chosen, amount = PRUNING[method](zeros), f"sparsity {zeros}"
         if bits is not None:
-            chosen, amount = SparseGPT(share, bits), f"{amount}, {bits} bits in groups of {GROUP}"
+            chosen, amount = SparseGPT(zeros, bits), f"{amount}, {bits} bits in groups of {GROUP}"
     for role, shape in shapes_of(source.config).items():
         chosen.check(*shape, f"{role} in {source.name}")
     two_of_four = pattern is not None and _within_two_of_four(Pattern.parse(pattern))
-    return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks_of(source.config, chosen))
+    ranks, allocation = ranks_of(source.config, chosen), allocation or ""
+    amount += f", shared out by {allocation}" * bool(allocation) + ", outer factors fitted again" * refit
+    return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks, allocation=allocation, refit=refit)
+
+
+def _check_allocation(method: str, allocation: str) -> None:
+    """Refuse an allocation that is not the method's."""
+    if allocation not in ALLOCATIONS:
+        raise unknown("allocation", allocation, ALLOCATIONS)
+    wanted = ALLOCATIONS[allocation]
+    if method not in wanted:
+        raise ValueError(f"--allocation {allocation} is for --method {', '.join(wanted)}, found {method}")
 
 
 def _within_two_of_four(pattern: Pattern) -> bool:
@@ -154,10 +204,13 @@ def compress_model(
     work = UnfinishedResult(out, job)
     try:
         text = work.text(read_text)
+        kept = list(range(source.config.layers))
         if chosen.shares:
             chosen, changed = _reduce(source, chosen, text, progress)
-            kept = list(range(source.config.layers))
+        elif chosen.method == LLM_PRUNER:
+            chosen, changed = _narrow(source, chosen, text, progress)
         else:
+            chosen = _share_out(source, chosen, text, work)
             kept = _run_blocks(source, chosen, text, work, progress)
             changed = unchanged if chosen.method == SHORTGPT else work.block
     except ValueError:
@@ -174,7 +227,7 @@ def compress_model(
             source=source.name,
             blocks=tuple(kept),
             two_of_four=_runs_two_of_four(source, chosen),
-            ranks={role: rank for role, rank in vars(chosen.ranks).items() if rank},
+            ranks=chosen.ranks.stored,
             zeros=share_of_zeros(part),
             calibration=text.origin if chosen.calibrated else "none",
             calibration_tokens=text.calibration.numel(),
@@ -199,6 +252,42 @@ def _reduce(
     return replace(chosen, amount=reduction.amount), {reduction.block: tensors}.get
 
 
+def _narrow(
+    source: Source, chosen: Plan, text: CalibrationText, progress: Callable[[int], None]
+) -> tuple[Plan, ChangedBlocks]:
+    """Choose the heads and channels that stay; the plan that says how many, and the tensors of the narrower blocks."""
+    c = source.config
+    groups = choose(importance(source, text.calibration, progress), chosen.removable)
+    form = narrow_config(c, groups)
+
+    def changed(i: int) -> Mapping[str, Tensor]:
+        block = build_block(c, i, source.weights, torch.float32, _CPU)
+        narrow_block(c, i, block, groups)
+        return tensors_of(form, i, block)
+
+    amount = f"{form.kv_heads} of {c.kv_heads} key-value heads and {form.ffn} of {c.ffn} channels in every block"
+    return replace(chosen, amount=amount, form=form), changed
+
+
+def _share_out(source: Source, chosen: Plan, text: CalibrationText, work: UnfinishedResult) -> Plan:
+    """The plan with what every block gives up, where they give up unequal amounts."""
+    compressor, shapes = chosen.compressor, shapes_of(source.config)
+    if chosen.allocation == OWL:
+        assert isinstance(compressor, Magnitude)
+        outliers = work.kept("outliers", lambda: measure_blocks(source, text, outlier_share))
+        shares = map(Sparsity, shares_by_outliers(outliers, compressor.sparsity.share))
+        pruned = tuple(dict.fromkeys(shapes, replace(compressor, sparsity=share)) for share in shares)
+        return replace(chosen, by_block=pruned)
+    if chosen.allocation == LOSS:
+        assert isinstance(compressor, LowRankCompressor)
+        by_role = work.kept("ranks", lambda: allocate_ranks(source, text, compressor))
+        ranks = [dict(zip(by_role, of_block, strict=True)) for of_block in zip(*by_role.values(), strict=True)]
+        factored = tuple({role: replace(compressor, given=rank) for role, rank in block.items()} for block in ranks)
+        stored = LowRank(**{role: tuple(values) for role, values in by_role.items()})
+        return replace(chosen, by_block=factored, ranks=stored)
+    return chosen
+
+
 def _run_blocks(
     source: Source, chosen: Plan, text: CalibrationText, work: UnfinishedResult, progress: Callable[[int], None]
 ) -> list[int]:
@@ -207,19 +296,26 @@ def _run_blocks(
     done, x = work.resume()
     if x is None:
         x = weights.require(EMBEDDING, c.vocab, c.hidden)[text.calibration].float() * c.embedding_scale
+        x = torch.cat((x, x)) if chosen.refit else x
     for i in range(done, c.layers):
         block = build_block(c, i, weights, torch.float32, _CPU)
-        if chosen.width:
-            tensors, after = slice_tensors(c, ropes, i, block, x, chosen.width)
+        if chosen.form is not None:
+            tensors, after = slice_tensors(c, ropes, i, block, x, chosen.form.hidden)
         elif chosen.compressor is None:
             after = run_block(c, ropes, i, block, x)
             tensors = {"influence": 1 - torch.cosine_similarity(x.double(), after.double(), -1).mean()}
         else:
-            inputs = collect(c, ropes, i, block, x) if chosen.compressor.calibrated else {}
+            own = x.chunk(2)[-1] if chosen.refit else x
+            inputs = collect(c, ropes, i, block, own) if chosen.compressor.calibrated else {}
             with torch.inference_mode():
                 for role, linear in linears(block).items():
-                    set_matrix(block, role, chosen.compressor.replace(linear, inputs.get(role), dtype))
-            after = run_block(c, ropes, i, block, x) if chosen.compressor.calibrated else x
+                    compressor = chosen.by_block[i][role] if chosen.by_block else chosen.compressor
+                    set_matrix(block, role, compressor.replace(linear, inputs.get(role), dtype))
+            if chosen.refit:
+                whole = build_block(c, i, weights, torch.float32, _CPU)
+                after = refit_block(c, ropes, i, whole, block, x, dtype)
+            else:
+                after = run_block(c, ropes, i, block, x) if chosen.compressor.calibrated else x
             tensors = tensors_of(c, i, block)
         x = after
         work.add(i, tensors, x)
@@ -234,8 +330,7 @@ def _run_blocks(
 
 def output_config(source: Source, chosen: Plan, kept: Sequence[int]) -> ModelConfig:
     """The configuration of the compressed model, which has these blocks."""
-    c = source.config if not chosen.width else sliced_config(source.config, chosen.width)
-    return replace(c.of_layers(kept), low_rank=chosen.ranks)
+    return replace((chosen.form or source.config).of_layers(kept), low_rank=chosen.ranks)
 
 
 def _runs_two_of_four(source: Source, chosen: Plan) -> bool:

@@ -50,6 +50,11 @@ def saves(rank: int, outputs: int, inputs: int) -> bool:
     return rank * (outputs + inputs) < outputs * inputs
 
 
+def fitting(rank: int, outputs: int, inputs: int) -> int:
+    """A rank that the kernels have panels for: from 32 on a multiple of 32, or the full one."""
+    return rank if rank < _RANK_STEP or rank == min(outputs, inputs) else rank - rank % _RANK_STEP
+
+
 def rank_of(share: float, outputs: int, inputs: int) -> int:
     """The rank that is a share of the full one, at least 1."""
     return max(1, round(share * min(outputs, inputs)))
@@ -58,21 +63,23 @@ def rank_of(share: float, outputs: int, inputs: int) -> int:
 @dataclass(frozen=True)
 class LowRankCompressor(Compressor):
     """`share`: of the full rank, min(o, i), that is kept; ranks from 32 on are multiples of 32, as the kernels multiply
-    so many outputs at a time.
+    so many outputs at a time. `given`: the rank itself, 0: the matrix stays as it is.
 
     Raises:
         ValueError: a share that is not above 0 and at most 1.
     """
 
     share: float
+    given: int | None = None
 
     def __post_init__(self) -> None:
         check_share(self.share)
 
     def rank(self, outputs: int, inputs: int) -> int:
         """The rank of a matrix of this shape."""
-        rank = rank_of(self.share, outputs, inputs)
-        return rank if rank < _RANK_STEP or rank == min(outputs, inputs) else rank - rank % _RANK_STEP
+        if self.given is not None:
+            return self.given or min(outputs, inputs)
+        return fitting(rank_of(self.share, outputs, inputs), outputs, inputs)
 
     def stored_rank(self, outputs: int, inputs: int) -> int:
         """The rank with which a matrix of this shape is stored as two factors; 0: they would be no smaller, and their
@@ -135,6 +142,12 @@ class SVDLLM(LowRankCompressor):
         return inputs.second_moment
 
 
+def require_finite(moment: Float[Tensor, "i i"]) -> None:
+    """Raises ValueError where a moment of inputs is not finite."""
+    if not moment.isfinite().all():
+        raise ValueError("the calibration inputs of a matrix are not finite; give other --text")
+
+
 def project(
     weight: Float[Tensor, "o i"], moment: Float[Tensor, "i i"], rank: int
 ) -> tuple[Float[Tensor, "o r"], Float[Tensor, "r i"]]:
@@ -143,8 +156,7 @@ def project(
     Raises:
         ValueError: the moment is not finite.
     """
-    if not moment.isfinite().all():
-        raise ValueError("the calibration inputs of a matrix are not finite; give other --text")
+    require_finite(moment)
     damping = _DAMPING * moment.diagonal().mean().clamp_min(_LEAST)
     damped = moment + damping * torch.eye(len(moment), dtype=moment.dtype)
     if len(weight) <= weight.shape[1]:

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from foretell.lab.quantize.calibration import CalibrationText
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 class UnfinishedResult:
@@ -43,6 +45,16 @@ class UnfinishedResult:
             return calibration_text
         kept = load_file(self._text)
         return CalibrationText(kept["calibration"], kept["held_back"], origin.read_text("utf-8"))
+
+    def kept(self, name: str, measure: Callable[[], T]) -> T:
+        """What `measure` gives the first time: numbers, or lists of them."""
+        file = self.path / f"{name}.json"
+        if not file.is_file():
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(measure()), "utf-8")
+            part.rename(file)
+        measured: T = json.loads(file.read_text("utf-8"))
+        return measured
 
     def resume(self) -> tuple[int, Float[Tensor, "b s d"] | None]:
         """Number of blocks done, and the input of the next block; it is None before the first block."""

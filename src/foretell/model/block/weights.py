@@ -175,7 +175,7 @@ def linear_of(spec: LinearSpec, at: Place, path: str) -> LinearPlace:
     family = family_of(at.config.architecture)
     own = family.rows[path](at.config, at.layer) if path in family.rows else None
     rows = spec.rows(at) if own is None else own
-    rank = getattr(at.config.low_rank, path.rpartition(".")[2]) if path in LOW_RANK else 0
+    rank = at.config.low_rank.rank(path.rpartition(".")[2], at.layer) if path in LOW_RANK else 0
     if rank:
         rows = [replace(each, name=each.name.removesuffix("_proj") + "_u_proj") for each in rows]
     return LinearPlace(rows, spec.inputs(at), rank, spec.factor)

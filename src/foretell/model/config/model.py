@@ -258,6 +258,7 @@ class ModelConfig:
             kv_layers=tuple(map(layers.index, sources)) if shares else (),
             state=state,
             experts=experts,
+            low_rank=self.low_rank.of_layers(layers),
         )
 
     def window_of(self, layer: int) -> int:

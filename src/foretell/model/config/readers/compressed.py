@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from foretell.model.config.compressed import LowRank
+from foretell.model.config.compressed import LowRank, Ranks
 from foretell.utils.validation import Fields, read_json
 
 COMPRESSED = "foretell_compressed"
@@ -27,7 +27,7 @@ def compressed_keys(base: str, low_rank: LowRank, shortcuts: bool = False) -> di
     """What describes a compressed model of the `model_type` `base`; empty: an ordinary model."""
     if not low_rank and not shortcuts:
         return {}
-    ranks = {name: rank for name, rank in vars(low_rank).items() if rank}
+    ranks = low_rank.stored
     return {"model_type": COMPRESSED, BASE_TYPE: base, "architectures": []} | (
         {LOW_RANK: ranks} if ranks else {SHORTCUTS: True}
     )
@@ -79,8 +79,15 @@ def read_compressed(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     if LOW_RANK not in raw:
         return {"shortcuts": read.flag(SHORTCUTS)}
     known = [field.name for field in fields(LowRank)]
-    ranks = read.fields(LOW_RANK)
+    ranks, layers = read.fields(LOW_RANK), read.integer("num_hidden_layers")
     wrong = next((name for name in ranks.raw if name not in known), None)
     if wrong is not None:
         raise read.wrong(LOW_RANK, f"ranks of {', '.join(known)}", wrong)
-    return {"low_rank": LowRank(**{name: ranks.integer(name, least=1) for name in ranks.raw})}
+    return {LOW_RANK: LowRank(**{name: _read_ranks(ranks, name, layers) for name in ranks.raw})}
+
+
+def _read_ranks(ranks: Fields, name: str, layers: int) -> Ranks:
+    by_layer, whole = ranks.integers(name), not isinstance(ranks.raw[name], list)
+    if len(by_layer) != (1 if whole else layers) or min(by_layer) < whole:
+        raise ranks.wrong(name, f"a positive rank, or {layers} ranks from 0 on", ranks.raw[name])
+    return by_layer[0] if whole else by_layer
