@@ -11,7 +11,7 @@ from foretell.model.block.weights import places_of
 from foretell.model.config.families.base import read_layer_types
 from foretell.model.config.model import ModelConfig, RopeConfig
 from foretell.model.config.readers.hf import from_hf
-from foretell.speculator.checkpoint import CONFIG
+from foretell.speculator.config_file import CONFIG
 from foretell.speculator.formats.base import ConvertedCheckpoint, is_copy, refuse_other_tensors, target_rows
 from foretell.speculator.formats.files import PublishedCheckpoint
 from foretell.speculator.network.base import TargetInfo
