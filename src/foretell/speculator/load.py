@@ -5,13 +5,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
-<<<<<<< HEAD
 from foretell.model.load.assistant import is_assistant
-from foretell.speculator.checkpoint import CONFIG, load_own, read_config
-=======
 from foretell.speculator.checkpoint import load_own
 from foretell.speculator.config_file import CONFIG, read_config
->>>>>>> h36
 from foretell.speculator.formats import find_format
 from foretell.speculator.formats.base import ConvertedCheckpoint
 from foretell.speculator.formats.files import missing_weights

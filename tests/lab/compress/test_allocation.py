@@ -17,7 +17,7 @@ from foretell.lab.compress.low_rank import SVDLLM
 from foretell.lab.compress.refit import refit, refit_block
 from foretell.lab.quantize.base import InputStatistics, Role, linears, matrices, output_error, set_matrix
 from foretell.lab.quantize.calibration import model_rope_tables
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.training.full_forward import forward_blocks
 from foretell.testing import TINY, tiny_decoder
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 
 from foretell.lab.quantize.base import linears, matrices
-from foretell.model.block.decoder import DecoderBlock
+from foretell.model.block.layer import DecoderBlock
 from foretell.model.block.linear import FactoredLinear
 from foretell.model.block.rope import RopeTables
 from foretell.model.config.model import ModelConfig

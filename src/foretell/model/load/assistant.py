@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from foretell.model.block.decoder import BlockRange, Decoder, RMSNorm, decoder_rope_tables
+from foretell.model.block.decoder import BlockRange, Decoder, decoder_rope_tables
+from foretell.model.block.layer import RMSNorm
 from foretell.model.block.linear import Linear
 from foretell.model.cache.state_store import plan_stores
 from foretell.model.config.model import ModelConfig
