@@ -136,11 +136,11 @@ def load(
     if raw is None and split != WHOLE:
         raise ValueError(f"{reference}: transformers splits models in directories of safetensors, and this is GGUF")
     if raw is not None and (split != WHOLE or not is_decoder_family(raw)):
-        options = rope_scaling, max_model_len, policy, sparsity, *merged, *adapters
+        options = memory_limit, rope_scaling, max_model_len, policy, sparsity, *merged, *adapters
         if kv_cache_dtype != "auto" or any(option is not None for option in options):
             raise ValueError(
-                f"{reference}: rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity and lora are for "
-                "the own decoder, and transformers runs models of other architectures and models in parts"
+                f"{reference}: memory_limit, rope_scaling, max_model_len, kv_cache_dtype, kv_cache_policy, sparsity "
+                "and lora are for the own decoder; transformers runs models of other architectures and models in parts"
             )
         model = _load_with_transformers(reference, path, raw, dtype, torch_device, split)
         model.codec = replace(model.codec, template_date=chat_template_date)

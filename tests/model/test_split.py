@@ -145,6 +145,7 @@ def test_a_model_in_parts_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: 
         ({"tensor_parallel": 2, "pipeline_parallel": 3}, "needs 6 processes"),
         ({"pipeline_parallel": 0}, "1 part or more"),
         ({"tensor_parallel": 2, "kv_cache_dtype": "int8"}, "for the own decoder"),
+        ({"tensor_parallel": 2, "memory_limit": 1 << 20}, "memory_limit.*for the own decoder"),
     ):
         with pytest.raises(ValueError, match=message):
             foretell.load(str(path), "float32", **options)
