@@ -10,7 +10,6 @@ from foretell.core.context import Context
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Frontier, NodeLogits, RootStatePredictor
 from foretell.draft.cached_states import layout_of
-from foretell.model.cache.base import Cache
 from foretell.model.cache.layout import Layout
 from foretell.model.run.assistant import Assistant
 from foretell.model.run.decoder_runner import DecoderRunner
@@ -27,7 +26,7 @@ class AssistantDrafter(RootStatePredictor):
     def __init__(self, network: Assistant) -> None:
         super().__init__(network)
         self.max_context = network.context - 1
-        self._cache: Cache | None = None
+        self._runner: DecoderRunner | None = None
         self._states = torch.zeros(0, 0)
         """States of the nodes that were read in this draft, in the order of reading."""
         self._index: Int[np.ndarray, "b n"] = np.zeros((0, 0), np.int64)
@@ -45,7 +44,15 @@ class AssistantDrafter(RootStatePredictor):
                 "mtp with an assistant attends to the keys and values of its target, which this cache does not keep as "
                 "they are; leave out --kv-cache-policy and --sparsity, or use another method"
             )
-        self._cache = self.network.attended(inner.cache)
+        self._runner = inner
+
+    def _ready(self, context: Context) -> list[bool]:
+        """Also whether the target has the tokens before the root: those of a paused request are read again."""
+        assert self._runner is not None
+        held = [
+            self._runner.length(row) == t.length - 1 for row, t in zip(context.rows, context.sequences, strict=True)
+        ]
+        return [ready and there for ready, there in zip(super()._ready(context), held, strict=True)]
 
     def max_depths(self, context: Context) -> Int[np.ndarray, " b"]:
         """0 for requests whose root state is not known."""
@@ -69,11 +76,14 @@ class AssistantDrafter(RootStatePredictor):
         logit_index = np.full(tree.token.shape, -1, np.int64)
         if not len(which):
             return self._no_logits(), logit_index
-        assert self._cache is not None
+        assert self._runner is not None
         logit_index[which, node] = np.arange(len(which))
         self._index[which, node] = np.arange(len(which)) + len(self._states)
         new, logits = self.network.draft_step(
-            state, torch.from_numpy(tree.token[which, node]), self._layout(which, context), self._cache
+            state,
+            torch.from_numpy(tree.token[which, node]),
+            self._layout(which, context),
+            self.network.attended(self._runner.cache),
         )
         self._states = torch.cat((self._states, new)) if len(self._states) else new
         return logits, logit_index

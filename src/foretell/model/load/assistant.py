@@ -45,17 +45,20 @@ def load_assistant(folder: Path, target: Network) -> Assistant:
     weights.check_layers(config.layers)
     weights.check_tensors(config)
     norm = RMSNorm(weights.require("model.norm.weight", config.hidden).to(target.device), config.norm_eps)
-    if isinstance(target, NativeDecoder):
-        embed, blocks, matrix = _native(config, weights, target, sources)
-    elif isinstance(target, Decoder):
-        embed, blocks, matrix = _torch(config, weights, target)
-    else:
+    if not isinstance(target, NativeDecoder | Decoder):
         raise ValueError("mtp needs the whole model in memory; run it without a memory limit, or use another method")
-    width = target.config.hidden
+
+    def matrix(name: str, outputs: int, inputs: int) -> Function:
+        stored = weights.matrix(f"{name}.weight", outputs, inputs)
+        if isinstance(target, NativeDecoder):
+            return NativeLinear(stored, None, target.precision)
+        return Linear(stored.widen().to(target.device, target.embedding.dtype))
+
+    width, build = target.config.hidden, _native if isinstance(target, NativeDecoder) else _torch
     return Assistant(
-        embed,
+        target.embed,
         matrix("pre_projection", config.hidden, 2 * width),
-        blocks,
+        build(config, weights, target, sources),
         norm,
         matrix("post_projection", width, config.hidden),
         _head(read, config, weights, matrix, target),
@@ -98,40 +101,31 @@ def _config(read: Fields, target: ModelConfig, folder: Path) -> tuple[ModelConfi
     return config, sources
 
 
-_Matrix = Callable[[str, int, int], Function]
-_Parts = tuple[Function, Blocks, _Matrix]
-"""The target's embedding, the layers, and what makes a linear layer of the matrix of a name and shape."""
-
-
-def _native(config: ModelConfig, weights: Weights, target: NativeDecoder, sources: tuple[int, ...]) -> _Parts:
-    empty = NativeStack(config, [], target.precision, *decoder_rope_tables(config))
-    packed = [empty.pack_block(i, packable_block(config, i, weights, target.precision)) for i in range(config.layers)]
+def _native(config: ModelConfig, weights: Weights, target: Network, sources: tuple[int, ...]) -> Blocks:
+    assert isinstance(target, NativeDecoder)
+    empty, precision = NativeStack(config, [], target.precision, *decoder_rope_tables(config)), target.precision
+    packed = [empty.pack_block(i, packable_block(config, i, weights, precision)) for i in range(config.layers)]
     places = plan_stores(target.config)[1]
     for block, source in zip(packed, sources, strict=True):
         block.struct.store = places[source][1]
     stack = empty.with_blocks(packed)
-
-    def matrix(name: str, outputs: int, inputs: int) -> Function:
-        return NativeLinear(weights.matrix(f"{name}.weight", outputs, inputs), None, target.precision)
-
-    return target.embed, lambda x, layout, cache: stack(x, layout, cache, 0, config.layers), matrix
+    return lambda x, layout, cache: stack(x, layout, cache, 0, config.layers)
 
 
-def _torch(config: ModelConfig, weights: Weights, target: Decoder) -> _Parts:
-    device, dtype = target.device, target.embedding.dtype
-    blocks = [build_block(config, i, weights, dtype, device) for i in range(config.layers)]
-    norm = RMSNorm(torch.ones(config.hidden, device=device), config.norm_eps)
-    decoder = Decoder(config, torch.empty(0, config.hidden, dtype=dtype, device=device), blocks, norm)
-    whole = BlockRange(0, config.layers)
-
-    def matrix(name: str, outputs: int, inputs: int) -> Function:
-        return Linear(weights.require(f"{name}.weight", outputs, inputs).to(device, dtype))
-
-    return target.embed, lambda x, layout, cache: decoder.run(x, layout, cache, whole).hidden_states[-1], matrix
+def _torch(config: ModelConfig, weights: Weights, target: Network, sources: tuple[int, ...]) -> Blocks:
+    assert isinstance(target, Decoder)
+    table = target.embedding.new_empty(0, config.hidden)
+    blocks = [build_block(config, i, weights, table.dtype, table.device) for i in range(config.layers)]
+    decoder = Decoder(config, table, blocks, RMSNorm(table.new_ones(config.hidden), config.norm_eps))
+    return lambda x, layout, cache: decoder.run(x, layout, cache, BlockRange(0, config.layers)).hidden_states[-1]
 
 
 def _head(
-    read: Fields, config: ModelConfig, weights: Weights, matrix: _Matrix, target: NativeDecoder | Decoder
+    read: Fields,
+    config: ModelConfig,
+    weights: Weights,
+    matrix: Callable[[str, int, int], Function],
+    target: NativeDecoder | Decoder,
 ) -> Function:
     name = "lm_head" if weights.get("lm_head.weight") is not None else EMBEDDING.removesuffix(".weight")
     if not read.flag("use_ordered_embeddings", default=False):

@@ -58,18 +58,8 @@ class PredictionNames:
         """Names of the parts of one of several layers, by its index."""
         number = self.layer.split(".")[-2]
         moved = self.layer.replace(number, str(int(number) + index))
-
-        def name(part: str) -> str:
-            return part.replace(self.layer, moved, 1)
-
-        return PredictionNames(
-            moved,
-            name(self.norm),
-            name(self.combine),
-            name(self.embedding_norm),
-            name(self.hidden_norm),
-            self.several,
-        )
+        parts = ("layer", "norm", "combine", "embedding_norm", "hidden_norm")
+        return replace(self, **{part: getattr(self, part).replace(self.layer, moved, 1) for part in parts})
 
 
 @dataclass(frozen=True)
