@@ -172,7 +172,12 @@ class Model:
         Raises:
             ValueError: it reads text only, or cannot read these images or this prompt.
         """
-        vision = self.require_vision()
+        vision = self.vision
+        if vision is None:
+            raise ValueError(
+                f"{self.name} reads text only: leave out the image, or give a model of the kind of SmolVLM, Idefics 3 "
+                "or Llava"
+            )
         read = list[ReadImage]()
         for path in images:
             data = path.read_bytes()
@@ -190,19 +195,6 @@ class Model:
             tokens = codec.chat([{"role": "user", "content": content}])
         model._images = vision.place(tokens, read)
         return model
-
-    def require_vision(self) -> VisionLanguage:
-        """What reads images for it.
-
-        Raises:
-            ValueError: it reads text only.
-        """
-        if self.vision is None:
-            raise ValueError(
-                f"{self.name} reads text only: leave out the image, or give a model of the kind of SmolVLM, Idefics 3 "
-                "or Llava"
-            )
-        return self.vision
 
     def runner(self) -> Runner:
         """A runner of the model with an empty cache."""

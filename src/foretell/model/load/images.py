@@ -2,9 +2,9 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -20,7 +20,7 @@ from foretell.model.run.runner import PromptImages
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of images that are opened."""
-_MOST_PIXELS = 1 << 26
+_MOST_PIXELS = 1 << 25
 """Larger images are refused before they are decoded."""
 _KEPT = 8
 """Images whose embeddings are kept for later prompts, those used last."""
@@ -59,6 +59,8 @@ class VisionLanguage:
     dtype: torch.dtype
     model: Any = None
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+    _kept: dict[str, ReadImage] = field(default_factory=dict, repr=False, compare=False)
+    """By the digest of their file; the one used last at the end."""
 
     def read(self, data: bytes) -> ReadImage:
         """Read the file of an image.
@@ -67,18 +69,22 @@ class VisionLanguage:
             ValueError: it is no image or has too many pixels, transformers or Pillow is missing, the model or its
                 processor cannot be loaded, or the model reads images in a way that token trees cannot follow.
         """
-        picture = _open(data)
-        with self._lock:
-            return self._kept(_Picture(hashlib.sha256(data).hexdigest(), picture))
+        digest = hashlib.sha256(data).hexdigest()
+        with self._lock:  # one image at a time takes memory
+            read = self._kept.pop(digest, None) or self._read(_open(data), digest)
+            self._kept[digest] = read
+            if len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
+        return read
 
     def place(self, tokens: Sequence[int], images: Sequence[ReadImage]) -> ImagePrompt:
         """A prompt in which the n-th image token stands for the n-th image.
 
         Raises:
-            ValueError: there are more or fewer image tokens than images.
+            ValueError: there are more or fewer image tokens than images, or none.
         """
         places = list(tokens).count(self.image_token)
-        if places != len(images):
+        if not images or places != len(images):
             raise ValueError(f"the prompt names {places} places for images, and there are {len(images)} images")
         left, expanded = iter(images), list[int]()
         for token in tokens:
@@ -88,15 +94,11 @@ class VisionLanguage:
         return ImagePrompt(expanded, PromptImages(positions, torch.cat([i.embeddings for i in images]), digest))
 
     @cached_property
-    def _kept(self) -> "Callable[[_Picture], ReadImage]":
-        return lru_cache(_KEPT)(self._read)
-
-    @cached_property
     def _processor(self) -> Any:
         transformers = import_transformers("images are read by transformers")
-        kind = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True).model_type
         # SmolVLM's own processor needs packages for videos, and writes images as that of Idefics 3 does.
-        reader = transformers.Idefics3Processor if kind == "smolvlm" else transformers.AutoProcessor
+        is_smolvlm = self._encoder.config.model_type == "smolvlm"
+        reader = transformers.Idefics3Processor if is_smolvlm else transformers.AutoProcessor
         try:
             with quiet(transformers):
                 return reader.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
@@ -108,22 +110,19 @@ class VisionLanguage:
         return load_vision(self.path, self.dtype, self.device) if self.model is None else self.model
 
     @torch.inference_mode()
-    def _read(self, picture: "_Picture") -> ReadImage:
+    def _read(self, picture: Any, digest: str) -> ReadImage:
         processor, encoder = self._processor, self._encoder.base_model
         try:
             inputs = processor(
-                text=str(processor.image_token),
-                images=[picture.image],
-                add_special_tokens=False,
-                return_tensors="pt",
+                text=str(processor.image_token), images=[picture], add_special_tokens=False, return_tensors="pt"
             ).to(self.device, self.dtype)
-        except Exception as error:  # Depends on the processor.
-            raise ValueError(f"{self.path}: its processor cannot read this image ({error})") from error
+            embeddings = _embeddings(encoder, inputs)
+        except Exception as error:  # Depends on the processor and the model.
+            raise ValueError(f"{self.path}: this model cannot read this image ({error})") from error
         tokens = tuple(inputs["input_ids"][0].tolist())
-        embeddings = _embeddings(encoder, inputs)
         if embeddings is None or len(embeddings) != tokens.count(self.image_token):
             raise self._unreadable()
-        read = ReadImage(tokens, embeddings, picture.digest)
+        read = ReadImage(tokens, embeddings, digest)
         if self.model is not None:
             self._check(read, inputs)
         return read
@@ -141,14 +140,6 @@ class VisionLanguage:
             f"{self.path}: this model reads images in a way that token trees cannot follow (positions, attention or "
             "embeddings of its own for them); use a model of the Llava or Idefics kind"
         )
-
-
-@dataclass(frozen=True)
-class _Picture:
-    """An image, the same as another if the digest of its file is."""
-
-    digest: str
-    image: Any = field(compare=False)
 
 
 def _embeddings(encoder: Any, inputs: Mapping[str, Any]) -> Float[torch.Tensor, "k d"] | None:

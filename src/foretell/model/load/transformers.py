@@ -261,11 +261,14 @@ def load_vision(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
         ValueError: as `load_hf`, but for the check.
     """
     transformers = import_transformers("images are read by transformers")
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
-    if getattr(text, "layer_types", None):
-        text.layer_types = []
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
+    except Exception as error:  # Depends on the configuration.
+        raise load_error(path, error) from error
     return _from_pretrained(transformers, path, dtype, config).to(device).eval()
 
 
