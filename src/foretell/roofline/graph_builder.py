@@ -1,8 +1,8 @@
 """The operation graph of a model configuration: embedding, layers of each kind, final norm and LM head."""
 
+from collections import Counter
 from dataclasses import replace
 
-from foretell.model.config.compressed import LowRank
 from foretell.model.config.model import ModelConfig
 from foretell.model.config.states import DeltaNetConfig
 from foretell.roofline.attention import RMS_NORM_OPS, Fusion, grouped_query_attention, latent_attention
@@ -26,12 +26,12 @@ def build_graph(
     the activation, and the residual addition with the next norm. absorbed: how latent attention runs (see
     `latent_attention`). square: count causal attention as the full square.
     """
-    kinds: dict[tuple[bool, bool, bool, LowRank], int] = {}
-    for layer in range(config.layers):
-        has_experts = config.experts is not None and layer in config.experts.layers
-        ranks = config.low_rank.of_layers([layer])
-        kind = (layer in config.state_layers, config.window_of(layer) > 0, has_experts, ranks)
-        kinds[kind] = kinds.get(kind, 0) + 1
+    states, experts = config.state_layers, config.experts
+    expert_layers = () if experts is None else experts.layers
+    kinds = Counter(
+        (i in states, config.window_of(i) > 0, i in expert_layers, config.low_rank.of_layers([i]))
+        for i in range(config.layers)
+    )
     residual = LinearCost(rows=float(config.hidden))
     groups = [_embedding_group(config)]
     for (has_state, windowed, has_experts, ranks), count in kinds.items():
@@ -47,7 +47,6 @@ def build_graph(
         )
         groups.append(with_live_activations(group, residual))
     groups.append(with_live_activations(_head_group(config), residual))
-    experts = config.experts
     return OpGraph(
         name or config.architecture,
         tuple(groups),

@@ -1,4 +1,4 @@
-"""What blocks give up (OWL, ranks by loss) and the update of factors: against the published formula and enumeration."""
+"""What blocks give up (OWL, ranks by loss): against the published formula and enumeration."""
 
 from itertools import product
 
@@ -14,11 +14,8 @@ from foretell.lab.compress.allocation import (
     stored_numbers,
 )
 from foretell.lab.compress.low_rank import SVDLLM
-from foretell.lab.compress.refit import refit, refit_block
-from foretell.lab.quantize.base import InputStatistics, Role, linears, matrices, output_error, set_matrix
-from foretell.lab.quantize.calibration import model_rope_tables
+from foretell.lab.quantize.base import InputStatistics, Role, linears, output_error
 from foretell.model.block.layer import DecoderBlock
-from foretell.model.training.full_forward import forward_blocks
 from foretell.testing import TINY, tiny_decoder
 
 SHAPES: dict[Role, tuple[int, int]] = {"qkv": (12, 6), "down": (5, 9)}
@@ -115,55 +112,3 @@ def test_ranks_by_loss_lose_least_of_all_ranks_with_their_numbers(seed: int) -> 
     assert loss(ranks) <= best * 1.25 + 1e-9
     exact = ranks_by_loss(lost, SHAPES, SVDLLM(1.0))
     assert set(exact.values()) == {0}, "a budget of all numbers leaves all matrices as they are"
-
-
-def test_the_update_is_least_squares_and_never_raises_the_error() -> None:
-    for seed in range(5):
-        random = generator(seed)
-        x, w, factor = (torch.randn(*s, generator=random) for s in ((90, 40), (24, 40), (24, 8)))
-        inner = torch.randn(8, 40, generator=random)
-        shifted = x + 0.3 * torch.randn(90, 40, generator=random)
-        wanted, read = x @ w.T, shifted @ inner.T
-        new = refit(factor, read, wanted - read @ factor.T)
-        before, after = ((wanted - read @ each.T).square().sum() for each in (factor, new))
-        assert after < before
-        torch.testing.assert_close(new.T, torch.linalg.lstsq(read, wanted).solution, rtol=1e-2, atol=1e-2)
-        again = refit(new, read, wanted - read @ new.T)
-        assert (wanted - read @ again.T).square().sum() <= after * (1 + 1e-6)
-
-
-def test_the_update_of_inputs_that_are_the_sources_changes_nothing() -> None:
-    """Whitening is the optimum for these, in both factors."""
-    x, weight = torch.randn(400, 40, generator=generator()), torch.randn(24, 40, generator=generator(1))
-    inputs = InputStatistics(x.T @ x / len(x), x.abs().mean(0))
-    outer, inner = (each.float() for each in SVDLLM(0.5).factors(weight, inputs))
-    read = x @ inner.T
-    torch.testing.assert_close(refit(outer, read, x @ weight.T - read @ outer.T), outer, rtol=0, atol=1e-4)
-
-
-def test_a_block_is_fitted_again_in_the_order_in_which_it_runs() -> None:
-    """The outputs of every matrix, for the inputs that it has in the compressed block, come nearer the source's."""
-    config = TINY
-    ropes = model_rope_tables(config)
-    source, plain, updated = (first_block() for _ in range(3))
-    x = torch.randn(3, 30, config.hidden, generator=generator())
-    streams = torch.cat((x, x + 0.2 * torch.randn(x.shape, generator=generator(1))))
-    for block in (plain, updated):
-        for role, linear in linears(block).items():
-            second = torch.eye(linear.weight.shape[1])
-            made = SVDLLM(1, given=3).replace(linear, InputStatistics(second, second.diagonal()), torch.float32)
-            set_matrix(block, role, made)
-
-    after = refit_block(config, ropes, 0, source, updated, streams, torch.float32)
-    torch.testing.assert_close(after[:3], forward_blocks([source], config, ropes, streams[:3]))
-    torch.testing.assert_close(after[3:], forward_blocks([updated], config, ropes, streams[3:]))
-    seen = dict[tuple[int, Role], torch.Tensor]()
-    for k, block in enumerate((source, updated)):
-        for role, matrix in matrices(block).items():
-            matrix.register_forward_pre_hook(lambda _, inputs, at=(k, role): seen.update({at: inputs[0]}))
-        forward_blocks([block], config, ropes, streams.chunk(2)[k])
-    for role, whole in linears(source).items():
-        wanted = seen[0, role] @ whole.weight.T
-        old, new = (matrices(block)[role].weight for block in (plain, updated))
-        errors = [float((wanted - seen[1, role] @ w.T).square().sum()) for w in (old, new)]
-        assert errors[1] < errors[0], role

@@ -169,19 +169,6 @@ def test_ranks_that_are_not_those_of_all_blocks_are_refused(ranks: object, said:
     assert said in expect_error("generate", "a", "--model", tmp_path / "thin", "--max-new-tokens", "2")
 
 
-def test_refitted_factors_are_nearer_to_the_source_on_the_calibration_text(tmp_path: Path) -> None:
-    for name, more in (("plain", ()), ("again", ("--refit",))):
-        compress(tmp_path / name, "svd_llm", "--rank-share", "0.4", *more)
-    tokens = torch.tensor(
-        load(str(model())).tokens(" ".join(json.loads(line)["text"] for line in text().read_text().splitlines()))
-    )
-    read = tokens[: 4 * 512].view(4, 512)
-    kl = [compare(open_checkpoint(model())[:2], open_checkpoint(tmp_path / n)[:2], read).kl for n in ("plain", "again")]
-    assert kl[1] < kl[0]
-    names = [set(load_file(tmp_path / n / "model.safetensors")) for n in ("plain", "again")]
-    assert names[0] == names[1]
-
-
 def narrow_model(path: Path) -> Path:
     """A model whose residual stream lies in 8 of its 16 dimensions."""
     made = save_tiny_model(path, layers=4)
@@ -401,7 +388,6 @@ def test_the_answer_of_its_source_stays_the_same_when_it_drafts(method: str, tmp
             "loss is for --method svd_llm, found svd",
         ),
         ("wanda", ["--pattern", "2:4", "--allocation", "owl"], "takes --sparsity, found --pattern"),
-        ("wanda", ["--sparsity", "0.5", "--refit"], "--refit fits factors again, of --method svd, asvd, svd_llm"),
         ("slicegpt", ["--rank-share", "0.5"], "--method slicegpt takes --sparsity, found --rank-share"),
         ("slicegpt", ["--sparsity", "1"], "--sparsity 1: slicegpt deletes a share of the hidden size"),
         ("slicegpt", ["--sparsity", "0.5", "--calibration-tokens", "40000"], "tokens of text were found, and 41,024"),

@@ -52,10 +52,6 @@ def compress(
     allocation: Annotated[
         str | None, typer.Option(metavar="NAME", help="Unequal blocks: owl (pruning), loss (svd_llm). [default: equal]")
     ] = None,
-    refit: Annotated[
-        bool,
-        typer.Option("--refit", help="svd, asvd, svd_llm: fit the outer factors again to the outputs of the source."),
-    ] = False,
     text: quantize.Text = None,
     calibration_tokens: quantize.CalibrationTokens = 16384,
     held_back_tokens: quantize.HeldBackTokens = 4096,
@@ -79,7 +75,7 @@ def compress(
         raise ValueError(f"{out}: compress writes a directory; quantise that into a .gguf file with foretell quantize")
     path = resolve_reference(model)
     source = Source.open(model, path, "compressed")
-    chosen = plan(source, method, sparsity, pattern, rank_share, bits, allocation, refit)
+    chosen = plan(source, method, sparsity, pattern, rank_share, bits, allocation)
     wanted = calibration_tokens if chosen.calibrated else 0
 
     def read_text() -> CalibrationText:

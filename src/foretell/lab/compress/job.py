@@ -40,7 +40,6 @@ from foretell.lab.compress.laser import SHARES, best_reduction
 from foretell.lab.compress.llm_pruner import choose, importance, narrow_block, narrow_config, removals
 from foretell.lab.compress.low_rank import LowRankCompressor, check_share, ranks_of
 from foretell.lab.compress.pruning import Magnitude
-from foretell.lab.compress.refit import refit_block
 from foretell.lab.compress.slicing import kept_width, sliced_config
 from foretell.lab.compress.sparsegpt import GROUP, SparseGPT
 from foretell.lab.compress.sparsity import Pattern, Sparsity
@@ -85,13 +84,11 @@ class Plan:
     """What shares the amount out among the blocks; empty: all have the same."""
     by_block: tuple[Mapping[Role, Compressor], ...] = ()
     """The compressors of every block, where the amount is shared out."""
-    refit: bool = False
-    """Whether outer factors are fitted again."""
 
     @property
     def calibrated(self) -> bool:
         """Whether the method needs calibration text."""
-        return self.compressor is None or self.compressor.calibrated or self.allocation == OWL or self.refit
+        return self.compressor is None or self.compressor.calibrated or self.allocation == OWL
 
 
 def plan(
@@ -102,7 +99,6 @@ def plan(
     rank_share: float | None,
     bits: int | None = None,
     allocation: str | None = None,
-    refit: bool = False,
 ) -> Plan:
     """Choose what is done.
 
@@ -115,8 +111,6 @@ def plan(
         raise ValueError(f"--bits rounds the weights that sparsegpt keeps, found --method {method}; leave it out")
     if allocation is not None:
         _check_allocation(method, allocation)
-    if refit and method not in LOW_RANK:
-        raise ValueError(f"--refit fits factors again, of --method {', '.join(LOW_RANK)}, found {method}; leave it out")
     given = {"--sparsity": sparsity, "--pattern": pattern, "--rank-share": rank_share}
     wanted = list(given)[: 1 if allocation else 2]
     if method in (*LOW_RANK, LASER):
@@ -149,8 +143,8 @@ def plan(
         chosen.check(*shape, f"{role} in {source.name}")
     two_of_four = pattern is not None and _within_two_of_four(Pattern.parse(pattern))
     ranks, allocation = ranks_of(source.config, chosen), allocation or ""
-    amount += f", shared out by {allocation}" * bool(allocation) + ", outer factors fitted again" * refit
-    return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks, allocation=allocation, refit=refit)
+    amount += f", shared out by {allocation}" * bool(allocation)
+    return Plan(method, amount, chosen, two_of_four=two_of_four, ranks=ranks, allocation=allocation)
 
 
 def _check_allocation(method: str, allocation: str) -> None:
@@ -296,7 +290,6 @@ def _run_blocks(
     done, x = work.resume()
     if x is None:
         x = weights.require(EMBEDDING, c.vocab, c.hidden)[text.calibration].float() * c.embedding_scale
-        x = torch.cat((x, x)) if chosen.refit else x
     for i in range(done, c.layers):
         block = build_block(c, i, weights, torch.float32, _CPU)
         if chosen.form is not None:
@@ -305,17 +298,12 @@ def _run_blocks(
             after = run_block(c, ropes, i, block, x)
             tensors = {"influence": 1 - torch.cosine_similarity(x.double(), after.double(), -1).mean()}
         else:
-            own = x.chunk(2)[-1] if chosen.refit else x
-            inputs = collect(c, ropes, i, block, own) if chosen.compressor.calibrated else {}
+            inputs = collect(c, ropes, i, block, x) if chosen.compressor.calibrated else {}
             with torch.inference_mode():
                 for role, linear in linears(block).items():
                     compressor = chosen.by_block[i][role] if chosen.by_block else chosen.compressor
                     set_matrix(block, role, compressor.replace(linear, inputs.get(role), dtype))
-            if chosen.refit:
-                whole = build_block(c, i, weights, torch.float32, _CPU)
-                after = refit_block(c, ropes, i, whole, block, x, dtype)
-            else:
-                after = run_block(c, ropes, i, block, x) if chosen.compressor.calibrated else x
+            after = run_block(c, ropes, i, block, x) if chosen.compressor.calibrated else x
             tensors = tensors_of(c, i, block)
         x = after
         work.add(i, tensors, x)
