@@ -21,10 +21,12 @@ from foretell.core.context import Context, ModelOutput, StepResult, TokenBuffer
 from foretell.core.sampling import CounterRNG, SamplingParams
 from foretell.core.tree import root_tree, tree_from_lists
 from foretell.draft import Continuation, Retriever
-from foretell.engine import budget as budgets
+from foretell.engine.budget import Budget, Plan
+from foretell.engine.draft_account import DraftAccount
 from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.method import BoundMethod, Method
 from foretell.engine.statistics import StepTime
+from foretell.engine.step_costs import StepLoad
 from foretell.shape import Trie
 
 LONGEST = 8
@@ -63,7 +65,7 @@ class Client:
 
     length: int
     sampled: bool = False
-    account: budgets.DraftAccount = field(default_factory=budgets.DraftAccount)
+    account: DraftAccount = field(default_factory=DraftAccount)
     done: int = 1
     """The first one comes with the prompt."""
     seconds: float = 0.0
@@ -79,7 +81,7 @@ class Simulation:
     """Runs requests on a machine under a budget; `fixed`: always so many drafts, whatever the budget says."""
 
     def __init__(self, machine: Machine, seed: int = 0, fixed: int | None = None) -> None:
-        self.machine, self.budget, self.fixed = machine, budgets.Budget(), fixed
+        self.machine, self.budget, self.fixed = machine, Budget(), fixed
         self.random = np.random.default_rng(seed)
         self.bound = BoundMethod(Method(_Silent(), Trie(LONGEST, elastic=True), Match()))
         self.seconds, self.tokens, self.drafting_steps = 0.0, 0, 0
@@ -111,7 +113,7 @@ class Simulation:
         m, b = self.machine, self.budget
         count = len(clients)
         b.begin(
-            budgets.StepLoad(
+            StepLoad(
                 tokens=count,
                 is_decode=True,
                 weights=[1.0] * count,
@@ -123,7 +125,7 @@ class Simulation:
         )
         plan = b.plan(self.bound, 0, range(count))
         if self.fixed is not None:
-            plan = budgets.Plan([i for i in range(count) if clients[i].left > 1]) if self.fixed else None
+            plan = Plan([i for i in range(count) if clients[i].left > 1]) if self.fixed else None
         tree, drafting = root_tree([0] * count), 0.0
         if plan is not None and plan.asked:
             chains = [self._chain(clients[i]) for i in plan.asked]
@@ -222,7 +224,10 @@ def main(arguments: Sequence[str]) -> None:
             print(f"{name:60} {over_plain:5.2f} of plain, {over_best:5.2f} of the best fixed")
         return
     name, *values = arguments
-    modules = [importlib.import_module(f"foretell.engine.{m}") for m in ("acceptance", "budget", "pass_times")]
+    modules = [
+        importlib.import_module(f"foretell.engine.{m}")
+        for m in ("acceptance", "budget", "draft_account", "pass_times", "step_costs")
+    ]
     for value in values:
         for module in modules:
             if hasattr(module, name):

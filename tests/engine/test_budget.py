@@ -13,13 +13,14 @@ from foretell.core.context import Context
 from foretell.core.sampling import SamplingParams
 from foretell.draft import Continuation, EagleDrafter, NoDrafter, PromptLookup, Retriever, cached_states
 from foretell.draft.prediction import Prediction
-from foretell.engine.budget import Budget, Plan, StepLoad
+from foretell.engine.budget import Budget, Plan
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.drafted_trees import DraftedTrees
 from foretell.engine.engine import Engine
 from foretell.engine.method import AnyMethod, BoundMethod, Method
 from foretell.engine.pass_times import PassTimes
 from foretell.engine.request import Completion, Request
+from foretell.engine.step_costs import StepLoad
 from foretell.model.block.embedding_and_head import EmbeddingAndHead
 from foretell.model.cache.layout import Layout
 from foretell.model.run.decoder_runner import DecoderRunner

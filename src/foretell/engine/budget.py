@@ -17,29 +17,25 @@ import numpy as np
 from foretell.core.context import StepResult
 from foretell.core.tree import TokenTree
 from foretell.draft.base import Drafter, NoDrafter
-from foretell.engine.acceptance import Acceptance, OfferedTree
-from foretell.engine.draft_account import DraftAccount
+from foretell.engine.acceptance import OfferedTree
+from foretell.engine.draft_source import DraftSource, Trials
 from foretell.engine.drafted_trees import NO_LIMIT, DraftedTrees
 from foretell.engine.drafter_check import DrafterCheck
 from foretell.engine.method import BoundMethod
-from foretell.engine.pass_times import Key, PassTimes, load_key
+from foretell.engine.pass_times import PassTimes
 from foretell.engine.statistics import StepTime
+from foretell.engine.step_costs import StepCosts, StepLoad
 from foretell.engine.tuning import (
     CHILD_SHARE,
     FIRST_STEPS,
     FLOOR_SLACK,
     HORIZON,
-    LEAST_PROMPT,
-    LEAST_UNREAD,
     LEVEL_SHARE,
     MOST_CAUTION,
     MOST_EXPANDED,
     OFF,
     OFF_STEPS,
     ON,
-    PRIOR_DRAFT,
-    PRIOR_READING,
-    TOKENS_A_STEP,
     TRIAL_INTERVAL,
     TRIAL_NODES,
     TRIAL_REQUESTS,
@@ -53,32 +49,6 @@ REASONS = NO_CHOICE, LOAD, MEASURED, COST
 """Why a request got no drafts in a step: it may have none; more requests than `disable_by_batch_size`; a plain pass is
 measured, or none was before a prompt is read; drafts would not pay; they would cost a request more than it may lose.
 """
-
-
-_MARGIN = 4
-"""Drafts by which the time of a further one is told."""
-
-
-@dataclass(frozen=True)
-class StepLoad:
-    """What a step reads before any draft; lists have an entry per request."""
-
-    tokens: int
-    """Tokens of the pass without drafts, those of prompts included."""
-    is_decode: bool
-    """Whether no prompt is read."""
-    weights: Sequence[float]
-    """What a token of each request is worth; 0: it gets none in this step."""
-    room: Sequence[int]
-    """How deep its drafts may be; 0: it may have none."""
-    left: Sequence[int]
-    """Its tokens to come."""
-    sampled: Sequence[bool]
-    accounts: Sequence[DraftAccount]
-    context: float = 0.0
-    """Mean tokens of the sequences."""
-    crowd: int = 0
-    """Other requests that wait or run, beside each."""
 
 
 @dataclass(frozen=True)
@@ -121,40 +91,8 @@ class Forecast:
 
 
 @dataclass
-class _Trials:
-    """Of a drafter at one load."""
-
-    on: bool = True
-    next: int = 0
-    """Step of the next trial."""
-    left: int = 0
-    """Steps of the present trial that are left."""
-    until: int = 0
-    """Step until which it stays off without another look."""
-
-
-class _Source:
-    """What is known of one drafter of a method."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.steps, self.levels = name, 0, 1.0
-        """Steps in which it drafted, and mean levels of its trees."""
-        self.scored, self.reading = True, f"{name} reading"
-        """Whether its trees have scores, and the name of the times of its reading."""
-        self._acceptance = dict[tuple[bool, bool], Acceptance]()
-        self.trials = dict[Key, _Trials]()
-
-    def acceptance(self, sampled: bool) -> Acceptance:
-        """Of its drafts as they were last (with scores or without), for sampled or greedy requests."""
-        key = sampled, self.scored
-        if key not in self._acceptance:
-            self._acceptance[key] = Acceptance(self.scored)
-        return self._acceptance[key]
-
-
-@dataclass
 class _Offer:
-    source: _Source
+    source: DraftSource
     indices: list[int]
     tree: OfferedTree
     check: DrafterCheck | None
@@ -195,7 +133,7 @@ class Budget:
         self.times = PassTimes() if times is None else times
         self.statistics, self.last = BudgetStatistics(), Forecast()
         self._every_method, self._crowd = every_method, disable_by_batch_size
-        self._sources: WeakKeyDictionary[Drafter, list[_Source]] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[Drafter, list[DraftSource]] = WeakKeyDictionary()
         """By the drafter of a method, which lives as long as the method does."""
         self._step = 0
         self.begin(StepLoad(1, False, (), (), (), (), ()))
@@ -220,23 +158,10 @@ class Budget:
     def begin(self, load: StepLoad) -> None:
         """Begin a step; the one before may have failed."""
         self._load, self._step = load, self._step + 1
-        self._requests = sum(w > 0 for w in load.weights)
-        self._first = load.tokens - max(1, self._requests)
-        self._key = load_key(self._requests, load.context)
-        self._caution = 1 + max(
-            (load.accounts[i].deficit(load.left[i]) ** 2 for i, w in enumerate(load.weights) if w), default=0
-        )
-        self._seconds = self.times.seconds(self._key, max(1, self._requests))
-        self._host = self.times.draft_seconds(_HOST, self._key, self._requests, 0.0)
-        self._known, reads = self.times.is_known, self._first >= LEAST_PROMPT
-        self._token = self.times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and reads else 0.0
-        """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
-        self._measures = self.times.needs_plain(self._key) if load.is_decode else reads and not self._known
+        self._costs = StepCosts(self.times, load)
         self._worth, self._spent, self._trial_nodes = sum(load.weights), 0.0, 0
         self._ahead = 0.0
         """Seconds of reading that the drafts of later steps pay for."""
-        self._unread = dict[int, int]()
-        """Tokens of requests that the drafter asked last has to read before it drafts."""
         self._values, self._offers = list[float](), list[_Offer]()
         self._offered = dict[int, list[float]]()
         """Chances of the drafts offered to each request."""
@@ -246,23 +171,6 @@ class Budget:
         """Drafts that are verified whatever they cost."""
         self._looked = set[tuple[Drafter, int]]()
         """Drafters that are asked only to see whether they fit."""
-
-    def _cost(self, drafts: float, spent: float) -> float:
-        """Seconds of the step with so many drafts and so long a drafting; what exceeds a plain one counts the more, the
-        more the request that has lost most has lost.
-        """
-        # What prompts take is no reason to draft more: tokens that come later come at the usual rate.
-        return self._host + self._seconds[0] + self._caution * (self._at(drafts) - self._at(0) + spent)
-
-    def _at(self, drafts: float) -> float:
-        """Seconds of the pass with so many drafts."""
-        if self._token:
-            return (self._requests + self._first + drafts) * self._token
-        extra, table = self._first + drafts, self._seconds
-        low = int(extra)
-        if low + 1 < len(table):
-            return table[low] + (extra - low) * (table[low + 1] - table[low])
-        return table[-1] * (self._requests + extra) / (self._requests + len(table) - 1)
 
     def plan(
         self, bound: BoundMethod, number: int, which: Sequence[int], unread: Callable[[int], int] = lambda i: 0
@@ -274,54 +182,36 @@ class Budget:
         reason = NO_CHOICE
         if open_:
             crowded = self._crowd is not None and self._load.crowd >= self._crowd
-            reason = LOAD if crowded else MEASURED if self._measures else ""
+            reason = LOAD if crowded else MEASURED if self._costs.measures else ""
         if not reason:
             check = bound.method.check_of(number)
             plan = self._weigh(self._source(bound, number), open_, unread) if check is None or check.fits else COST
             if isinstance(plan, Plan):
                 return plan
             reason = plan
-            if check is not None and check.undecided and self._caution < MOST_CAUTION:
+            if check is not None and check.undecided and self._costs.caution < MOST_CAUTION:
                 self._looked.add((bound.method.draft, number))
-                self._count_unread(open_, unread)
+                self._costs.count_unread(open_, unread)
                 return Plan(open_[:TRIAL_REQUESTS], deepest=1)
         if not number:
             self.statistics.undrafted[reason] += len(which)
         return None
 
-    def _source(self, bound: BoundMethod, number: int) -> _Source:
+    def _source(self, bound: BoundMethod, number: int) -> DraftSource:
         method, count = bound.method, len(bound.method.sources)
         if method.draft not in self._sources:
             names = [f"{method.name} {i}{kind}" for kind in ("", " look") for i in range(count)]
-            self._sources[method.draft] = [_Source(name) for name in names]
+            self._sources[method.draft] = [DraftSource(name) for name in names]
         # Looks are as cheap as they can be: what they take and give says nothing about other drafts.
         return self._sources[method.draft][number + count * ((method.draft, number) in self._looked)]
 
-    def _count_unread(self, which: list[int], unread: Callable[[int], int]) -> None:
-        self._unread = {i: count for i in which if (count := unread(i)) >= LEAST_UNREAD}
-
-    def _drafting(self, source: _Source, requests: int) -> float:
-        """Seconds in which a drafter drafts for so many requests."""
-        return self.times.draft_seconds(source.name, self._key, requests, PRIOR_DRAFT * self._seconds[0])
-
-    def _reading(self, source: _Source, which: Sequence[int]) -> tuple[float, float]:
-        """Seconds in which a drafter reads what it has not read of requests, and those of them that count for this
-        step: the drafts of all tokens to come pay for it.
-        """
-        if not self._unread:
-            return 0.0, 0.0
-        token = self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * self._seconds[0])
-        seconds = [token * self._unread.get(i, 0) for i in which]
-        steps = [max(1, min(self._load.left[i], HORIZON) / TOKENS_A_STEP) for i in which]
-        return sum(seconds), sum(s / n for s, n in zip(seconds, steps, strict=True))
-
-    def _weigh(self, source: _Source, which: list[int], unread: Callable[[int], int]) -> Plan | str:
+    def _weigh(self, source: DraftSource, which: list[int], unread: Callable[[int], int]) -> Plan | str:
         """Compare the rate with this drafter's expected drafts with that of what was offered so far."""
-        trials = source.trials.setdefault(self._key, _Trials())
+        trials = source.trials.setdefault(self._costs.key, Trials())
         if not trials.on and not trials.left and self._step < min(trials.until, trials.next):
             return COST
-        self._count_unread(which, unread)
-        load, plain, before = self._load, self._at(0), self._so_far
+        self._costs.count_unread(which, unread)
+        load, plain, before = self._load, self._costs.at(0), self._so_far
         asked, nodes, tokens = list[int](), float(before.nodes), self._worth + before.gained
         weights, outdone = dict[bool, list[float]](), 0
         for i in which:
@@ -329,7 +219,7 @@ class Budget:
             factor = load.accounts[i].factor(source.name)
             hoped = factor * source.acceptance(kind).hoped
             outdone += offered >= hoped > 0
-            if hoped > offered and load.weights[i] * hoped > before.rate * self._reading(source, [i])[1]:
+            if hoped > offered and load.weights[i] * hoped > before.rate * self._costs.reading(source, [i])[1]:
                 asked.append(i)
                 weights.setdefault(kind, []).append(factor * load.weights[i])
                 if offered:
@@ -337,9 +227,9 @@ class Budget:
                     tokens -= offered * load.weights[i]
         if outdone == len(which):
             return COST  # in this step alone: the next one may be offered less before
-        spent = self._spent + self._drafting(source, len(asked)) + self._reading(source, asked)[1]
+        spent = self._spent + self._costs.drafting(source, len(asked)) + self._costs.reading(source, asked)[1]
         best = self._best_cut(source, weights, nodes, tokens, spent)
-        is_new = source.steps < FIRST_STEPS and self._caution < MOST_CAUTION
+        is_new = source.steps < FIRST_STEPS and self._costs.caution < MOST_CAUTION
         on = bool(asked) and (is_new or best.rate >= before.rate * (OFF if trials.on else ON))
         if on is not trials.on:
             self._switch(trials, on)
@@ -349,18 +239,16 @@ class Budget:
             if not asked:
                 return COST
         rate, size = max(before.rate, best.rate), best.nodes
-        # Where the time of a pass has a step, further drafts cost more than those that lead up to it are worth.
-        marginal = self._caution * (self._at(size + _MARGIN) - self._at(size)) / _MARGIN
-        floor = FLOOR_SLACK * min(best.chance, rate * marginal, 1.0)
+        floor = FLOOR_SLACK * min(best.chance, rate * self._costs.of_a_draft(size), 1.0)
         raw = max(source.acceptance(kind).least_score(floor) for kind in {load.sampled[i] for i in asked})
-        level = self._caution * LEVEL_SHARE * (spent - self._spent) / source.levels
+        level = self._costs.caution * LEVEL_SHARE * (spent - self._spent) / source.levels
         return Plan(asked, raw, min(MOST_EXPANDED, max(raw, rate * level / (CHILD_SHARE * len(asked)))))
 
     @property
     def _so_far(self) -> "_Offered":
         """The drafts that pay of those that were offered before."""
         if not self._values:
-            return _Offered(0, 0.0, self._worth / self._cost(0, self._spent), {}, {})
+            return _Offered(0, 0.0, self._worth / self._costs.weighted(0, self._spent), {}, {})
         values, weights = sorted(self._values, reverse=True), self._load.weights
         nodes, gained = self._best_of(values)
         least = values[nodes - 1] if nodes else inf
@@ -368,13 +256,13 @@ class Budget:
         return _Offered(
             nodes,
             gained,
-            (self._worth + gained) / self._cost(nodes, self._spent),
+            (self._worth + gained) / self._costs.weighted(nodes, self._spent),
             {i: len(chances) for i, chances in paying.items()},
             {i: sum(chances) for i, chances in paying.items()},
         )
 
     def _best_cut(
-        self, source: _Source, weights: dict[bool, list[float]], nodes: float, tokens: float, spent: float
+        self, source: DraftSource, weights: dict[bool, list[float]], nodes: float, tokens: float, spent: float
     ) -> "_Cut":
         """The least chance down to which the expected drafts of requests of these weights, by kind, are best taken."""
         drafts = list[tuple[float, float, float]]()
@@ -387,24 +275,24 @@ class Budget:
         best = _Cut(inf, nodes, 0.0)
         for chance, count, more in drafts:
             tokens, nodes = tokens + more, nodes + count
-            rate = tokens / self._cost(nodes, spent)
+            rate = tokens / self._costs.weighted(nodes, spent)
             if rate > best.rate:
                 best = _Cut(chance, nodes, rate)
         return best
 
-    def _switch(self, trials: _Trials, on: bool) -> None:
+    def _switch(self, trials: Trials, on: bool) -> None:
         trials.on, trials.left, trials.next = on, 0, self._step + TRIAL_INTERVAL
         self.statistics.switched_on += on
         self.statistics.switched_off += not on
 
-    def _tried(self, trials: _Trials, source: _Source, which: list[int], plain: float) -> list[int]:
+    def _tried(self, trials: Trials, source: DraftSource, which: list[int], plain: float) -> list[int]:
         """The requests that a drafter which does not pay is tried for in this step, so rarely that it costs little."""
         if not trials.left:
-            if self._step < trials.next or self._caution >= MOST_CAUTION:
+            if self._step < trials.next or self._costs.caution >= MOST_CAUTION:
                 return []
-            lost = self._at(TRIAL_NODES) - plain
-            lost += self._drafting(source, TRIAL_REQUESTS)
-            lost += self._reading(source, which)[0] * TRIAL_REQUESTS / len(which)
+            lost = self._costs.at(TRIAL_NODES) - plain
+            lost += self._costs.drafting(source, TRIAL_REQUESTS)
+            lost += self._costs.reading(source, which)[0] * TRIAL_REQUESTS / len(which)
             trials.left = TRIAL_STEPS
             trials.next = self._step + max(TRIAL_INTERVAL, int(TRIAL_STEPS * lost / (TRIAL_SHARE * plain)))
         trials.left -= 1
@@ -415,12 +303,15 @@ class Budget:
 
     def offer(self, bound: BoundMethod, number: int, indices: list[int], tree: TokenTree) -> TokenTree:
         """Take the trees that a drafter offers to these requests of the step; the same with chances as scores."""
-        source, load = self._source(bound, number), self._load
+        source, load, costs = self._source(bound, number), self._load, self._costs
         source.scored = tree.score is not None
-        read, (seconds, share) = sum(self._unread.get(i, 0) for i in indices), self._reading(source, indices)
+        read, (seconds, share) = (
+            sum(self._costs.unread.get(i, 0) for i in indices),
+            self._costs.reading(source, indices),
+        )
         offer = _Offer(source, indices, OfferedTree.of(tree), bound.method.check_of(number), read)
         self._offers.append(offer)
-        self._spent += self._drafting(source, len(indices)) + share
+        self._spent += costs.drafting(source, len(indices)) + share
         self._ahead += seconds - share
         chances = list[list[float]]()
         for i, rungs, valid in zip(indices, offer.tree.rungs, offer.tree.valid, strict=True):
@@ -435,10 +326,10 @@ class Budget:
     def _best_of(self, values: Sequence[float]) -> tuple[int, float]:
         """How many of the drafts with these falling values to verify, and their summed value."""
         worth, best = self._worth, (0, 0.0)
-        rate, gained = worth / self._cost(0, self._spent), 0.0
+        rate, gained = worth / self._costs.weighted(0, self._spent), 0.0
         for count, value in enumerate(values, 1):
             gained += value
-            now = (worth + gained) / self._cost(count, self._spent)
+            now = (worth + gained) / self._costs.weighted(count, self._spent)
             if now > rate:
                 rate, best = now, (count, gained)
         return best
@@ -459,7 +350,7 @@ class Budget:
                     for node, chance in enumerate(chances)
                     if node and valid[node]
                 ]
-        self._first += self._fixed
+        self._costs.first += self._fixed
         # Stable: of equals the earlier ones stay, so that a node's parent is kept.
         drafts.sort(key=lambda draft: -draft[0])
         count = self._count([value for value, *_ in drafts])
@@ -477,57 +368,38 @@ class Budget:
         for value, p, row, _ in drafts[:count]:
             i = parts[p].indices[row]
             self._expected[i] += value / weights[i]
-        tokens, speed = self._requests + sum(self._expected.values()), self.times.speed
-        seconds = self._host + self._at(count) + self._spent + self._ahead
-        self.last = Forecast(speed * seconds, speed * (self._host + self._at(0)), tokens)
+        tokens, speed = self._costs.requests + sum(self._expected.values()), self.times.speed
+        seconds = self._costs.host + self._costs.at(count) + self._spent + self._ahead
+        self.last = Forecast(speed * seconds, speed * (self._costs.host + self._costs.at(0)), tokens)
 
     def _count(self, values: Sequence[float]) -> int:
         """How many of the drafts of these falling values are verified."""
-        if self._measures:
+        if self._costs.measures:
             return 0
         return min(len(values), self._best_of(values)[0] + self._trial_nodes)
 
     def observe(self, step: StepResult, time: StepTime, shared: bool) -> None:
         """Learn from the result of the step that began last; `shared`: several methods drafted in it."""
-        load, tree = self._load, step.tree
+        load, tree, costs = self._load, step.tree, self._costs
         if load.is_decode:
             drafts = tree.active_count - load.tokens
-            seconds = self._host + self._at(drafts - self._fixed) + self._spent + self._ahead
-            lost = seconds / (self._host + self._at(0))
+            seconds = costs.host + costs.at(drafts - self._fixed) + self._spent + self._ahead
+            lost = seconds / (costs.host + costs.at(0))
             for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
                 if load.weights[i]:
                     # What was to be expected counts, not luck: else one unlucky request ends the drafts of all.
                     account.lead += 1 + self._expected.get(i, len(new) - 1) - lost
             self.statistics.steps += 1
             self.statistics.drafting_steps += drafts > 0
-            self.times.observe_pass(self._key, self._requests, tree.active_count, time.total - time.draft)
-            if self._known and not shared:
-                self._learn_drafting(time.draft + time.between)
-        elif self._first >= LEAST_PROMPT:
-            token = (time.total - time.draft) / tree.active_count
-            self.times.observe_draft(_PROMPT, _ANY, 1, token, self._at(0) / (self._requests + self._first))
+        costs.learn_pass(tree.active_count, time)
+        if load.is_decode and not shared:
+            costs.learn_drafting([(o.source, o.read) for o in self._offers], time.draft + time.between)
         for offer in self._offers:
             self._learn(offer, step)
         for i, (account, new) in enumerate(zip(load.accounts, step.new_tokens, strict=True)):
             account.tokens += len(new)
             if new and (drafted := step.num_drafted(i)):
                 account.count_chain(drafted, step.num_accepted(i))
-
-    def _learn_drafting(self, seconds: float) -> None:
-        """Learn the time of the drafter that was asked last, or of its reading: other times are known."""
-        if not self._offers:
-            self.times.observe_draft(_HOST, self._key, self._requests, seconds, 0.0)
-            return
-        *before, last = self._offers
-        if any(offer.read for offer in before):
-            return
-        seconds -= self._host + sum(self._drafting(offer.source, self._requests) for offer in before)
-        plain, source = self._seconds[0], last.source
-        if last.read:
-            token = max(seconds / 2, seconds - self._drafting(source, self._requests)) / last.read
-            self.times.observe_draft(source.reading, _ANY, 1, token, PRIOR_READING * plain)
-        else:
-            self.times.observe_draft(source.name, self._key, self._requests, seconds, PRIOR_DRAFT * plain)
 
     def _learn(self, offer: _Offer, step: StepResult) -> None:
         source, tree, load = offer.source, offer.tree, self._load
@@ -547,9 +419,3 @@ class Budget:
             load.accounts[i].count(source.name, predicted, len(right))
         if levels:
             source.levels += (levels - source.levels) / min(source.steps, HORIZON)
-
-
-_ANY = 0, 0
-"""Stands for all loads."""
-_HOST, _PROMPT = "engine", "prompt"
-"""Stand for what a step without drafts takes beside the pass, and for a token of a pass that reads prompts."""

@@ -12,7 +12,7 @@ from foretell.accept import Match
 from foretell.core.context import StepResult
 from foretell.distributions.processed import ProcessedDistributions
 from foretell.draft.base import NoDrafter
-from foretell.engine.budget import Budget, StepLoad
+from foretell.engine.budget import Budget
 from foretell.engine.groups import DraftError, MethodGroups
 from foretell.engine.live_request import LiveRequest
 from foretell.engine.method import AnyMethod, BoundMethod, Method
@@ -22,6 +22,7 @@ from foretell.engine.rows import RowPool
 from foretell.engine.scheduler import Scheduler
 from foretell.engine.statistics import RequestStatistics, StepCounts, StepTime
 from foretell.engine.step import VerifiedPass, commit, context_of, make_update, nodes_to_score
+from foretell.engine.step_costs import StepLoad
 from foretell.engine.tuning import NEAR_STEPS
 from foretell.model.cache.block_table import OutOfBlocksError
 from foretell.model.run.runner import Adapts, LimitsCache, Runner, free_tokens, offered, required

@@ -11,11 +11,12 @@ import torch
 from foretell.catalogue.other_engines import context_of_texts, free_row, output_without_logits, retrieval_method
 from foretell.core.context import Context, StepResult, TokenBuffer
 from foretell.core.tree import TokenTree
-from foretell.engine.budget import Budget, StepLoad
+from foretell.engine.budget import Budget
 from foretell.engine.draft_account import DraftAccount
 from foretell.engine.groups import MethodGroups
 from foretell.engine.method import BoundMethod
 from foretell.engine.statistics import StepTime
+from foretell.engine.step_costs import StepLoad
 from foretell_vllm.chains import BestChain
 
 

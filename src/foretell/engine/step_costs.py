@@ -1,0 +1,139 @@
+"""What a step takes: its pass, the drafting and a drafter's reading, by the measured times, which learn from it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from foretell.engine.draft_account import DraftAccount
+from foretell.engine.draft_source import DraftSource
+from foretell.engine.pass_times import PassTimes, load_key
+from foretell.engine.statistics import StepTime
+from foretell.engine.tuning import (
+    HORIZON,
+    LEAST_PROMPT,
+    LEAST_UNREAD,
+    PRIOR_DRAFT,
+    PRIOR_READING,
+    TOKENS_A_STEP,
+)
+
+_MARGIN = 4
+"""Drafts by which the time of a further one is told."""
+_ANY = 0, 0
+"""Stands for all loads."""
+_HOST, _PROMPT = "engine", "prompt"
+"""Stand for what a step without drafts takes beside the pass, and for a token of a pass that reads prompts."""
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What a step reads before any draft; lists have an entry per request."""
+
+    tokens: int
+    """Tokens of the pass without drafts, those of prompts included."""
+    is_decode: bool
+    """Whether no prompt is read."""
+    weights: Sequence[float]
+    """What a token of each request is worth; 0: it gets none in this step."""
+    room: Sequence[int]
+    """How deep its drafts may be; 0: it may have none."""
+    left: Sequence[int]
+    """Its tokens to come."""
+    sampled: Sequence[bool]
+    accounts: Sequence[DraftAccount]
+    context: float = 0.0
+    """Mean tokens of the sequences."""
+    crowd: int = 0
+    """Other requests that wait or run, beside each."""
+
+
+class StepCosts:
+    """Seconds that a step takes, as a function of its drafts."""
+
+    def __init__(self, times: PassTimes, load: StepLoad) -> None:
+        self.times, self._load = times, load
+        self.requests = sum(w > 0 for w in load.weights)
+        self.first = load.tokens - max(1, self.requests)
+        """Tokens beside the first of each request: of prompts, and drafts that are verified whatever they cost."""
+        self.key = load_key(self.requests, load.context)
+        self.caution = 1 + max(
+            (load.accounts[i].deficit(load.left[i]) ** 2 for i, w in enumerate(load.weights) if w), default=0
+        )
+        """Factor on the seconds beyond a plain step: the more, the more the request that has lost most has lost."""
+        self._seconds = times.seconds(self.key, max(1, self.requests))
+        self.host = times.draft_seconds(_HOST, self.key, self.requests, 0.0)
+        self._reads = self.first >= LEAST_PROMPT
+        self._known = times.is_known
+        self._token = times.draft_seconds(_PROMPT, _ANY, 1, 0.0) if self._known and self._reads else 0.0
+        """Seconds of a token where mostly prompts are read; 0: they are not, or unknown."""
+        self.measures = times.needs_plain(self.key) if load.is_decode else self._reads and not self._known
+        """Whether the step is verified without drafts, so that its time is known."""
+        self.unread = dict[int, int]()
+        """Tokens of requests that the drafter asked last has to read before it drafts."""
+
+    def weighted(self, drafts: float, spent: float) -> float:
+        """Seconds of the step with so many drafts and so long a drafting, with caution."""
+        # What prompts take is no reason to draft more: tokens that come later come at the usual rate.
+        return self.host + self._seconds[0] + self.caution * (self.at(drafts) - self.at(0) + spent)
+
+    def at(self, drafts: float) -> float:
+        """Seconds of the pass with so many drafts."""
+        if self._token:
+            return (self.requests + self.first + drafts) * self._token
+        extra, table = self.first + drafts, self._seconds
+        low = int(extra)
+        if low + 1 < len(table):
+            return table[low] + (extra - low) * (table[low + 1] - table[low])
+        return table[-1] * (self.requests + extra) / (self.requests + len(table) - 1)
+
+    def of_a_draft(self, drafts: float) -> float:
+        """Seconds of a further draft beside so many, with caution."""
+        # Where the time of a pass has a step, further drafts cost more than those that lead up to it are worth.
+        return self.caution * (self.at(drafts + _MARGIN) - self.at(drafts)) / _MARGIN
+
+    def drafting(self, source: DraftSource, requests: int) -> float:
+        """Seconds in which a drafter drafts for so many requests."""
+        return self.times.draft_seconds(source.name, self.key, requests, PRIOR_DRAFT * self._seconds[0])
+
+    def count_unread(self, which: Sequence[int], unread: Callable[[int], int]) -> None:
+        """Note what the drafter that is asked has to read of requests; less than is told from drafting counts as 0."""
+        self.unread = {i: count for i in which if (count := unread(i)) >= LEAST_UNREAD}
+
+    def reading(self, source: DraftSource, which: Sequence[int]) -> tuple[float, float]:
+        """Seconds in which a drafter reads what it has not read of requests, and those of them that count for this
+        step: the drafts of all tokens to come pay for it.
+        """
+        if not self.unread:
+            return 0.0, 0.0
+        token = self.times.draft_seconds(source.reading, _ANY, 1, PRIOR_READING * self._seconds[0])
+        seconds = [token * self.unread.get(i, 0) for i in which]
+        steps = [max(1, min(self._load.left[i], HORIZON) / TOKENS_A_STEP) for i in which]
+        return sum(seconds), sum(s / n for s, n in zip(seconds, steps, strict=True))
+
+    def learn_pass(self, tokens: int, time: StepTime) -> None:
+        """Learn the time of the pass, which had so many tokens."""
+        seconds = time.total - time.draft
+        if self._load.is_decode:
+            self.times.observe_pass(self.key, self.requests, tokens, seconds)
+        elif self.first >= LEAST_PROMPT:
+            expected = self.at(0) / (self.requests + self.first)
+            self.times.observe_draft(_PROMPT, _ANY, 1, seconds / tokens, expected)
+
+    def learn_drafting(self, asked: Sequence[tuple[DraftSource, int]], seconds: float) -> None:
+        """Learn the time of the drafter that was asked last, or of its reading: other times are known. `asked`: the
+        drafters of the step, and the tokens that each of them had to read.
+        """
+        if not self._known:
+            return
+        if not asked:
+            self.times.observe_draft(_HOST, self.key, self.requests, seconds, 0.0)
+            return
+        *before, (source, read) = asked
+        if any(tokens for _, tokens in before):
+            return
+        seconds -= self.host + sum(self.drafting(other, self.requests) for other, _ in before)
+        plain = self._seconds[0]
+        if read:
+            token = max(seconds / 2, seconds - self.drafting(source, self.requests)) / read
+            self.times.observe_draft(source.reading, _ANY, 1, token, PRIOR_READING * plain)
+        else:
+            self.times.observe_draft(source.name, self.key, self.requests, seconds, PRIOR_DRAFT * plain)
