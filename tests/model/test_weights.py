@@ -520,7 +520,12 @@ def test_a_tensor_of_a_file_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     file = GGUF(resolve_reference("smollm2-135m"))
     weights = GGUFWeights(file, config := gguf_config(file))
     read, load_tensor = list[str](), GGUF.load_tensor
-    monkeypatch.setattr(GGUF, "load_tensor", lambda f, name, *part: (read.append(name), load_tensor(f, name, *part))[1])
+
+    def recorded(file: GGUF, name: str, *part: int | None) -> Any:
+        read.append(name)
+        return load_tensor(file, name, *part)
+
+    monkeypatch.setattr(GGUF, "load_tensor", recorded)
     weights.require("model.norm.weight", config.hidden)
     with pytest.raises(ValueError, match="has shape"):
         weights.require("model.norm.weight", config.hidden + 1)
