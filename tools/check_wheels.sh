@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the wheels in dist/. The library has one for each machine type with compiled kernels (this machine's, and the
-# other one's where its cross compiler is installed), and one without for all others, where kernels are compiled at first
+# other's where its cross compiler is installed), and one without for all others, where kernels are compiled at first
 # use; pip takes the first that fits. Checks that each is smaller than 5 MB (more than half of it are kernels for six
 # instruction sets; weights have a wheel of their own), and installs this machine's in a virtual environment in
 # build/wheels, where the speculators must be found and the kernels must run without a compiler. The dependencies come
